@@ -81,6 +81,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         ConfigError: the directory can't be read, or it does not fit the mesh.
     """
     from jaxrl_llm.evaluation.policy import load_policy
+    from jaxrl_llm.models.model import for_length
     from jaxrl_llm.rollout.build import loaded_engine
     from jaxrl_llm.rollout.engine import EngineSettings
     from jaxrl_llm.serving.length import text_limit
@@ -109,8 +110,9 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         policy.params, policy.layout.mesh.local_devices
     )
     settings = EngineSettings(config.max_running_sequences, max_tokens, cache_gb, config.dtype)
+    model = for_length(policy.model, max_tokens)
     engine = loaded_engine(
-        policy.model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
+        model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
     )
     return served, engine
 

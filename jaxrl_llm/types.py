@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int, Num
 
+ROUTES = "routes"
+"""Name of a batch's recorded choices of experts [B T M top], which rows hold for the model."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -37,6 +40,11 @@ class Batch:
         added = {name: np.asarray(values) for name, values in fields.items()}
         return dataclasses.replace(self, fields={**self.fields, **added})
 
+    def without(self, name: str) -> "Batch":
+        """Return the batch less a field, if it has it."""
+        fields = {key: values for key, values in self.fields.items() if key != name}
+        return dataclasses.replace(self, fields=fields)
+
     def take(self, rows: Any) -> "Batch":
         """Return some of the sequences, by index array or slice."""
         fields = {name: values[rows] for name, values in self.fields.items()}
@@ -47,7 +55,9 @@ class Rows(NamedTuple):
     """Sequences packed into rows, for the model, and where each of them lies.
 
     Row tokens outside every sequence have segment 0. The b sequence slots that are not used have
-    size 0. `scored` marks the places whose next token has to be scored; None: all of them.
+    size 0. `scored` marks the places whose next token has to be scored; None: all of them. `routes`
+    are the experts that tokens go to in each of M layers (`models.moe.routing.replay_routes`);
+    None: routers choose.
     """
 
     tokens: Int[Array | np.ndarray, "R L"]
@@ -57,6 +67,7 @@ class Rows(NamedTuple):
     start: Int[Array | np.ndarray, " b"]
     size: Int[Array | np.ndarray, " b"]
     scored: Bool[Array | np.ndarray, "R L"] | None = None
+    routes: Int[Array | np.ndarray, "R L M top"] | None = None
 
     @property
     def places(self) -> tuple[Any, Any, Any]:

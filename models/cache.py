@@ -19,7 +19,8 @@ from jaxrl_llm.models.attention import Attending, attend_cache
 from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.int8 import make_scales, quantize
 from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.moe.record import Record, record_in_pages, record_in_rows
+from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
 from jaxrl_llm.sharding.layout import Layout
@@ -50,6 +51,7 @@ class Cache(NamedTuple):
         key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
         value_scales: likewise, of width 0 where values are.
         states: of each layer with a DeltaNet; the other fields have the layers with attention.
+        routes: the experts that each token went to, where they are recorded.
     """
 
     keys: tuple[Real[Array, "B K H S"], ...]
@@ -57,6 +59,7 @@ class Cache(NamedTuple):
     key_scales: tuple[Float[Array, "B K G S"], ...] = ()
     value_scales: tuple[Float[Array, "B K S scale"], ...] = ()
     states: tuple[DeltaState, ...] = ()
+    routes: Record = ()
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -256,7 +259,8 @@ def extend(
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
     rows_before = _Rows(tokens, positions, real, cache.states)
-    return _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
+    hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
+    return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
 
 class _Rows(NamedTuple):
@@ -285,26 +289,29 @@ def _run(
     *,
     dtype: DTypeLike,
     layout: Layout | None,
-) -> tuple[Float[Array, "B T D"], Cache]:
+) -> tuple[Float[Array, "B T D"], Cache, list[Int[Array, "B T top"]]]:
     """Run all layers.
 
-    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`.
+    Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
+    is returned is where tokens went in each layer with experts.
     """
     by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
     x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
     kept, states = list[LayerCache](), list[DeltaState]()
+    experts: list[Array] = []
     for weights, layer in _layers(params, spec):
         mixers = Mixers(
             functools.partial(attention, len(kept), attending(spec, layer, weights)),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
-        x, after, _ = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
+        x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x)
         (states if isinstance(after, DeltaState) else kept).append(after)
+        experts += [router["experts"]] if router else []
     arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True)]
     arrays = [() if of_layers[0] is None else of_layers for of_layers in arrays]
-    return final_norm(params, spec, x), Cache(*arrays, tuple(states))
+    return final_norm(params, spec, x), Cache(*arrays, tuple(states)), experts
 
 
 class PageTables(NamedTuple):
@@ -367,8 +374,9 @@ def extend_pages(
         return mixed[:, None], layer
 
     rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
-    hidden, pool = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
-    return hidden[:, 0], pool
+    hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
+    routes = record_in_pages(pool.routes, experts, tables.table, positions)
+    return hidden[:, 0], kept._replace(routes=routes)
 
 
 def _on_each(
@@ -411,9 +419,7 @@ def _attend_part(
     """Write one token of each row into the pages of one part, and attend over them."""
     layer, table, positions = held
     size, count = layer.keys.shape[4], layer.keys.shape[1]
-    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
-    page, slot = jnp.where(positions < 0, count, own), positions % size
-    every = slice(None)
+    (page, slot), every = place_of_token(table, positions, count, size), slice(None)
     layer = _write(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
     arrays: list[Any] = [None if x is None else x[0] for x in layer]
     keys, values, *scales = arrays

@@ -11,6 +11,7 @@ from jaxrl_llm.models.arrays import Declarations, Params
 from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -49,6 +50,11 @@ class Decoder:
         """Whether there are experts."""
         return self.spec.moe is not None
 
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """What is recorded of each token's experts."""
+        return self.spec.moe and self.spec.moe.route_shape(self.spec.layers)
+
     def declare(self) -> Declarations:
         """See `models.parameters.declare`."""
         return parameters.declare(self.spec)
@@ -75,17 +81,12 @@ class Decoder:
         dtype: DTypeLike,
         remat: str,
         layout: Layout | None,
+        routes: Int[Array, "R L M top"] | None = None,
     ) -> tuple[Float[Array, "R L D"], Router]:
-        """See `models.transformer.forward_with_router`."""
-        return transformer.forward_with_router(
-            params,
-            self.spec,
-            tokens,
-            positions,
-            segment_ids,
-            dtype=dtype,
-            remat=remat,
-            layout=layout,
+        """See `models.transformer.forward_rows`."""
+        rows = transformer.PackedTokens(tokens, positions, segment_ids, routes)
+        return transformer.forward_rows(
+            params, self.spec, rows, dtype=dtype, remat=remat, layout=layout
         )
 
     def head_matrix(

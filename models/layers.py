@@ -67,10 +67,12 @@ class Layer(NamedTuple):
     Attributes:
         windowed: Whether it has the window; None where all layers of the model are alike.
         rotary: Whether its queries and keys are rotated; None where those of all layers are.
+        routed: Its number among those with experts, where choices of experts are replayed.
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
     rotary: Bool[Array, "*layers"] | bool | None = None
+    routed: Int[Array, "*layers"] | None = None
 
 
 class Rotations(NamedTuple):
@@ -110,8 +112,15 @@ def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
     return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
-def stacked_layers(params: Params, spec: ModelSpec) -> dict[str, tuple[Params, Layer]]:
+def stacked_layers(
+    params: Params, spec: ModelSpec, *, replays: bool = False
+) -> dict[str, tuple[Params, Layer]]:
     """Return the weights of each stack of layers, and what else tells its layers apart.
+
+    Args:
+        params: Parameters nested as `declare(spec)`.
+        spec: The model.
+        replays: Whether choices of experts are replayed.
 
     >>> spec = tiny_spec(layers=2, window=4, windowed_layers=(True, False))
     >>> stacked_layers({"layers": {}}, spec)["layers"][1].windowed.tolist()
@@ -121,10 +130,14 @@ def stacked_layers(params: Params, spec: ModelSpec) -> dict[str, tuple[Params, L
     def of(flags: tuple[bool, ...], layers: tuple[int, ...]) -> Array | None:
         return jnp.array([flags[number] for number in layers]) if flags else None
 
+    def routed(layers: tuple[int, ...]) -> Array | None:
+        dense = spec.moe.dense_layers if spec.moe and replays else spec.layers
+        return jnp.array(layers) - dense if layers[0] >= dense else None
+
     return {
         name: (
             params[name],
-            Layer(of(spec.windowed_layers, layers), of(spec.rotary_layers, layers)),
+            Layer(of(spec.windowed_layers, layers), of(spec.rotary_layers, layers), routed(layers)),
         )
         for name, layers in spec.stacks.items()
     }
@@ -151,6 +164,7 @@ def feed_forward(
     h: Float[Array, "R L D"],
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], Router]:
     """Apply a layer's feed-forward, down(activation(gate(h)) * up(h)) (GLU variants).
 
@@ -163,10 +177,12 @@ def feed_forward(
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
         layout: How activations are split over a mesh.
+        routes: Experts that tokens go to instead of the router's choice, as for
+            `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
-        `models.moe.balance.RouterStats`.
+        `models.moe.balance.RouterStats`, and as `experts` [R L top] where each token went.
 
     >>> spec = tiny_spec(hidden_size=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
@@ -187,15 +203,22 @@ def feed_forward(
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
     scale = spec.lora.scale if spec.lora else 0.0
-    out, stats = mixture(
-        weights, spec.moe, h, real, activation=activation, lora_scale=scale, layout=layout
+    out, stats, experts = mixture(
+        weights,
+        spec.moe,
+        h,
+        real,
+        activation=activation,
+        lora_scale=scale,
+        layout=layout,
+        routes=routes,
     )
     if spec.moe.shared_ff_width:
         shared = plain("shared_")
         if spec.moe.shared_gate:
             shared = shared * jax.nn.sigmoid(linear(weights, spec, "shared_expert_gate", h))
         out = out + shared
-    return out, stats._asdict()
+    return out, stats._asdict() | {"experts": experts}
 
 
 def queries_keys_values(
@@ -265,6 +288,7 @@ def decoder_layer(
     mixers: Mixers,
     real: Bool[Array, "R L"] | None = None,
     layout: Layout | None = None,
+    routes: Int[Array, "R L top"] | None = None,
 ) -> tuple[Float[Array, "R L D"], Any, Router]:
     """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
 
@@ -279,6 +303,7 @@ def decoder_layer(
         mixers: What mixes the tokens.
         real: Which positions are not padding; None means all.
         layout: How activations are split over a mesh.
+        routes: As for `feed_forward`.
 
     Returns:
         The residual stream, the state that the mixer returned, and what the experts report.
@@ -294,7 +319,7 @@ def decoder_layer(
         out, state = _attention_output(weights, spec, h, by, mixers)
     x = x + norm(out, "attention_post_norm", spec.post_norms)
     h = norm(x, "mlp_norm", spec.pre_norms)
-    out, router = feed_forward(weights, spec, h, real, layout)
+    out, router = feed_forward(weights, spec, h, real, layout, routes)
     return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
 
 

@@ -6,6 +6,7 @@ That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels 
 `ModelSpec`. What the config's `model.function` returns is another, as of `models.functional`.
 """
 
+import logging
 from typing import Any, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
@@ -17,9 +18,13 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.lora import without_adapter
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
+from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -240,6 +245,51 @@ class PagedModel(Model, Protocol):
 
 
 @runtime_checkable
+class RoutedModel(Model, Protocol):
+    """A mixture of experts whose choices a cache can record, and a pass replay.
+
+    A cache that with a `models.moe.record.Record` holds the experts that each token went to.
+    """
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """What is recorded of each token; None: there are no experts."""
+        ...
+
+    def hidden_states(
+        self,
+        params: Params,
+        tokens: Int[Array, "R L"],
+        positions: Int[Array, "R L"],
+        segment_ids: Int[Array, "R L"],
+        *,
+        dtype: DTypeLike,
+        remat: str,
+        layout: Layout | None,
+        routes: Int[Array, "R L M top"] | None = None,
+    ) -> tuple[Float[Array, "R L D"], Router]:
+        """Run the model as `Model.hidden_states` says, by recorded choices of experts.
+
+        Args:
+            params: As there.
+            tokens: As there.
+            positions: As there.
+            segment_ids: As there.
+            dtype: As there.
+            remat: As there.
+            layout: As there.
+            routes: Experts that tokens go to in each layer that has some, as for
+                `models.moe.routing.replay_routes`; None: routers choose.
+
+        Returns:
+            As there. With `routes`, the statistics also count which of them the routers would not
+            have chosen, and `experts` [M R L top] are those that tokens went to, unless stages hold
+            the layers.
+        """
+        ...
+
+
+@runtime_checkable
 class QuantizableModel(Model, Protocol):
     """A model whose matrices the engine can also hold in float8."""
 
@@ -273,6 +323,27 @@ def decoder_spec(model: Model) -> ModelSpec:
     if not isinstance(model, Decoder):
         raise TypeError(f"expected a model of a Hugging Face directory, got {model}")
     return model.spec
+
+
+def for_length(model: Model, longest: int) -> Model:
+    """Return a model as it is run where no sequence is longer; see `ModelSpec.for_length`.
+
+    It logs that the long factors of `LongRopeScaling` are taken.
+
+    >>> for_length(model_of(tiny_spec()), 16) == model_of(tiny_spec())
+    True
+    """
+    if not isinstance(model, Decoder):
+        return model
+    spec = model.spec.for_length(longest)
+    scaling = spec.rope_scaling
+    if isinstance(scaling, LongRopeScaling) and scaling.long:
+        log.info(
+            "LongRoPE: a sequence may have %d tokens, more than %d: all take the long factors",
+            longest,
+            scaling.original_positions,
+        )
+    return Decoder(spec)
 
 
 def base_model(model: Model) -> Model:

@@ -109,3 +109,22 @@ def _rows(pages: Array, table: Int[Array, "B n"], axis: int) -> Array:
     """Lay the pages of each sequence side by side, along the axis of their tokens."""
     rows = pages.at[table].get(mode="fill", fill_value=0)
     return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
+
+
+def place_of_token(
+    table: Int[Array, "B n"], positions: Int[Array, " B"], count: int, size: int
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Return page and slot of a token of each row.
+
+    Args:
+        table: The pages of each row.
+        positions: Of the tokens; negative in an empty row, whose page is one past all.
+        count: Pages in all.
+        size: Slots of a page.
+
+    >>> page, slot = place_of_token(jnp.array([[3, 1], [2, 5]]), jnp.array([17, -1]), 5, 16)
+    >>> page.tolist(), slot.tolist()
+    ([1, 5], [1, 15])
+    """
+    own = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // size, axis=1)[:, 0]
+    return jnp.where(positions < 0, count, own), positions % size

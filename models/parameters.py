@@ -155,12 +155,16 @@ def _declare_attention(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations
                 ours: HfPart(("head_dim",), 0, 2 * width),
                 "attention_gate": HfPart(("head_dim",), width, 2 * width),
             }
+        if spec.hf_joined:
+            sizes = [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
+            start = sum(sizes[: "qkv".index(theirs)])
+            parts = {ours: HfPart((heads, "head_dim"), start, sum(sizes))}
+        proj = f"{at}{'qkv' if spec.hf_joined else theirs}_proj"
         for name, part in parts.items():
-            weight, bias = f"{at}{theirs}_proj.weight", f"{at}{theirs}_proj.bias"
             axes = f"layers embed {own}", f"{merged} embed"
-            arrays[name] = array(weight, *axes, hf_part=part)
+            arrays[name] = array(f"{proj}.weight", *axes, hf_part=part)
             if spec.qkv_bias:
-                bias = array(bias, f"layers {own}", merged, ZEROS, hf_part=part)
+                bias = array(f"{proj}.bias", f"layers {own}", merged, ZEROS, hf_part=part)
                 arrays[f"{name}_bias"] = bias
         if spec.qk_norm and ours != "value":
             name = f"{at}{theirs}_norm.weight"
@@ -297,9 +301,13 @@ def _declare_mlp(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
         ("up", "embed", "ff"),
         ("down", "ff", "embed"),
     ):
-        at = f"{spec.hf_prefix}layers.{{layers}}.mlp.{ours}_proj"
-        hf_axes = f"{outputs} {inputs}"
-        arrays[ours] = array(f"{at}.weight", f"layers {inputs} {outputs}", hf_axes)
+        theirs, part = ours, None
+        if spec.hf_joined and ours != "down":
+            first = 0 if ours == "gate" else spec.ff_width
+            theirs, part = "gate_up", HfPart(("ff",), first, 2 * spec.ff_width)
+        at = f"{spec.hf_prefix}layers.{{layers}}.mlp.{theirs}_proj"
+        axes = f"layers {inputs} {outputs}", f"{outputs} {inputs}"
+        arrays[ours] = array(f"{at}.weight", *axes, hf_part=part)
         if spec.mlp_bias:
             own = outputs if outputs == "ff" else "norm"
             arrays[f"{ours}_bias"] = array(f"{at}.bias", f"layers {own}", own, ZEROS)

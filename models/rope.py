@@ -147,7 +147,53 @@ class YarnScaling:
         return of(1.0)
 
 
-Scaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """Divide each frequency by a factor of its own, of two lists (LongRoPE).
+
+    Ding et al. 2024 (https://arxiv.org/abs/2402.13753). The short factors serve sequences of the
+    model's original context, the long ones longer sequences. transformers chooses by the longest
+    sequence of each batch, so that log-probs depend on what else is in it, and on when a key was
+    cached. Here, as in vLLM, all sequences of a run have the same factors; see
+    `ModelSpec.for_length`.
+
+    Args:
+        short_factors: One for each frequency.
+        long_factors: The same for long sequences.
+        original_positions: Context of the model before it was stretched, in tokens.
+        attention_factor: What cosines and sines are multiplied by, with either list.
+        long: Whether the long factors are taken.
+
+    >>> scaling = LongRopeScaling(short_factors=(1.0, 2.0), long_factors=(1.0, 8.0),
+    ...                           original_positions=64, attention_factor=1.1)
+    >>> frequencies, attention_factor = scaling.apply(np.ones(2, np.float32), theta=1e4)
+    >>> frequencies.tolist(), attention_factor
+    ([1.0, 0.5], 1.1)
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_positions: int
+    attention_factor: float
+    long: bool = False
+
+    def apply(self, plain: Frequencies, *, theta: float) -> tuple[Frequencies, float]:
+        """Return the scaled frequencies and what cosines and sines are multiplied by.
+
+        Raises:
+            ValueError: There is not one factor for each frequency.
+        """
+        del theta
+        factors = self.long_factors if self.long else self.short_factors
+        if len(factors) != len(plain):
+            raise ValueError(
+                f"LongRoPE has {len(factors)} factors, expected one for each of the {len(plain)} "
+                "frequencies of a head"
+            )
+        return plain / np.array(factors, np.float32), self.attention_factor
+
+
+Scaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 class Rotation(NamedTuple):

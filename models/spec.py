@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.rope import Scaling
+from jaxrl_llm.models.rope import LongRopeScaling, Scaling
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -104,6 +104,8 @@ class ModelSpec:
         delta_layers: For each layer whether it has the DeltaNet in place of attention; empty means
             none.
         hf_prefix: What names of arrays in a checkpoint begin with, but for the heads.
+        hf_joined: Whether a checkpoint has the projections of queries, keys and values in one
+            array, and those of gate and up in another.
         lora: Low-rank adapters beside the frozen arrays.
 
     Raises:
@@ -157,6 +159,7 @@ class ModelSpec:
     delta: DeltaSpec | None = None
     delta_layers: tuple[bool, ...] = ()
     hf_prefix: str = "model."
+    hf_joined: bool = False
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
@@ -178,6 +181,7 @@ class ModelSpec:
         if self.value_head and self.reward_head:
             raise ValueError("a model ends in a value head or in a reward head, got both")
         self._check_windows()
+        self._check_norms()
         self._check_parts()
 
     def _check_windows(self) -> None:
@@ -200,11 +204,18 @@ class ModelSpec:
                 f"false: leave it out where all are rotated; got {self.rotary_layers}"
             )
 
-    def _check_parts(self) -> None:
+    def _check_norms(self) -> None:
         if not (self.pre_norms or self.post_norms):
             raise ValueError("a layer needs pre_norms or post_norms, got neither")
         if self.whole_qk_norm and not self.qk_norm:
             raise ValueError("whole_qk_norm says over what qk_norm norms, which is False")
+
+    def _check_parts(self) -> None:
+        if self.hf_joined and (self.mlp_bias or self.latent or self.gated_attention):
+            raise ValueError(
+                "a checkpoint with hf_joined has no mlp_bias, latent or gated attention; "
+                f"got {self}"
+            )
         if self.moe is not None and self.moe.dense_layers >= self.layers:
             raise ValueError(
                 f"moe.dense_layers must leave layers with experts, got {self.moe.dense_layers} of "
@@ -245,6 +256,24 @@ class ModelSpec:
             head_dim=latent.head_dim,
             query_scalar=self.score_scale**-2,
         )
+
+    def for_length(self, longest: int) -> "ModelSpec":
+        """Return the spec of the same model for sequences of at most so many tokens.
+
+        It differs for `LongRopeScaling` only, whose long factors are taken by all sequences where
+        the longest one may exceed the original context.
+
+        >>> from jaxrl_llm.models.rope import LongRopeScaling
+        >>> scaling = LongRopeScaling(short_factors=(1.0,), long_factors=(8.0,),
+        ...                           original_positions=16, attention_factor=1.1)
+        >>> [tiny_spec(rope_scaling=scaling).for_length(n).rope_scaling.long for n in (16, 17)]
+        [False, True]
+        """
+        if not isinstance(self.rope_scaling, LongRopeScaling):
+            return self
+        long = longest > self.rope_scaling.original_positions
+        scaling = dataclasses.replace(self.rope_scaling, long=long)
+        return dataclasses.replace(self, rope_scaling=scaling)
 
     @property
     def rotary_width(self) -> int:

@@ -63,11 +63,35 @@ def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Floa
     return norm_of(spec, x, params["final_norm"])
 
 
+class PackedTokens(NamedTuple):
+    """Rows of packed tokens.
+
+    Attributes:
+        tokens: Token ids.
+        positions: Index of each token within its own sequence.
+        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
+        routes: Experts that tokens go to in each layer that has some, as for
+            `models.moe.routing.replay_routes`; None: routers choose.
+    """
+
+    tokens: Int[Array, "R L"]
+    positions: Int[Array, "R L"]
+    segment_ids: Int[Array, "R L"]
+    routes: Int[Array, "R L M top"] | None = None
+
+
 class _Row(NamedTuple):
     """What layers know of a row besides its residual stream."""
 
     by: Rotations
     segment_ids: Array
+    routes: Array | None
+
+    def routes_in(self, layer: Layer) -> Array | None:
+        """Return which experts tokens go to in a layer, where that is given."""
+        if self.routes is None or layer.routed is None:
+            return None
+        return jax.lax.dynamic_index_in_dim(self.routes, layer.routed, axis=2, keepdims=False)
 
 
 def forward(
@@ -152,11 +176,47 @@ def forward_with_router(
     >>> forward_with_router(init_params(spec, key=jax.random.key(0)), spec, row, row, row)[1]
     {}
     """
+    rows = PackedTokens(tokens, positions, segment_ids)
+    return forward_rows(params, spec, rows, dtype=dtype, remat=remat, layout=layout)
+
+
+def forward_rows(
+    params: Params,
+    spec: ModelSpec,
+    packed: PackedTokens,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "none",
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "R L D"], Router]:
+    """Run the decoder as `forward_with_router`, by recorded choices of experts where there are any.
+
+    Args:
+        params: As `forward`.
+        spec: As `forward`.
+        packed: The rows.
+        dtype: As `forward`.
+        remat: As `forward`.
+        layout: As `forward`.
+
+    Returns:
+        As `forward_with_router`; with routes also `experts` [M R L top], where tokens went, unless
+        stages hold the layers.
+
+    >>> from jaxrl_llm.models.moe.spec import MoeSpec
+    >>> from jaxrl_llm.models.parameters import init_params
+    >>> spec = tiny_spec(moe=MoeSpec(experts=4, experts_per_token=1, ff_width=6))
+    >>> row, routes = jnp.ones((1, 2), jnp.int32), jnp.array([[[[3]], [[0]]]])
+    >>> packed = PackedTokens(row, row, row, routes)
+    >>> forward_rows(init_params(spec, key=jax.random.key(0)), spec, packed)[1]["experts"].tolist()
+    [[[[3], [0]]]]
+    """
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
-    rows = _Row(rotations(spec, positions), segment_ids)
-    x = constrain(embed(params, spec, tokens, dtype=dtype, layout=layout))
-    stacks, reports = stacked_layers(params, spec), list[Router]()
+    rows = _Row(rotations(spec, packed.positions), packed.segment_ids, packed.routes)
+    x = constrain(embed(params, spec, packed.tokens, dtype=dtype, layout=layout))
+    stacks = stacked_layers(params, spec, replays=packed.routes is not None)
+    reports = list[Router]()
     used = dict.fromkeys(stacks, 0)
     for block in spec.blocks:
         held = {name: _of_block(stacks[name], block, name, used) for name, _ in block.runs}
@@ -240,7 +300,10 @@ def _layer_step(
             ),
             rows.segment_ids != 0,
             layout,
+            rows.routes_in(layer),
         )
+        if rows.routes is None or (layout and layout.stages > 1):
+            router.pop("experts", None)  # what stages report is added up
         return constrain(x), router
 
     return rematerialize(body, remat)

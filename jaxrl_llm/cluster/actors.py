@@ -328,6 +328,7 @@ class EngineHost(_Process):
         folder.mkdir(parents=True, exist_ok=True)
         if config.compilation_cache:
             self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
-        spec = without_adapter(read_spec(config.model.path))
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        spec = without_adapter(read_spec(config.model.path)).for_length(longest)
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
         return local_engine(config, model_of(spec), layout, folder), spec

@@ -146,12 +146,14 @@ def pack_rows(
     shape: RowShape,
     mask: Bool[np.ndarray, "B T"] | None = None,
     second_start: Int[np.ndarray, " B"] | None = None,
+    routes: Int[np.ndarray, "B T M top"] | None = None,
 ) -> Rows:
     """Lay the sequences of one micro-batch out in rows, with positions and segments.
 
     Sequence slots follow the order of the flattened `rows`. A token is scored at the place before
     its own, so the places of `scored` are one before those of `mask`. Where `second_start` is
-    given, each sequence is two that know nothing of each other, the second from there on.
+    given, each sequence is two that know nothing of each other, the second from there on. `routes`
+    are the experts that tokens go to.
     """
     row = np.zeros(shape.sequences, np.int32)
     start = np.zeros(shape.sequences, np.int32)
@@ -179,22 +181,23 @@ def pack_rows(
         start,
         size,
         None if mask is None else np.roll(pack(mask[members], *where, shape), -1, axis=1),
+        None if routes is None else pack(routes[members], *where, shape),
     )
 
 
 def pack(
-    values: Shaped[np.ndarray, "b T"],
+    values: Shaped[np.ndarray, "b T *K"],
     row: Int[np.ndarray, " b"],
     start: Int[np.ndarray, " b"],
     size: Int[np.ndarray, " b"],
     shape: RowShape,
-) -> Shaped[np.ndarray, "R L"]:
+) -> Shaped[np.ndarray, "R L *K"]:
     """Lay the first `size` values of every sequence out in rows; the rest is 0."""
-    packed = np.zeros(shape.rows * shape.length, values.dtype)
+    packed = np.zeros((shape.rows * shape.length, *values.shape[2:]), values.dtype)
     inside = np.arange(values.shape[1]) < size[:, None]
     flat = (row * shape.length + start)[:, None] + np.arange(values.shape[1])
     packed[flat[inside]] = values[inside]
-    return packed.reshape(shape.rows, shape.length)
+    return packed.reshape(shape.rows, shape.length, *values.shape[2:])
 
 
 def unpack(

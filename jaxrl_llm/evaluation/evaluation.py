@@ -1,6 +1,7 @@
 """Evaluation: k answers to each prompt, their scores, and what these say of a model."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -30,6 +31,7 @@ from jaxrl_llm.evaluation.estimators import (
     read_scores,
 )
 from jaxrl_llm.evaluation.policy import Policy, load_policy
+from jaxrl_llm.models.model import for_length
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.dumps import answer_rows
@@ -91,6 +93,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
             dtype=config.dtype,
             cached_sequences=answers if episodes else None,
         )
+        policy = dataclasses.replace(policy, model=for_length(policy.model, settings.max_tokens))
         engine = loaded_engine(
             policy.model,
             policy.params,

@@ -23,6 +23,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.model import Model, model_of
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.paged_attention import attend_in_turn
 from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
 from jaxrl_llm.models.spec import ModelSpec
@@ -38,7 +39,7 @@ from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.objective import COEFS
-from jaxrl_llm.training.roles import inference_of, learner_of, taught_by
+from jaxrl_llm.training.roles import inference_of, learner_of, replaying, taught_by
 from jaxrl_llm.training.stages.reference import reference_dtype
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.types import Rows
@@ -181,6 +182,7 @@ def plan_role(
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
+    settings = replaying(settings, config) if name == "actor" else settings
     shape = microbatch_shape(config, settings, layout)
     of_updates = update_shape(config, settings, layout, shape)
     coefs: dict[str, Any] = dict(COEFS)
@@ -196,7 +198,9 @@ def plan_role(
         coefs["balance_weights"] = weights
 
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
-        micro = abstract_microbatch(update.objective.asks_for(), config, bucket, layout.mesh)
+        micro = abstract_microbatch(
+            update.objective.asks_for(), config, bucket, layout.mesh, settings.route_shape
+        )
         return params, frozen, micro, coefs
 
     total = learner.total_like(*inputs(of_updates))
@@ -209,7 +213,9 @@ def plan_role(
             state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
         ),
         StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.trace(
-            params, frozen, abstract_microbatch(set(), config, bucket, layout.mesh).rows
+            params,
+            frozen,
+            abstract_microbatch(set(), config, bucket, layout.mesh, settings.route_shape).rows,
         ),
     }
     needed = needs_inference(name, functions, has_adapter=spec.lora is not None)
@@ -273,9 +279,21 @@ def plan_reference(
 
 
 def abstract_microbatch(
-    names: set[str], config: TrainConfig, shape: RowShape, mesh: Mesh
+    names: set[str],
+    config: TrainConfig,
+    shape: RowShape,
+    mesh: Mesh,
+    routes: RouteShape | None = None,
 ) -> MicroBatch:
-    """Return a micro-batch with the fields that a loss asks for, as shapes."""
+    """Return a micro-batch with the fields that a loss asks for, as shapes.
+
+    Args:
+        names: of the fields.
+        config: of the run.
+        shape: of the micro-batch.
+        mesh: the devices.
+        routes: what its rows hold of choices of experts; None: nothing.
+    """
     known = abstract_fields(
         shape.sequences,
         shape.width,
@@ -291,7 +309,8 @@ def abstract_microbatch(
     row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
     slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
     scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
-    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored), fields)
+    replayed: Any = routes and jax.ShapeDtypeStruct((*row.shape, *routes[:2]), routes.dtype)
+    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed), fields)
     return with_shardings(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
 
 
@@ -300,7 +319,7 @@ class AbstractEngine(NamedTuple):
 
     Attributes:
         weights: in the compute dtype.
-        pages: of keys and values.
+        pages: of keys and values, with the slots of states.
         rows: the most that are gathered from them; nothing where pages are read in place.
         choice: how it reads its cache.
         prefill_tokens: tokens of prompts that it reads at once, at most.

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
@@ -317,6 +318,12 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     return Work(mesh, 0.0 if idle else passes, params, forward)
 
 
+def _state_traffic(states: Any, running: int) -> float:
+    """Return the bytes of a device that a step reads and writes of running sequences' states."""
+    counts = [math.prod(x.shape[:2]) for x in jax.tree.leaves(states)]
+    return 2 * bytes_per_device(states) * running / counts[0] if counts else 0.0
+
+
 def _engine_work(shapes: RunShapes, kind: StepKind) -> Work:
     config, mesh = shapes.config, shapes.layouts.rollout.mesh
     prompts, slots = config.batch.prompts_per_step, config.rollout.max_running_sequences
@@ -326,7 +333,9 @@ def _engine_work(shapes: RunShapes, kind: StepKind) -> Work:
     spec = shapes.spec.for_decoding
     if kind is StepKind.DECODE:
         attended = prompt + answer / 2
-        cached = bytes_per_device(shapes.engine.pages) * attended / longest(config)
+        states = shapes.engine.pages.states
+        pages = bytes_per_device(shapes.engine.pages) - bytes_per_device(states)
+        cached = pages * attended / longest(config) + _state_traffic(states, slots)
         flops = forward_flops(spec, slots, slots * attended)
         return Work(mesh, rounds * answer, weights + cached, flops)
     tokens = shapes.engine.prefill_tokens

@@ -2,11 +2,12 @@
 
 import heapq
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import parameter_count
@@ -28,6 +29,7 @@ class EngineSpeed(NamedTuple):
         step: for a decode step, whatever it decodes.
         weights: to read the weights once.
         cached: to read keys and values of a token.
+        state: to read and write the state of a sequence.
         sequence: to compute the next token of a sequence.
         pair: to compute its attention to one token.
         sent: to add up a sequence's partial sums between the engine's GPUs.
@@ -37,6 +39,7 @@ class EngineSpeed(NamedTuple):
     step: int | float = 0.0
     weights: int | float = 0.0
     cached: int | float = 0.0
+    state: int | float = 0.0
     sequence: int | float = 0.0
     pair: int | float = 0.0
     sent: int | float = 0.0
@@ -56,7 +59,7 @@ class EngineSpeed(NamedTuple):
         21.0
         """
         tokens = context + sequences * np.arange(steps)
-        reading = self.weights + self.cached * tokens
+        reading = self.weights + self.cached * tokens + self.state * sequences
         computing = self.sequence * sequences + self.pair * tokens
         return float(np.maximum(reading, computing).sum()) + steps * (
             self.step + self.sent * sequences
@@ -65,9 +68,21 @@ class EngineSpeed(NamedTuple):
 
 def cache_bytes(spec: ModelSpec) -> int:
     """Return the bytes of a token's keys and values, in bfloat16."""
+    return _bytes(_cache_of_a_token(spec)._replace(states=()))
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a sequence's states, where the model has some, in bfloat16."""
+    return _bytes(_cache_of_a_token(spec).states)
+
+
+def _cache_of_a_token(spec: ModelSpec) -> Cache:
     model, dtypes = model_of(spec), {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
-    cache = jax.eval_shape(lambda: model.init_cache(1, 1, **dtypes))
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(cache))
+    return jax.eval_shape(lambda: model.init_cache(1, 1, **dtypes))
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
 
 def engine_speed(spec: ModelSpec, gpu: Gpu, tensor: int, prompt: int) -> EngineSpeed:
@@ -88,6 +103,7 @@ def engine_speed(spec: ModelSpec, gpu: Gpu, tensor: int, prompt: int) -> EngineS
         step=STEP_S + reduces * REDUCE_S,
         weights=2 * parameter_count(spec) / read,
         cached=cache_bytes(spec) * max(1, tensor // decoding.kv_heads) / read,
+        state=2 * state_bytes(spec) / read,
         sequence=token / rate,
         pair=(forward_flops(decoding, 1, 1) - token) / rate,
         sent=sent / (gpu.link * LINKS),

@@ -138,6 +138,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
         quantization=rollout.quantization,
         kv_cache_dtype=rollout.kv_cache_dtype,
         cached_sequences=step * (rollout.staleness + 1) if rollout.has_episodes else None,
+        record_routes=config.model.router_replay == "rollout",
     )
 
 

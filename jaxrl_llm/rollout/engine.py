@@ -28,6 +28,8 @@ class EngineSettings:
         max_tokens: the longest sequence, prompt and answer.
         cache_gb: GB of each device for keys and values at most; None is enough for the longest
             sequence in every slot.
+        record_routes: whether answers say which experts their tokens went to, where the native
+            engine samples from a mixture of experts.
         cached_sequences: of how many sequences of the longest length the native engine keeps keys
             and values, running or waiting for a tool, as far as `cache_gb` allows; None: those that
             run.
@@ -43,6 +45,7 @@ class EngineSettings:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cached_sequences: int | None = None
+    record_routes: bool = False
 
 
 @runtime_checkable

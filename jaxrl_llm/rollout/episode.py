@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int
 
+from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.types import ROUTES
 
 NOT_DRAWN = -1
 """The turn and the version of a token that the policy did not draw."""
@@ -87,6 +89,8 @@ class Episode:
         seconds: from its start to its end.
         last_answer: the text of the last turn; None of a plain answer.
         chats: the messages of each chain, by number; empty where there is one.
+        routes: of each chain, by number, the experts that its tokens went to in the engine, from
+            its first token on; nothing where the engine does not record them.
     """
 
     prompt: tuple[int, ...]
@@ -101,13 +105,14 @@ class Episode:
     seconds: float = 0.0
     last_answer: str | None = None
     chats: tuple[tuple[dict[str, Any], ...], ...] = ()
+    routes: tuple[Int[np.ndarray, "N M experts"] | None, ...] = ()
 
     @classmethod
     def of(cls, prompt: Sequence[int], completion: Completion) -> "Episode":
         """Return a plain answer as an episode of one turn."""
-        tokens, logprobs, versions, finish, stopped_by, _ = completion
-        piece = EpisodePiece(tokens, logprobs, versions, drawn=True)
-        return cls(tuple(prompt), (piece,), finish, stopped_by)
+        piece = EpisodePiece(*completion[:3], drawn=True)
+        finish, stopped_by, routes = completion.finish, completion.stopped_by, (completion.routes,)
+        return cls(tuple(prompt), (piece,), finish, stopped_by, routes=routes)
 
     @property
     def usable(self) -> bool:
@@ -159,7 +164,8 @@ class Episode:
         if number:
             prompt, own = tuple(own[0].tokens.tolist()), own[1:]
         pieces = tuple(piece._replace(chain=0) for piece in own)
-        return replace(self, prompt=prompt, pieces=pieces, rewards=(), chats=())
+        routes = self.routes[number : number + 1]
+        return replace(self, prompt=prompt, pieces=pieces, rewards=(), chats=(), routes=routes)
 
     @property
     def drawn(self) -> Bool[np.ndarray, " T"]:
@@ -183,6 +189,31 @@ class Episode:
         for turn, reward in enumerate(self.rewards):
             rewards[np.flatnonzero(self.turn_ids == turn)[-1]] = reward
         return rewards
+
+
+def laid_out_routes(
+    episodes: Sequence[Episode], chain_ids: np.ndarray, usable: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the experts that each token went to in the engine [B T M experts], by their field.
+
+    Args:
+        episodes: B of them.
+        chain_ids: the chain that each token belongs to [B T].
+        usable: which episodes can be trained on [B].
+
+    Returns:
+        `NO_ROUTE` where none are known; no field if none are of any token.
+    """
+    recorded = [r for e in episodes for r in e.routes if r is not None]
+    if not recorded:
+        return {}
+    routes = np.full((*chain_ids.shape, *recorded[0].shape[1:]), NO_ROUTE, recorded[0].dtype)
+    for i in np.flatnonzero(usable):
+        for chain, known in enumerate(episodes[i].routes):
+            if known is not None:
+                places = np.flatnonzero(chain_ids[i] == chain)[: len(known)]
+                routes[i, places] = known[: len(places)]
+    return {ROUTES: routes}
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.types import Completion
 
@@ -23,6 +26,7 @@ class EpisodeLog:
         last_finish: "stop" or "length" of the last turn.
         last_answer: text of the last turn.
         chats: the messages of each chain, by number; they grow.
+        routes: of each chain, by number, as `Episode.routes`.
         newest: number of the chain that has drawn the last turn.
         end: why no further turn is drawn; "" before.
         is_generating: whether a turn is being drawn.
@@ -37,6 +41,7 @@ class EpisodeLog:
     last_finish: str = "end"
     last_answer: str = ""
     chats: list[list[dict[str, Any]]] = field(default_factory=list)
+    routes: list[Int[np.ndarray, "N M experts"] | None] = field(default_factory=list)
     newest: int = 0
     end: str = ""
     is_generating: bool = False
@@ -56,6 +61,7 @@ class EpisodeLog:
         else:
             self.pieces.append(EpisodePiece.told(opening, number))
         self.chats.append(messages)
+        self.routes.append(None)
         return number
 
     def end_turn(self, chain: int, completion: Completion, answer: str) -> None:
@@ -67,6 +73,10 @@ class EpisodeLog:
             answer: its text.
         """
         self.rewards.append(0.0)
+        known, told = self.routes[chain], completion.routes
+        if known is not None and told is not None:  # tokens keep what they were drawn with
+            told = np.concatenate([known, told[len(known) :]])
+        self.routes[chain] = told
         self.newest, self.last_answer = chain, answer
         self.stopped_by = completion.stopped_by
         self.last_finish = completion.finish
@@ -116,4 +126,5 @@ class EpisodeLog:
             seconds,
             self.last_answer,
             chats if len(chats) > 1 else (),
+            tuple(self.routes),
         )

@@ -14,7 +14,12 @@ def packed_completion(completion: Completion) -> dict[str, Any]:
     def packed(array: np.ndarray, dtype: str) -> str:
         return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
 
-    return {
+    routes = {}
+    if completion.routes is not None:
+        dtype = completion.routes.dtype.newbyteorder("<").str
+        data = packed(completion.routes, dtype)
+        routes["routes"] = {"shape": completion.routes.shape, "dtype": dtype, "data": data}
+    return routes | {
         "tokens": packed(completion.tokens, "<i4"),
         "logprobs": packed(completion.logprobs, "<f4"),
         "versions": packed(completion.versions, "<i4"),
@@ -29,10 +34,15 @@ def unpacked_completion(packed: dict[str, Any]) -> Completion:
     def array(name: str, dtype: str) -> np.ndarray:
         return np.frombuffer(base64.b64decode(packed[name]), dtype)
 
+    routes = packed.get("routes")
+    if routes is not None:
+        flat = np.frombuffer(base64.b64decode(routes["data"]), routes["dtype"])
+        routes = flat.reshape(routes["shape"])
     return Completion(
         array("tokens", "<i4"),
         array("logprobs", "<f4"),
         array("versions", "<i4"),
         packed["finish"],
         packed["stopped_by"],
+        routes=routes,
     )

@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.engine import (
     PartialEngine,
     Stop,
 )
-from jaxrl_llm.rollout.episode import NO_CHAIN, NOT_DRAWN, Episode
+from jaxrl_llm.rollout.episode import NO_CHAIN, NOT_DRAWN, Episode, laid_out_routes
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
 
@@ -322,7 +322,8 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
     Returns:
         A batch with the fields `mask`, `response_lengths`, `group_ids`, `rollout_logprobs`,
         `turn_ids`, `chain_ids`, `versions`, `turns` and `usable`, and as `rewards` those of the
-        turns, each on the last token of its turn.
+        turns, each on the last token of its turn; and where the engine has recorded them the
+        `routes`.
     """
     tokens, sizes = side_by_side(rollouts, max_tokens)
     usable = usable_rows(rollouts, samples, compares=compares)
@@ -352,6 +353,7 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
             "versions": versions,
             "turns": turn_ids.max(1, initial=NOT_DRAWN) + 1,
             "usable": usable,
+            **laid_out_routes(rollouts.episodes, chain_ids, usable),
         },
     )
 

@@ -90,6 +90,9 @@ class Completion(NamedTuple):
         stopped_by: the token or the text that ended it, if one did.
         top: the likeliest tokens of each step and their log-probs, likeliest first, where the
             request asks for them.
+        routes: the experts to which the engine has sent the tokens of the prompt and of the answer,
+            in order and but for the last, of a whole answer where the engine records them
+            (`models.moe.routing.replay_routes`); None: it does not.
     """
 
     tokens: Int[np.ndarray, " T"]
@@ -98,6 +101,7 @@ class Completion(NamedTuple):
     finish: str
     stopped_by: int | str | None = None
     top: tuple[Int[np.ndarray, "T top"], Float32[np.ndarray, "T top"]] | None = None
+    routes: Int[np.ndarray, "N M experts"] | None = None
 
 
 @dataclass(frozen=True)

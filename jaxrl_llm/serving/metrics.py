@@ -16,6 +16,8 @@ GAUGES = {
     "waiting": "answers that wait to be decoded",
     "cached_tokens": "tokens in the cache",
     "cache_tokens": "tokens that the cache can hold",
+    "cached_states": "states of linear attention in use",
+    "cache_states": "states of linear attention that the cache can hold",
 }
 COUNTERS = {
     "prompt_tokens": "tokens of prompts",

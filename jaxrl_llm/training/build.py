@@ -72,7 +72,7 @@ def build_stages(
     overlaps = overlaps_training(config, layouts)
     rows = read_checked_rows(config)
     model = open_model(config.model, layouts.train, seed=config.seed)
-    check_longest_sequence(config, model.model)
+    model = model.for_length(check_longest_sequence(config, model.model))
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
     tokenizer, _ = tokens = load_policy_tokens(config.model.path)
@@ -172,14 +172,15 @@ def open_training_layouts(config: TrainConfig) -> Layouts:
     return open_layouts(mesh, has_own_axes=config.model.function is not None)
 
 
-def check_longest_sequence(config: TrainConfig, model: Model) -> None:
-    """Refuse a model that can't hold the longest sequence."""
+def check_longest_sequence(config: TrainConfig, model: Model) -> int:
+    """Return the tokens of the longest sequence; refuse a model that can't hold it."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if model.max_positions is not None and longest > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model has "
             f"{model.max_positions} positions (max_position_embeddings)"
         )
+    return longest
 
 
 @activity("reading the data")

@@ -9,6 +9,7 @@ from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.training.check_own_teacher import check_own_teacher, check_teacher_prompt
 from jaxrl_llm.training.distillation import OF_TOP
+from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.objective import PolicyObjective
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,37 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
             "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
             "policies that are up to %d updates old (docs/async.md)",
             *(staleness, staleness),
+        )
+
+
+def check_router_replay(config: TrainConfig, functions: AlgorithmFunctions) -> None:
+    """Refuse to replay choices of experts that nothing has recorded, or that an update can't."""
+    replay, key = config.model.router_replay, f"model.router_replay={config.model.router_replay}"
+    if replay == "none":
+        return
+    if config.algorithm.pairs is not None:
+        raise ConfigError(f"{key}, but algorithm.pairs takes answers of any policy: remove it")
+    if replay == "rollout" and config.rollout.engine == "vllm":
+        raise ConfigError(
+            f"{key}, but rollout.engine=vllm: only the native engine says which experts it has "
+            "chosen; set rollout.engine to native, or replay old_policy"
+        )
+    if replay == "rollout":
+        return
+    if functions.on_policy:
+        raise ConfigError(
+            f"{key}, but a step is one update on all of its answers, whose own pass is that of the "
+            "old policy: remove it, or lower batch.prompts_per_minibatch"
+        )
+    if config.algorithm.use_rollout_logprobs or functions.probes_only:
+        raise ConfigError(
+            f"{key}, but there is no pass for the old log-probs of all answers: set "
+            "algorithm.use_rollout_logprobs to false, or replay rollout"
+        )
+    if config.mesh.train.stage > 1:
+        raise ConfigError(
+            f"{key}, but mesh.train.stage={config.mesh.train.stage}: stages do not report which "
+            "experts their layers chose; expected stage=1, or replay rollout"
         )
 
 

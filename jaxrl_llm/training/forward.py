@@ -8,19 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats, token_stats_from_logits
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
-from jaxrl_llm.types import Rows
+from jaxrl_llm.types import ROUTES, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class ForwardConfig:
     XLA), `grouped_kernels` what multiplies rows of experts
     (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), `rules` how a model of the
     user's own splits its logical axes, and `longest` is the most tokens of a sequence, where rows
-    are longer.
+    are longer. Where `router_replay`, the config's key, is not none, tokens go to the experts that
+    their rows say.
     """
 
     model: Model
@@ -48,6 +50,25 @@ class ForwardConfig:
     grouped_kernels: GroupedKernels | None = None
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
     longest: int | None = None
+    router_replay: str = "none"
+
+    @property
+    def replays(self) -> bool:
+        """Tell whether tokens go to the experts that their rows say."""
+        return self.router_replay != "none"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the fields of a batch that its rows must hold for the model."""
+        return (ROUTES,) if self.replays else ()
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Return what rows hold of choices of experts; None: nothing is replayed."""
+        if not self.replays:
+            return None
+        assert isinstance(self.model, RoutedModel), "the config's check has refused others"
+        return self.model.route_shape
 
     def over(self, shape: RowShape) -> "ForwardConfig":
         """Return the same for micro-batches of a shape."""
@@ -128,6 +149,27 @@ def hidden_states(
     params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> tuple[Float[Array, "P l D"], RouterStats | None]:
     """Return the hidden states of the rows, in pieces where devices share a row."""
+    hidden, router = _run(params, rows, config, mesh)
+    router.pop("experts", None)
+    return hidden, RouterStats(**router) if router else None
+
+
+def hidden_states_and_routes(
+    params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
+) -> tuple[Float[Array, "P l D"], Int[Array, "b T M top"]]:
+    """Return the hidden states of the rows, and the experts that each sequence's tokens went to.
+
+    The model replays: tokens without a recorded choice go where their router sends them.
+    """
+    hidden, router = _run(params, rows, config, mesh)
+    experts = Layout(mesh, config.context).merge_context(jnp.moveaxis(router["experts"], 0, 2))
+    experts = experts.astype(jnp.asarray(rows.routes).dtype)
+    return hidden, unpack(experts, *map(jnp.asarray, rows.places), width=_width(rows, config))
+
+
+def _run(
+    params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
+) -> tuple[Float[Array, "P l D"], dict[str, Any]]:
     layout = Layout(
         mesh,
         config.context,
@@ -140,7 +182,10 @@ def hidden_states(
         layout.split_context(jnp.asarray(x))
         for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
-    hidden, router = config.model.hidden_states(
+    replayed = {}
+    if config.replays:
+        replayed["routes"] = layout.split_context(jnp.asarray(rows.routes))
+    return config.model.hidden_states(
         params,
         tokens,
         positions,
@@ -148,8 +193,8 @@ def hidden_states(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         layout=layout,
+        **replayed,
     )
-    return hidden, RouterStats(**router) if router else None
 
 
 def values_from_hidden(

@@ -16,14 +16,23 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.moe.balance import RouterStats, balance_weights
+from jaxrl_llm.models.moe.routing import NO_ROUTE
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.sharding.mesh import replicated
-from jaxrl_llm.training.forward import ForwardConfig, router_totals, token_fields, value_fields
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    hidden_states_and_routes,
+    router_totals,
+    token_fields,
+    token_stats_from_hidden,
+    value_fields,
+)
 from jaxrl_llm.training.microbatches import (
     BucketPrograms,
     Fields,
     merge_microbatches,
 )
-from jaxrl_llm.types import Batch, Rows
+from jaxrl_llm.types import ROUTES, Batch, Rows
 
 
 def logprob_pass(
@@ -37,18 +46,25 @@ def logprob_pass(
     """Return a function from parameters and a batch to some of its TokenStats [B T], by name.
 
     Args:
-        model: how the model is run.
+        model: how the model is run. If it replays choices of experts, it takes those of a batch
+            that has such.
         shape: of the micro-batches.
         mesh: the devices.
-        names: of TokenStats.
+        names: of TokenStats; and `ROUTES` where it is to report the experts of each token, if the
+            model replays.
         frozen: the parameters that are not in those given at each call.
     """
 
     def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
-        stats = token_fields(combine_params(params, rest), rows, model, mesh)._asdict()
-        return {name: stats[name] for name in names}
+        everything = combine_params(params, rest)
+        if ROUTES not in names:
+            stats = token_fields(everything, rows, model, mesh)._asdict()
+            return {name: stats[name] for name in names}
+        hidden, routes = hidden_states_and_routes(everything, rows, model, mesh)
+        stats = token_stats_from_hidden(everything, hidden, rows, model, mesh)._asdict()
+        return {name: (stats | {ROUTES: routes})[name] for name in names}
 
-    return Inference(infer, shape, mesh, frozen or {})
+    return Inference(infer, shape, mesh, frozen or {}, model.route_shape)
 
 
 def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference":
@@ -68,6 +84,7 @@ class Inference:
         shape: of the micro-batches.
         mesh: the devices.
         frozen: the parameters that are not in those given at each call.
+        route_shape: of the choices of experts that it replays; None: it replays none.
 
     Attributes:
         run: `compute`, jitted.
@@ -80,11 +97,13 @@ class Inference:
         shape: RowShape,
         mesh: Mesh,
         frozen: Params,
+        route_shape: RouteShape | None = None,
     ) -> None:
         """Compile nothing yet."""
         options = compiler_options(Task.TRAIN, mesh.devices.flat)
         self.run: Any = jax.jit(compute, compiler_options=options)
         self.programs, self._frozen = BucketPrograms("log-probs", self.run, shape, mesh), frozen
+        self._route_shape = route_shape
 
     def compile_ahead(self, params: Params, rows_like: Callable[[RowShape], Rows]) -> None:
         """Begin to compile what the first batch needs in all likelihood.
@@ -98,12 +117,22 @@ class Inference:
 
     def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
         """Run over a batch, in micro-batches."""
-        frozen = self._frozen
+        frozen, marks = self._frozen, ()
+        if self._route_shape is not None:
+            batch, marks = with_routes(batch, self._route_shape), (ROUTES,)
         cut = self.programs.microbatches(
-            batch, (), params, lambda micro: (params, frozen, micro.rows)
+            batch, marks, params, lambda micro: (params, frozen, micro.rows)
         )
         parts = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
         return merge_microbatches(parts, batch)
+
+
+def with_routes(batch: Batch, shape: RouteShape) -> Batch:
+    """Return a batch with choices of experts: its own, or none of any token."""
+    if ROUTES in batch.fields:
+        return batch
+    each = *batch.tokens.shape, shape.layers, shape.top
+    return batch.add(**{ROUTES: np.full(each, NO_ROUTE, shape.dtype)})
 
 
 def balance_pass(
@@ -130,7 +159,9 @@ def balance_pass(
     def find(params: Params, batch: Batch) -> Fields:
         if not model.model.has_router or model.router_loss_coef == 0:
             return {}
-        cut = programs.microbatches(batch, (), params, lambda micro: (params, frozen, micro.rows))
+        cut = programs.microbatches(
+            batch, model.marks, params, lambda micro: (params, frozen, micro.rows)
+        )
         counted = (count(params, frozen, micro.rows) for _, micro in cut)
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
         return {"balance_weights": weigh(total)}

@@ -23,7 +23,7 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
-from jaxrl_llm.models.model import Model, decoder_spec, model_of
+from jaxrl_llm.models.model import Model, decoder_spec, for_length, model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
@@ -59,6 +59,10 @@ class LoadedModel(NamedTuple):
     def spec(self) -> ModelSpec:
         """Return the architecture, of a model that a Hugging Face directory describes."""
         return decoder_spec(self.model)
+
+    def for_length(self, longest: int) -> "LoadedModel":
+        """Return it as it is run where no sequence is longer; see `ModelSpec.for_length`."""
+        return self._replace(model=for_length(self.model, longest))
 
 
 @activity("loading the weights")

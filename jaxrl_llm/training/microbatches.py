@@ -16,7 +16,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.chains import chain_places, cut_chains, join_chains
-from jaxrl_llm.types import Batch, Rows
+from jaxrl_llm.types import ROUTES, Batch, Rows
 
 Fields = dict[str, Any]
 
@@ -42,7 +42,7 @@ def pack_microbatches(
 
     Args:
         batch: the batch.
-        names: of the fields that they hold.
+        names: of the fields that they hold, and `ROUTES` where rows are to hold these.
         shape: of the micro-batches.
         mesh: the devices.
         ready: waits until micro-batches of a bucket can be run.
@@ -86,9 +86,11 @@ def _laid_out(
     batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
 ) -> tuple[np.ndarray, MicroBatch]:
     indices = np.array([i for row in members for i in row], np.int32)
-    marks = (batch.fields.get(name) for name in ("mask", "second_start"))
+    marks = [batch.fields.get(name) for name in ("mask", "second_start")]
+    marks += [batch[ROUTES]] if ROUTES in names else []
     rows = pack_rows(batch.tokens, batch.sequence_lengths, members, bucket, *marks)
-    return indices, MicroBatch(rows, {n: _pad(batch[n][indices], bucket) for n in names})
+    fields = {n: _pad(batch[n][indices], bucket) for n in names if n != ROUTES}
+    return indices, MicroBatch(rows, fields)
 
 
 def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:

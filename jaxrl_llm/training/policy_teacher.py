@@ -21,7 +21,7 @@ from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out
 from jaxrl_llm.training.moving_average import MovingAverage
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.update import TrainState
-from jaxrl_llm.types import Batch
+from jaxrl_llm.types import ROUTES, Batch
 
 AVERAGE = "teacher"
 """The name of the moving average among the states of a run."""
@@ -112,7 +112,7 @@ def open_policy_teacher(
 def run_on(infer: Infer, params: Params, batch: Batch) -> np.ndarray:
     """Return the log-probs of a batch under weights that may wait on the host."""
     with on_device(params) as held:
-        return infer(held, batch)["logprobs"]
+        return infer(held, batch.without(ROUTES))["logprobs"]  # its routers choose
 
 
 def pass_of(

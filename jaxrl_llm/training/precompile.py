@@ -134,7 +134,8 @@ def compile_first_step(
 
     def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
         learner = role.learner
-        return abstract_microbatch(learner.objective.asks_for(), config, bucket, learner.mesh)
+        names, routes = learner.objective.asks_for(), learner.model.route_shape
+        return abstract_microbatch(names, config, bucket, learner.mesh, routes)
 
     def infer_ahead(role: Role, params: Any) -> None:
         if isinstance(role.infer, Inference):

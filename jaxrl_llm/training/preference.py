@@ -146,7 +146,7 @@ def _open(
     names = set(asks_for(loss))
     of_steps = LOGITS in names
     load = open_step_scorer if of_steps else open_scorer if names & SCORES else open_model
-    model = load(config.model, layout, seed=config.seed)
+    model = load(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
     forward = forward_config(config.model, model.model, layout)
     shape = packed_shape(
         layout,

@@ -102,7 +102,7 @@ def open_reference(
         alone = dataclasses.replace(
             config.model, path=config.reference, lora=None, adapter=None, random_init=False
         )
-        other = open_model(alone, layout, seed=config.seed)
+        other = open_model(alone, layout, seed=config.seed).for_length(config.data.max_tokens)
         if other.model.vocab_size != model.model.vocab_size:
             raise ValueError(
                 f"{config.reference} has vocab_size={other.model.vocab_size}, expected the "

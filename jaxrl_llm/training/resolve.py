@@ -24,6 +24,7 @@ from jaxrl_llm.training.check_needs import (
     check_distillation,
     check_producers,
     check_refresh,
+    check_router_replay,
     check_scores_are_used,
     check_skipped_pass,
     check_staleness,
@@ -81,6 +82,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
+    check_router_replay(config, functions)
     check_functions(config, functions)
     return functions
 

@@ -146,6 +146,7 @@ def open_reward_model(
             )
         encode = choose_encoder(config, path, spec, tokenizer, actor)
         longest = longest_input(config, path, spec, reads_text=encode is not policy_tokens)
+        spec = spec.for_length(longest)
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))

@@ -32,7 +32,7 @@ from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import Learner, TrainState
-from jaxrl_llm.types import Batch
+from jaxrl_llm.types import ROUTES, Batch
 
 log = logging.getLogger(__name__)
 
@@ -99,12 +99,14 @@ def make_roles(
         model = actor
         if path:
             model = read_role(path, key, layout, actor.model, value_head=is_critic)
+            model = model.for_length(config.data.max_prompt_tokens + config.rollout.max_new_tokens)
         elif layout is not layouts.train:
             placed = reshard(actor.params, layout.of(actor.model.declare()))
             model = laid_out(actor.model, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
         settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
+        settings = replaying(settings, config) if name == "actor" else settings
         shape = shape_on(settings, layout)
         updates = update_shape(config, settings, layout, shape)
         own_teacher = teacher if name == "actor" else None
@@ -121,6 +123,21 @@ def make_roles(
         )
         trainable[name] = TrainableModel(model, learner, key)
     return annotating(roles, functions, config.seed), trainable
+
+
+def replaying(settings: ForwardConfig, config: TrainConfig) -> ForwardConfig:
+    """Return how the policy is run where it replays choices of experts.
+
+    Raises:
+        ConfigError: it has no experts.
+    """
+    replay = config.model.router_replay
+    if replay != "none" and not settings.model.has_router:
+        raise ConfigError(
+            f"model.router_replay={replay}, but {config.model.path} has no experts to choose from: "
+            "remove it"
+        )
+    return dataclasses.replace(settings, router_replay=replay)
 
 
 def annotating(roles: dict[str, Role], functions: AlgorithmFunctions, seed: int) -> dict[str, Role]:
@@ -182,6 +199,7 @@ def inference_of(
     if name == "critic":
         return value_pass(settings, shape, layout.mesh)
     names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
+    names += (ROUTES,) if settings.router_replay == "old_policy" else ()
     return logprob_pass(settings, shape, layout.mesh, names, frozen=frozen)
 
 

@@ -56,9 +56,15 @@ def move_router_bias(before: Params, after: Params, router: RouterStats, *, rate
 
 
 def summarize_routers(router: RouterStats) -> Fields:
-    """Return the busiest expert's load, idle experts and entropy over all layers, and the loss."""
-    by_layer = router_metrics(router)
-    return {
+    """Return the busiest expert's load, idle experts and entropy over all layers, and the loss.
+
+    Where recorded choices were replayed, also which share of them the routers would not have made.
+    """
+    by_layer, replayed = router_metrics(router), {}
+    if router.replayed is not None and router.replaced is not None:
+        share = router.replaced.sum() / jnp.maximum(router.replayed.sum(), 1)
+        replayed["router_replaced"] = share
+    return replayed | {
         "router_loss": load_balance_loss(router),
         "router_max_load": by_layer["max_load"].max(),
         "router_idle": jnp.mean(by_layer["tokens_per_expert"] == 0),

@@ -183,7 +183,7 @@ def _start(
     with activity("opening the devices"):
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
-    model = open_model(config.model, layout, seed=config.seed)
+    model = open_model(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
     forward = forward_config(config.model, model.model, layout)
     shape = packed_shape(
         layout,

@@ -73,6 +73,7 @@ def open_teacher_model(
             f"{path} has {spec.max_positions} positions, but the longest sequence has {longest} "
             "tokens"
         )
+    spec = spec.for_length(longest)
     vocab = None if tokenizer is None else shared_tokens(path, spec, tokenizer, student)
     params: Any = read_model(path, spec, layout).params
     if config.dtype != "float32":

@@ -262,7 +262,7 @@ class Learner:
         batch = batch.add(weights=weights, token_weights=token_weights)
         if self.hooks:
             coefs = coefs | self.hooks.coefficients(state.params, batch)
-        names = self.objective.asks_for() | {"mask", "weights", "token_weights"}
+        names = self.objective.asks_for() | {"mask", "weights", "token_weights", *self.model.marks}
 
         def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
             inputs = state.params, self._rest, micro, coefs

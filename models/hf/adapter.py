@@ -20,7 +20,6 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Params
-from jaxrl_llm.models.hf.config import read_json
 from jaxrl_llm.models.hf.convert import from_hf
 from jaxrl_llm.models.hf.files import (
     CHECKSUMS,
@@ -28,6 +27,7 @@ from jaxrl_llm.models.hf.files import (
     check_new_directory,
     crc32,
     read_header,
+    read_json,
     whole_directory,
 )
 from jaxrl_llm.models.hf.save import host_arrays

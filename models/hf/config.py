@@ -1,7 +1,6 @@
 """The `config.json` of Hugging Face directories: what we read from it, and what we write."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,10 @@ import numpy as np
 
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
+from jaxrl_llm.models.hf.files import read_json
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.nested import text_config, with_dtype, with_text
+from jaxrl_llm.models.hf.quantized import QUANTIZATION
 from jaxrl_llm.models.spec import ModelSpec
 
 ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -35,7 +36,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
             a key is missing.
         FileNotFoundError: There is no `config.json`.
 
-    >>> import tempfile
+    >>> import json, tempfile
     >>> spec = tiny_spec()
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     _ = (Path(directory) / "config.json").write_text(json.dumps(make_config(spec)))
@@ -70,6 +71,7 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     >>> make_config(spec)["architectures"], make_config(spec)["hidden_size"]
     (['Qwen3ForCausalLM'], 4)
     """
+    spec = spec.for_length(1)
     closest: tuple[Family, dict[str, Any]] | None = None
     for family in FAMILIES:
         if family.text_key or family.write_parts(spec) is None:
@@ -121,9 +123,10 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
 
     Args:
         spec: The model.
-        source: The directory the model came from, whose config is kept but for the dtype, code on
-            the hub and the layers for multi-token prediction, which we do not load; a model with a
-            value head may come from a language or reward model. None makes a new config.
+        source: The directory the model came from, whose config is kept but for the dtype, the
+            quantization, code on the hub and the layers for multi-token prediction that we do not
+            load; a model with a value head may come from a language or reward model. None makes a
+            new config.
         dtype: Of the saved arrays.
 
     Returns:
@@ -138,7 +141,7 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     """
     if source is None:
         return make_config(spec) | {"dtype": dtype.name, "torch_dtype": dtype.name}
-    origin = read_spec(source)
+    origin, spec = read_spec(source), spec.for_length(1)
     new_head = spec.value_head and not origin.value_head
     new_score = spec.reward_head and not origin.reward_head
     critic = dataclasses.replace(origin, value_head=True, reward_head=False)
@@ -151,6 +154,7 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     config = read_json(resolve(source) / "config.json")
     config.pop(SCORING, None)  # of the source, and its training
     family = _family_of(config)[0]
+    config.pop(QUANTIZATION, None)  # what is saved are floats
     if new_head:
         config |= _value_config(family)
     if new_score:
@@ -165,23 +169,16 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     return with_dtype(config, dtype.name)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
+def untouched_prefixes(directory: str | Path) -> tuple[str, ...]:
+    """Return what names of arrays begin with that a model's architecture has beside ours.
+
+    Args:
+        directory: As for `read_spec`.
 
     Raises:
-        ValueError: The file is not valid JSON.
-        FileNotFoundError: There is no such file.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     _ = (Path(directory) / "x.json").write_text('{"a": 1}')
-    ...     read_json(Path(directory) / "x.json")
-    {'a': 1}
+        ValueError: The architecture is not supported.
     """
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return _family_of(read_json(resolve(directory) / "config.json"))[0].untouched
 
 
 def _family_of(config: dict[str, Any]) -> tuple[Family, str]:

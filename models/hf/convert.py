@@ -5,9 +5,11 @@ serves every array in both directions.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.arrays import ArrayDecl
@@ -61,15 +63,16 @@ def to_hf(declaration: ArrayDecl, array: Any) -> Any:
     return moved.reshape(*before, size, *after)
 
 
-def join_parts(declarations: Sequence[ArrayDecl], parts: Sequence[Any]) -> np.ndarray:
+def join_parts(declarations: Sequence[ArrayDecl], parts: Iterable[Any]) -> Any:
     """Join arrays that are parts of one Hugging Face array.
 
     Args:
         declarations: Of all its parts.
-        parts: Each as `to_hf` gives it.
+        parts: Each as `to_hf` gives it; numpy, or jax (also traced). Each is taken when those
+            before it have their place, so that an iterator need not hold them all.
 
     Returns:
-        The Hugging Face array.
+        The Hugging Face array; of numpy, unless the parts are jax'.
 
     Raises:
         ValueError: The parts do not make up the whole.
@@ -85,28 +88,60 @@ def join_parts(declarations: Sequence[ArrayDecl], parts: Sequence[Any]) -> np.nd
     """
     first = declarations[0]
     if first.hf_part is None:
-        return np.asarray(parts[0])
+        [whole] = parts
+        return whole
+    check_parts(declarations)
     before, _, after = _part_shape(first)
-    whole = np.empty((*before, first.hf_part.total, *after), parts[0].dtype)
-    filled = 0
-    for declaration, part in zip(declarations, parts, strict=True):
-        assert declaration.hf_part is not None  # all arrays of one name are parts
-        size = part.shape[len(before)]
-        at = (slice(None),) * len(before) + (declaration.hf_part.entries(size),)
-        whole[at] = np.asarray(part)
-        filled += size
-    if filled != first.hf_part.total:
-        raise ValueError(f"{first.hf_name}: got {filled} of {first.hf_part.total} entries")
+    whole, ordered = None, iter(parts)
+    for declaration in declarations:
+        part = next(ordered)  # and not by `zip`, which would hold on to the one before
+        if whole is None:
+            shape = (*before, first.hf_part.total, *after)
+            is_jax = isinstance(part, jax.Array)
+            whole = (jnp.zeros if is_jax else np.empty)(shape, part.dtype)
+        at = (slice(None),) * len(before) + (_entries(declaration),)
+        if isinstance(whole, jax.Array):
+            whole = whole.at[at].set(part)
+        else:
+            whole[at] = part
+        del part  # before the next one is fetched
+    assert whole is not None
     return whole.reshape(first.hf_shape)
+
+
+def check_parts(declarations: Sequence[ArrayDecl]) -> None:
+    """Check that arrays that are parts of one Hugging Face array are all there, each entry once.
+
+    Raises:
+        ValueError: They do not make up the whole, or do not fit together.
+    """
+    first = declarations[0]
+    forms = {(d.hf_shape, d.hf_part and d.hf_part.total) for d in declarations}
+    if len(forms) > 1 or (first.hf_part is None and len(declarations) > 1):
+        raise ValueError(f"{first.hf_name}: its parts are of different arrays: {forms}")
+    if first.hf_part is None:
+        return
+    counts = np.zeros(first.hf_part.total, int)
+    for declaration in declarations:
+        counts[_entries(declaration)] += 1
+    if (counts != 1).any():
+        raise ValueError(
+            f"{first.hf_name}: its parts make up {(counts > 0).sum()} of {len(counts)} entries, "
+            f"and {(counts > 1).sum()} of them more than once; expected each once"
+        )
+
+
+def _entries(declaration: ArrayDecl) -> slice:
+    """Return which entries of the axis that is a part are ours."""
+    assert declaration.hf_part is not None
+    return declaration.hf_part.entries(_part_shape(declaration)[1])
 
 
 def _part_shape(declaration: ArrayDecl) -> tuple[list[int], int, list[int]]:
     """Return the sizes before the axis that is a part, its own size, and those after it."""
     assert declaration.hf_part is not None
-    part, sizes = (
-        declaration.hf_part.axes,
-        dict(zip(declaration.axes, declaration.shape, strict=True)),
-    )
+    part = declaration.hf_part.axes
+    sizes = dict(zip(declaration.axes, declaration.shape, strict=True))
     merged = [axis for group in declaration.hf_axes for axis in group]
     at = merged.index(part[0])
     before, after = merged[:at], merged[at + len(part) :]
@@ -136,8 +171,57 @@ def from_hf(declaration: ArrayDecl, array: np.ndarray) -> np.ndarray:
     merged = [axis for group in declaration.hf_axes for axis in group]
     own = declaration.axes[len(declaration.stacked) :]
     if declaration.hf_part is not None:
-        before, size, after = _part_shape(declaration)
+        before, _, after = _part_shape(declaration)
         whole = array.reshape(*before, declaration.hf_part.total, *after)
-        array = whole[(slice(None),) * len(before) + (declaration.hf_part.entries(size),)]
+        array = whole[(slice(None),) * len(before) + (_entries(declaration),)]
     split = array.reshape([sizes[axis] for axis in merged])
+    return split.transpose([merged.index(axis) for axis in own])
+
+
+def hf_entries(declaration: ArrayDecl, part: Sequence[slice]) -> tuple[np.ndarray, ...]:
+    """Say which entries of each dimension of a Hugging Face array are in a part of ours.
+
+    Args:
+        declaration: Of our array.
+        part: Of each of our dimensions after the stacked ones, with start and stop.
+
+    Returns:
+        Ascending indices for each dimension of `declaration.hf_shape`.
+
+    >>> from jaxrl_llm.models.arrays import NORMAL
+    >>> decl = ArrayDecl(shape=(4, 2, 3), axes=("embed", "heads", "head_dim"), initializer=NORMAL,
+    ...                  hf_name="q.weight", hf_axes=(("heads", "head_dim"), ("embed",)))
+    >>> [list(map(int, x)) for x in hf_entries(decl, [slice(0, 2), slice(1, 2), slice(0, 3)])]
+    [[3, 4, 5], [0, 1]]
+    """
+    own = declaration.axes[len(declaration.stacked) :]
+    chosen = dict(zip(own, part, strict=True))
+    sizes = dict(zip(declaration.axes, declaration.shape, strict=True))
+    found = []
+    for group, whole in zip(declaration.hf_axes, declaration.hf_groups, strict=True):
+        lengths = [size for _, size in whole]
+        numbers = np.arange(math.prod(lengths)).reshape(lengths)
+        if declaration.hf_part is not None and declaration.hf_part.axes[0] in group:
+            at = group.index(declaration.hf_part.axes[0])
+            numbers = numbers[(slice(None),) * at + (_entries(declaration),)]
+        numbers = numbers.reshape([sizes[axis] for axis in group])
+        found.append(numbers[tuple(chosen[axis] for axis in group)].ravel())
+    return tuple(found)
+
+
+def part_from_hf(declaration: ArrayDecl, part: Sequence[slice], entries: np.ndarray) -> np.ndarray:
+    """Convert the entries that `hf_entries` names to that part of ours.
+
+    Args:
+        declaration: Of our array.
+        part: As there.
+        entries: Of the Hugging Face array, those and no others.
+
+    Returns:
+        A view with our dimensions, as long as the part is.
+    """
+    own = declaration.axes[len(declaration.stacked) :]
+    sizes = {axis: ends.stop - ends.start for axis, ends in zip(own, part, strict=True)}
+    merged = [axis for group in declaration.hf_axes for axis in group]
+    split = entries.reshape([sizes[axis] for axis in merged])
     return split.transpose([merged.index(axis) for axis in own])

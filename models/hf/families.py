@@ -8,33 +8,41 @@ all of them (`models.hf.family`).
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.models.hf.deepseek import (
+    LATENT_KEYS,
+    MINIMAX_M2_KEYS,
+    MINIMAX_M2_ONLY,
+    SIGMOID_EXPERTS_KEYS,
+    read_deepseek_v3,
+    read_glm4_moe,
+    read_glm4_moe_lite,
+    read_minimax_m2,
+    write_deepseek_v3,
+    write_glm4_moe,
+    write_glm4_moe_lite,
+    write_minimax_m2,
+)
 from jaxrl_llm.models.hf.delta import DELTA_FAMILIES
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
     GPT_OSS_KEYS,
-    LATENT_KEYS,
-    MINIMAX_M2_KEYS,
-    MINIMAX_M2_ONLY,
     MIXTRAL_KEYS,
     QWEN3_MOE_KEYS,
-    SIGMOID_EXPERTS_KEYS,
-    read_deepseek_v3,
-    read_glm4_moe,
-    read_glm4_moe_lite,
     read_gpt_oss,
-    read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
-    write_deepseek_v3,
-    write_glm4_moe,
-    write_glm4_moe_lite,
     write_gpt_oss,
-    write_minimax_m2,
     write_mixtral,
     write_qwen3_moe,
 )
-from jaxrl_llm.models.hf.rope import FRACTION_KEY, NO_ROPE_KEYS, read_smollm3, write_smollm3
+from jaxrl_llm.models.hf.rope import (
+    FRACTION_KEY,
+    NO_ROPE_KEYS,
+    read_smollm3,
+    write_phi3,
+    write_smollm3,
+)
 
 Config = Mapping[str, Any]
 
@@ -44,7 +52,9 @@ def _all_full(config: Config) -> list[str]:
 
 
 def _all_alike(config: Config) -> list[str]:
-    kind = FULL if config["sliding_window"] is None else SLIDING
+    window = config["sliding_window"]
+    reaches_all = window is None or window >= config["max_position_embeddings"]
+    kind = FULL if reaches_all else SLIDING
     return [kind] * config["num_hidden_layers"]
 
 
@@ -267,6 +277,19 @@ FAMILIES: tuple[Family, ...] = (
         sequence_classifier=None,
         read_parts=read_minimax_m2,
         write_parts=write_minimax_m2,
+    ),
+    Family(
+        name="Phi3",
+        model_type="phi3",
+        defaults={"hidden_act": "silu", "sliding_window": None}
+        | {"original_max_position_embeddings": 4096},
+        derived={"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query},
+        common={"qk_norm": False, "hf_joined": True},
+        layer_types=_all_alike,
+        mixed_layers=False,
+        rope_theta=1e4,
+        partial_rotary=True,
+        write_parts=write_phi3,
     ),
     Family(
         name="Olmo3",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.models.hf.quantized import QUANTIZATION, check_quantization
 from jaxrl_llm.models.hf.rope import (
     FRACTION_KEY,
     LOCAL_ROPE_KEY,
@@ -105,6 +106,8 @@ class Family:
         read_parts: `config -> spec fields` that several keys give together, over all others.
         write_parts: `spec -> config keys`, its inverse, over all others; None for a spec that has
             no such parts.
+        untouched: What names of arrays in a checkpoint begin with that are no part of the language
+            model, such as those of a vision tower. They are not loaded; exports take them over.
 
     >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> FAMILIES[0].language_model
@@ -132,6 +135,7 @@ class Family:
     text_key: str | None = None
     read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
     write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
+    untouched: tuple[str, ...] = ()
 
     @property
     def language_model(self) -> str:
@@ -191,13 +195,9 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
 
 
 def _refuse_unknown(family: Family, config: Config) -> None:
-    if quantization := config.get("quantization_config"):
-        raise ValueError(
-            f"the weights are quantized by {quantization.get('quant_method')!r}; expected a copy "
-            "of the model in bfloat16, float16 or float32"
-        )
+    check_quantization(config)
     known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.unread}
-    known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT
+    known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT | {QUANTIZATION}
     if family.local_rope_theta is not None:
         known |= {family.local_rope_key}
     unknown = {key: value for key, value in config.items() if value and key not in known}

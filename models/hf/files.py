@@ -23,9 +23,20 @@ import numpy as np
 import safetensors
 from jax.typing import DTypeLike
 
-from jaxrl_llm.models.hf.config import read_json
-
 FLOAT_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""What weights are loaded from and saved as."""
+STORED_TYPES = FLOAT_TYPES | {
+    "F64": "float64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""What arrays that are no weights of ours may be, and quantized ones."""
 CHECKSUMS = "jaxrl_llm.crc32"
 """Key of a file's metadata: JSON with the CRC-32 of each array's bytes, in hexadecimal, by name."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,9 +56,15 @@ class StoredArray:
     end: int
     checksum: str | None
 
-    def map(self) -> np.ndarray:
-        """Map the array into memory, read-only: only the parts that are used will be read."""
-        kind = np.dtype(FLOAT_TYPES[self.type])
+    def map(self, dtype: DTypeLike | None = None) -> np.ndarray:
+        """Map the array into memory, read-only: only the parts that are used will be read.
+
+        Args:
+            dtype: To take its numbers for; None: its own.
+        """
+        kind = np.dtype(STORED_TYPES[self.type] if dtype is None else dtype)
+        if self.end == self.offset:  # of which there is no map
+            return np.empty(self.shape, kind)
         return np.memmap(self.path, kind, "r", offset=self.offset, shape=self.shape)
 
     def is_whole(self) -> bool:
@@ -119,6 +136,25 @@ def find_arrays(directory: Path) -> dict[str, StoredArray]:
             raise ValueError(f"{path} holds arrays that another file holds too: {twice}")
         stored |= arrays
     return stored
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: The file is not valid JSON.
+        FileNotFoundError: There is no such file.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = (Path(directory) / "x.json").write_text('{"a": 1}')
+    ...     read_json(Path(directory) / "x.json")
+    {'a': 1}
+    """
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def read_header(path: Path) -> dict[str, StoredArray]:
@@ -212,8 +248,8 @@ def write_shards(
         directory: To write into.
         shapes: Of each array, by name, in the order of `arrays`.
         arrays: Of any float type; each is read when those before it are written.
-        dtypes: To convert to, by name: float32, bfloat16 or float16. Wider ones come first, or
-            their arrays would not begin at multiples of their size.
+        dtypes: To convert to, by name: any of `STORED_TYPES`. Wider ones come first, or their
+            arrays would not begin at multiples of their size.
         max_bytes: Size of a file; an array larger than that gets its own.
 
     >>> import tempfile
@@ -275,7 +311,7 @@ def _header(
     checksums: Mapping[str, str],
 ) -> bytes:
     """Return what a file begins with; it is as long whatever the checksums are."""
-    kinds = {ours: theirs for theirs, ours in FLOAT_TYPES.items()}
+    kinds = {ours: theirs for theirs, ours in STORED_TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUMS: json.dumps(checksums)}}
     end = 0
     for name, shape in shapes.items():

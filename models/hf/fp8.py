@@ -6,7 +6,7 @@ https://arxiv.org/abs/2412.19437). Embedding, head, routers, norms and biases ar
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,24 +17,29 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.arrays import ArrayDecl
-from jaxrl_llm.models.hf.convert import to_hf
-from jaxrl_llm.models.hf.save import host_arrays
+from jaxrl_llm.models.hf.convert import join_parts, to_hf
+from jaxrl_llm.models.hf.quantized import SCALE_SUFFIX
+from jaxrl_llm.models.hf.save import host_arrays, joined
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.quantization import round_to_fp8
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import replicate
 
 BLOCK = 128
-SCALE_SUFFIX = "_scale_inv"
 
 
 def is_blocked(declaration: ArrayDecl) -> bool:
     """Tell whether an array is a layer's matrix, of an expert or not, and no router.
 
-    Experts that a checkpoint joins in one array stay as they are.
+    Those of a DeltaNet stay, too, as its state sums up what they lose over all tokens, and experts
+    that a checkpoint joins in one array.
     """
-    matrices = declaration.is_stack and len(declaration.hf_axes) == declaration.dimensions == 2
-    return matrices and "routes" not in declaration.axes
+    kept = {"routes", "delta_heads"} & set(declaration.axes)
+    return _is_matrix(declaration) and not kept
+
+
+def _is_matrix(declaration: ArrayDecl) -> bool:
+    return declaration.is_stack and len(declaration.hf_axes) == declaration.dimensions == 2
 
 
 def quantization_config(spec: ModelSpec) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def quantization_config(spec: ModelSpec) -> dict[str, Any]:
     kept = [
         name.removesuffix(".weight")
         for decl in jax.tree.leaves(declare(spec))
-        if decl.is_stack and "routes" in decl.axes and len(decl.hf_axes) == 2
+        if _is_matrix(decl) and not is_blocked(decl)
         for name, _ in decl.hf_indices()
     ]
     return {
@@ -54,7 +59,7 @@ def quantization_config(spec: ModelSpec) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", "model.embed_tokens", *kept],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens", *dict.fromkeys(kept)],
     }
 
 
@@ -68,10 +73,16 @@ def check_block_shapes(spec: ModelSpec, tensor_parallel: int) -> None:
         tensor_parallel: GPUs that share a copy of it.
 
     Raises:
-        ValueError: A part is no multiple of 128 wide.
+        ValueError: A part is no multiple of 128 wide, or a checkpoint has a layer's experts in one
+            array, which stays in bfloat16, while vLLM would take it for float8.
 
     >>> check_block_shapes(tiny_spec(head_dim=128, ff_width=256), 1)
     """
+    if any(leaf.hf_axes[0] == ("experts",) for leaf in jax.tree.leaves(declare(spec))):
+        raise ValueError(
+            "vLLM's float8 needs experts whose matrices have names of their own in a checkpoint, "
+            "this model's are joined: expected rollout.quantization: none"
+        )
     parts = {}
     if spec.latent is None:
         parts["the queries"] = spec.heads * spec.head_dim / tensor_parallel
@@ -122,21 +133,24 @@ def blocked_host_arrays(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a checkpoint's arrays by name, as `host_arrays`; quantized on their devices.
 
-    The scales of a matrix follow it. One layer of one of our arrays is on the host at once.
+    The scales of a matrix follow it. One layer of one array is on the host at once. Blocks are
+    those of the array in the checkpoint, also where ours are parts of it.
 
     Args:
         leaves: Our arrays with their declarations, and the dtype of the computation, to which
             they are rounded first.
     """
-    for declaration, leaf, dtype in leaves:
-        if not is_blocked(declaration):
-            yield from host_arrays([(declaration, leaf, dtype)])
+    for parts in joined(leaves):
+        declarations = tuple(declaration for declaration, *_ in parts)
+        first = declarations[0]
+        if not is_blocked(first):
+            yield from host_arrays(parts)
             continue
-        for layer, names in groupby(declaration.hf_indices(), key=lambda named: named[1][0]):
-            stack, index = leaf, layer
-            if not isinstance(leaf, jax.Array):  # of the host: no more than this layer travels
-                stack, index = leaf[layer : layer + 1], 0
-            pair = _quantize_layer(stack, index, np.dtype(dtype), declaration)
+        for layer, names in groupby(first.hf_indices(), key=lambda named: named[1][0]):
+            stacks, index = [leaf for _, leaf, _ in parts], layer
+            if not isinstance(stacks[0], jax.Array):  # of the host: no more than this layer travels
+                stacks, index = [stack[layer : layer + 1] for stack in stacks], 0
+            pair = _quantize_layer(stacks, index, np.dtype(parts[0][2]), declarations)
             values, scale = (np.asarray(replicate(x)) for x in pair)
             for name, (_, *expert) in names:
                 yield name, values[tuple(expert)]
@@ -145,11 +159,17 @@ def blocked_host_arrays(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _quantize_layer(
-    stack: Array, layer: ArrayLike, dtype: np.dtype, declaration: ArrayDecl
+    stacks: Sequence[Array],
+    layer: ArrayLike,
+    dtype: np.dtype,
+    declarations: tuple[ArrayDecl, ...],
 ) -> tuple[Array, Array]:
     """Quantize one layer, or all experts of it, in the form of a checkpoint."""
-    convert = functools.partial(to_hf, declaration)
-    for _ in declaration.stacked[1:]:
-        convert = jax.vmap(convert)
-    matrix = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-    return quantize_blocks(convert(matrix.astype(dtype)))
+
+    def whole(*parts: Array) -> Array:
+        return join_parts(declarations, map(to_hf, declarations, parts))
+
+    for _ in declarations[0].stacked[1:]:
+        whole = jax.vmap(whole)
+    parts = [jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False) for stack in stacks]
+    return quantize_blocks(whole(*(part.astype(dtype) for part in parts)))

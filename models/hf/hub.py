@@ -18,6 +18,7 @@ WANTED_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",  # of models that see images
 )
 
 

@@ -12,9 +12,13 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
-from jaxrl_llm.models.hf.convert import from_hf
+from jaxrl_llm.models.hf.config import untouched_prefixes
+from jaxrl_llm.models.hf.convert import from_hf, hf_entries, part_from_hf
+from jaxrl_llm.models.hf.experts import experts_as_stored
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.hf.kept import find_untouched, log_untouched
+from jaxrl_llm.models.hf.quantized import ReadableArray, read_quantization, restore_arrays
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -52,12 +56,19 @@ def load_params(
         ValueError: Arrays are missing, surplus, misshapen or not of a float type (all are listed),
             or a file is damaged: `save_params` leaves checksums, which are compared. A surplus
             `lm_head.weight` of a model with tied embeddings is accepted and ignored, and so are
-            saved rotary frequencies and the layers of DeepSeek and GLM for multi-token prediction.
+            saved rotary frequencies, the layers of DeepSeek and GLM for multi-token prediction and
+            what the family's `untouched` names; of the last the log has a line.
         FileNotFoundError: There are no safetensors files.
     """
-    ignored = functools.partial(_is_ignored, spec=spec)
+    where = resolve(directory)
+    has_config = (where / "config.json").exists()
     return load_arrays(
-        directory, declare(spec), dtype=dtype, shardings=shardings, is_ignored=ignored
+        where,
+        declare(spec),
+        dtype=dtype,
+        shardings=shardings,
+        is_ignored=functools.partial(_is_ignored, spec=spec),
+        untouched=untouched_prefixes(where) if has_config else (),
     )
 
 
@@ -68,6 +79,7 @@ def load_arrays(
     dtype: DTypeLike = np.float32,
     shardings: Any = None,
     is_ignored: Callable[[str], bool] = lambda name: False,
+    untouched: tuple[str, ...] = (),
 ) -> Params:
     """Load declared arrays as `load_params` does.
 
@@ -77,6 +89,7 @@ def load_arrays(
         dtype: To convert to.
         shardings: Nested as the declarations; None puts all on the default device.
         is_ignored: Whether an array of the directory that is not declared is passed over.
+        untouched: What names of others begin with that are passed over; the log says so.
 
     Raises:
         ValueError: As there.
@@ -84,9 +97,14 @@ def load_arrays(
     """
     where = resolve(directory)
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
-    stored = find_arrays(where)
-    _check_arrays(where, stored, declarations, is_ignored)
-    check_contents(list(stored.items())[process_slice(len(stored))])
+    found = find_arrays(where)
+    stored, problems = restore_arrays(found, read_quantization(where))
+    declarations = experts_as_stored(declarations, stored)
+    if others := find_untouched(stored, untouched):
+        log_untouched(str(where), untouched, len(others))
+    ours = {name: array for name, array in stored.items() if name not in others}
+    _check_arrays(where, ours, declarations, is_ignored, problems)
+    check_contents(list(found.items())[process_slice(len(found))])
 
     def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
         if place is None:
@@ -104,7 +122,7 @@ def _everything(declaration: ArrayDecl) -> Part:
 
 
 def _load_sharded(
-    declaration: ArrayDecl, stored: Mapping[str, StoredArray], place: Sharding, dtype: DTypeLike
+    declaration: ArrayDecl, stored: Mapping[str, ReadableArray], place: Sharding, dtype: DTypeLike
 ) -> jax.Array:
     """Read each part of an array once, and put it on all the devices that hold it."""
     shape = declaration.shape
@@ -125,33 +143,41 @@ def _load_sharded(
 
 
 def _read_part(
-    declaration: ArrayDecl, stored: Mapping[str, StoredArray], part: Part, dtype: DTypeLike
+    declaration: ArrayDecl, stored: Mapping[str, ReadableArray], part: Part, dtype: DTypeLike
 ) -> np.ndarray:
     values = np.empty([ends.stop - ends.start for ends in part], dtype)
     outer, inner = part[: len(declaration.stacked)], part[len(declaration.stacked) :]
     for name, index in declaration.hf_indices():
         if all(ends.start <= i < ends.stop for i, ends in zip(index, outer, strict=True)):
             at = tuple(i - ends.start for i, ends in zip(index, outer, strict=True))
-            values[at] = from_hf(declaration, stored[name].map())[inner]
+            array = stored[name]
+            if isinstance(array, StoredArray):
+                values[at] = from_hf(declaration, array.map())[inner]
+            else:
+                restored = array.read(hf_entries(declaration, inner))
+                values[at] = part_from_hf(declaration, inner, restored)
     return values
 
 
 def _check_arrays(
     directory: Path,
-    stored: Mapping[str, StoredArray],
+    stored: Mapping[str, ReadableArray],
     declarations: Declarations,
     is_ignored: Callable[[str], bool],
+    problems: list[str],
 ) -> None:
+    """Raise ValueError with all that is wrong, with arrays and, as given, with scales."""
     leaves = jax.tree.leaves(declarations)
     expected = {name: decl for decl in leaves for name, _ in decl.hf_indices()}
     tolerated = {name for name in stored if is_ignored(name)}
-    problems = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
+    problems = problems + [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys() - tolerated)]
     for name in sorted(expected.keys() & stored.keys()):
-        shape, kind = stored[name].shape, stored[name].type
-        if shape != expected[name].hf_shape:
-            problems.append(f"misshapen: {name} is {shape}, expected {expected[name].hf_shape}")
-        if kind not in FLOAT_TYPES:
+        array, shape = stored[name], expected[name].hf_shape
+        kind = array.type if isinstance(array, StoredArray) else None
+        if array.shape != shape:
+            problems.append(f"misshapen: {name} is {array.shape}, expected {shape}")
+        if kind is not None and kind not in FLOAT_TYPES:
             problems.append(f"unsupported type: {name} is {kind}, expected one of {[*FLOAT_TYPES]}")
     if problems:
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))

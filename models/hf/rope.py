@@ -1,13 +1,15 @@
 """Rotary positions in `config.json`: `rope_theta` and `rope_scaling`, or `rope_parameters`."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.models.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     Scaling,
     YarnScaling,
 )
@@ -51,6 +53,12 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str]]] = {
                 "truncate",
             )
         },
+    ),
+    "longrope": (
+        LongRopeScaling,
+        ORIGINAL
+        | {"short_factor": "short_factors", "long_factor": "long_factors"}
+        | {"attention_factor": "attention_factor"},
     ),
 }
 FRACTION_KEY = "partial_rotary_factor"
@@ -161,6 +169,7 @@ def _read_rope(
 ) -> tuple[float, Scaling | None]:
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
     rope.pop("type", None)
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     theta = default_theta if theta is None else theta
@@ -175,6 +184,11 @@ def _read_rope(
         if length is not None:
             rope["original_max_position_embeddings"] = length
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        factor = rope.pop("factor", config["max_position_embeddings"] / original)
+        growth = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        rope.setdefault("attention_factor", math.sqrt(1 + growth))
     unknown = {key: value for key, value in rope.items() if key not in keys and value}
     if unknown:
         raise ValueError(f"rope_type={kind!r} with {unknown}; supported are {sorted(keys)}")
@@ -192,8 +206,11 @@ def _make(made: type[Any], values: dict[str, Any], kind: str) -> Scaling:
     ]
     if missing:
         raise ValueError(f"rope_type={kind!r} without {missing}")
-    whole = {"original_positions": int, "truncate": bool}
-    return made(**{name: whole.get(name, float)(value) for name, value in values.items()})
+    kinds: dict[str, Callable[[Any], Any]] = {"original_positions": int, "truncate": bool}
+    kinds |= dict.fromkeys(
+        ("short_factors", "long_factors"), lambda given: tuple(map(float, given))
+    )
+    return made(**{name: kinds.get(name, float)(value) for name, value in values.items()})
 
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
@@ -206,7 +223,11 @@ def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": theta}
     kind, keys = next((k, keys) for k, (made, keys) in SCALINGS.items() if type(scaling) is made)
     values = {theirs: getattr(scaling, ours) for theirs, ours in keys.items()}
-    kept = {key: value for key, value in values.items() if value is not None}
+    kept = {
+        key: [*value] if isinstance(value, tuple) else value
+        for key, value in values.items()
+        if value is not None
+    }
     return {"rope_type": kind, "rope_theta": theta, **kept}
 
 
@@ -230,7 +251,20 @@ def write_smollm3(spec: ModelSpec) -> dict[str, Any]:
     """Write what `read_smollm3` reads.
 
     >>> write_smollm3(tiny_spec())
-    {'no_rope_layers': [1]}
+    {'no_rope_layers': [1], 'pad_token_id': None}
     """
     rotary = spec.rotary_layers or (True,) * spec.layers
-    return {"no_rope_layers": [int(flag) for flag in rotary]}
+    # transformers would take a token of the published models' vocabulary for padding
+    return {"no_rope_layers": [int(flag) for flag in rotary], "pad_token_id": None}
+
+
+def write_phi3(spec: ModelSpec) -> dict[str, Any]:
+    """Write what transformers would take from the published Phi-3 models where it is absent.
+
+    >>> write_phi3(tiny_spec())
+    {'pad_token_id': None, 'original_max_position_embeddings': 32}
+    """
+    scaling = spec.rope_scaling
+    has_original = isinstance(scaling, LongRopeScaling)
+    original = scaling.original_positions if has_original else spec.max_positions
+    return {"pad_token_id": None, "original_max_position_embeddings": original}

@@ -1,12 +1,13 @@
 """Save a model as a Hugging Face directory that `transformers` loads."""
 
 import functools
+import itertools
 import json
+import operator
 import shutil
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,14 +15,21 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.config import SCORING, config_to_save
-from jaxrl_llm.models.hf.convert import join_parts, to_hf
-from jaxrl_llm.models.hf.files import check_new_directory, whole_directory, write_shards
+from jaxrl_llm.models.hf.convert import check_parts, join_parts, to_hf
+from jaxrl_llm.models.hf.files import (
+    STORED_TYPES,
+    StoredArray,
+    check_new_directory,
+    whole_directory,
+    write_shards,
+)
 from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.hf.kept import Kept, find_kept, read_untouched
+from jaxrl_llm.models.hf.quantized import ReadableArray
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import all_gather, is_first, replicate, run_on_first
 
-ALWAYS_FLOAT32 = "e_score_correction_bias"  # also in transformers, whatever the model's dtype
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -33,6 +41,9 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",  # of models that see images, as are the next two
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -57,11 +68,13 @@ def save_params(
         params: Parameters nested as `declare(spec)`.
         spec: The model.
         source: The directory or hub repository the model came from; its config, tokenizer files,
-            chat template and generation config are taken over. A model with a value head may come
-            from a language or reward model. None for a model that has no ancestor: the config comes
-            from `make_config`, and there is no tokenizer.
+            chat template and generation config are taken over, and arrays that are no part of the
+            language model, such as a vision tower. A model with a value head may come from a
+            language or reward model. None for a model that has no ancestor: the config comes from
+            `make_config`, and there is no tokenizer.
         dtype: Of the saved arrays: float32, bfloat16 or float16. The bias of sigmoid routers stays
-            float32, as its updates are too small for the others.
+            float32, as its updates are too small for the others, and so do arrays that are float32
+            in a source whose others are narrower.
         scoring: Of a reward model, how it reads answers; see `models.hf.config.read_scoring`.
         max_shard_bytes: Size above which the arrays are split over several files; one array larger
             than that gets its own file.
@@ -74,13 +87,15 @@ def save_params(
     path = source if source is None else resolve(source)
     run_on_first(lambda: check_new_directory(Path(directory), dtype))
     config = config_to_save(spec, path, np.dtype(dtype))
+    declarations = declare(spec)
     save_arrays(
         directory,
         params,
-        declare(spec),
+        declarations,
         config=config | ({SCORING: scoring} if scoring else {}),
         source=path,
         dtype=dtype,
+        kept=find_kept(path, declarations),
         max_shard_bytes=max_shard_bytes,
     )
 
@@ -93,6 +108,7 @@ def save_arrays(
     config: dict[str, Any] | None,
     source: str | Path | None,
     dtype: DTypeLike,
+    kept: Kept | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Save declared arrays as `save_params` does.
@@ -104,6 +120,7 @@ def save_arrays(
         config: What `config.json` holds; None: there is none.
         source: The directory or repository whose tokenizer files are taken over, if any.
         dtype: Of the saved arrays.
+        kept: What else is saved, and what is saved in float32; None: as without a source.
         max_shard_bytes: As there.
 
     Raises:
@@ -113,24 +130,30 @@ def save_arrays(
     directory, source = Path(directory), source if source is None else resolve(source)
     run_on_first(lambda: check_new_directory(directory, dtype))
     _check_params(params, declarations)
-    leaves = list(zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True))
-    leaves.sort(key=lambda pair: not pair[0].hf_name.endswith(ALWAYS_FLOAT32))
-    shapes = {name: decl.hf_shape for decl, _ in leaves for name, _ in decl.hf_indices()}
-    arrays = (array for _, array in host_arrays((*leaf, None) for leaf in leaves))
+    kept = kept or find_kept(None, declarations)
+    pairs = zip(jax.tree.leaves(declarations), jax.tree.leaves(params), strict=True)
+    kinds = {False: np.dtype(dtype), True: np.dtype(np.float32)}
+    ours = joined((decl, leaf, kinds[kept.is_wide(decl)]) for decl, leaf in pairs)
+    ours.sort(key=lambda parts: -parts[0][2].itemsize)
     if not is_first():
-        for _ in arrays:  # this process's part in gathering them
-            pass
+        for parts in ours:  # this process's part in gathering them
+            for _ in host_arrays(parts):
+                pass
         all_gather("saved")
         return
+    saved = [_of_model(parts) for parts in ours]
+    saved += [_taken_over(name, array, kinds[False]) for name, array in kept.untouched.items()]
+    saved.sort(key=lambda some: -some.dtype.itemsize)  # see `write_shards`
+    dtypes = {name: some.dtype for some in saved for name in some.shapes}
     with whole_directory(directory) as place:
         if config is not None:
             text = json.dumps(config, indent=2, sort_keys=True)
             (place / "config.json").write_text(text + "\n")
         write_shards(
             place,
-            shapes,
-            arrays,
-            {n: np.dtype(np.float32 if n.endswith(ALWAYS_FLOAT32) else dtype) for n in shapes},
+            {name: shape for some in saved for name, shape in some.shapes.items()},
+            itertools.chain.from_iterable(some.arrays for some in saved),
+            dtypes,
             max_bytes=max_shard_bytes,
         )
         for name in COMPANION_FILES:
@@ -139,37 +162,74 @@ def save_arrays(
     all_gather("saved")
 
 
+class _Saved(NamedTuple):
+    """Some arrays to write: of one dtype, with their shapes by name."""
+
+    dtype: np.dtype
+    shapes: dict[str, tuple[int, ...]]
+    arrays: Iterator[np.ndarray]
+
+
+def _of_model(parts: list[tuple[ArrayDecl, Any, Any]]) -> _Saved:
+    declaration, _, dtype = parts[0]
+    shapes = {name: declaration.hf_shape for name, _ in declaration.hf_indices()}
+    return _Saved(dtype, shapes, (array for _, array in host_arrays(parts)))
+
+
+def _taken_over(name: str, array: ReadableArray, dtype: np.dtype) -> _Saved:
+    own = np.dtype(STORED_TYPES[array.type]) if isinstance(array, StoredArray) else dtype
+    return _Saved(own, {name: array.shape}, map(read_untouched, [array]))
+
+
 def host_arrays(
     leaves: Iterable[tuple[ArrayDecl, Any, DTypeLike | None]],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a model's Hugging Face arrays by name; one layer of one of them is on the host at once.
 
+    Where arrays of ours are parts of one, that is the whole layer and one part of it.
+
     Args:
         leaves: Our arrays with their declarations, and the dtype to give them; None leaves it.
             Parts of one Hugging Face array must all be there, in any order.
+
+    Raises:
+        ValueError: Parts are missing, or have different dtypes.
     """
     for parts in joined(leaves):
         declarations = [declaration for declaration, *_ in parts]
         first = declarations[0]
         if not first.stacked:
             [(name, _)] = first.hf_indices()
-            whole = [np.asarray(replicate(_cast(leaf, dtype))) for _, leaf, dtype in parts]
-            yield name, join_parts(declarations, list(map(to_hf, declarations, whole)))
+            wholes = (np.asarray(replicate(_cast(leaf, dtype))) for _, leaf, dtype in parts)
+            yield name, join_parts(declarations, map(to_hf, declarations, wholes))
             continue
-        for layer, names in groupby(first.hf_indices(), key=lambda named: named[1][0]):
-            values = [np.asarray(replicate(_layer(leaf, layer, dtype))) for _, leaf, dtype in parts]
+        for layer, group in itertools.groupby(first.hf_indices(), key=lambda named: named[1][0]):
+            names = list(group)
+            values: Iterable[np.ndarray] = (
+                np.asarray(replicate(_layer(leaf, layer, dtype))) for _, leaf, dtype in parts
+            )  # fetched one by one, as nothing holds on to one of them
+            if len(names) > 1:  # several arrays of a layer, such as its experts
+                values = list(values)
             for name, index in names:
-                own = [v[index[1:]] for v in values]
-                yield name, join_parts(declarations, list(map(to_hf, declarations, own)))
+                own = map(operator.itemgetter(index[1:]), values)
+                yield name, join_parts(declarations, map(to_hf, declarations, own))
 
 
 def joined(leaves: Iterable[tuple[ArrayDecl, Any, Any]]) -> list[list[tuple[ArrayDecl, Any, Any]]]:
-    """Gather arrays that are parts of the same Hugging Face arrays; others are by themselves."""
+    """Gather arrays that are parts of the same Hugging Face arrays; others are by themselves.
+
+    Raises:
+        ValueError: Parts are missing, or have different dtypes.
+    """
     groups: dict[tuple[str, int], list[tuple[ArrayDecl, Any, Any]]] = {}
     for leaf in leaves:
         declaration = leaf[0]
         first = declaration.layer_number(0) if declaration.is_stack else 0
         groups.setdefault((declaration.hf_name, first), []).append(leaf)
+    for parts in groups.values():
+        check_parts([declaration for declaration, *_ in parts])
+        if len(dtypes := {str(dtype) for *_, dtype in parts}) > 1:
+            raise ValueError(f"{parts[0][0].hf_name}: its parts have the dtypes {sorted(dtypes)}")
     return list(groups.values())
 
 

@@ -4,30 +4,37 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.models.moe.routing import Routing
+from jaxrl_llm.models.moe.routing import NO_ROUTE, Routing
 
 
 class RouterStats(NamedTuple):
     """Sums over tokens, which add up over micro-batches; of one layer or stacked over several.
 
-    `tokens` is the number of tokens, `choices` how many chose each expert, `probabilities` the
-    sum of the router's probabilities and `entropy` that of their entropies.
+    `tokens` is the number of tokens, `choices` how many went to each expert, `probabilities` the
+    sum of the router's probabilities and `entropy` that of their entropies. Where recorded choices
+    are replayed, `replayed` is the number of these and `replaced` that of those among them that the
+    router itself would not have made.
     """
 
     tokens: Float32[Array, "*layers"]
     choices: Float32[Array, "*layers E"]
     probabilities: Float32[Array, "*layers E"]
     entropy: Float32[Array, "*layers"]
+    replayed: Float32[Array, "*layers"] | None = None
+    replaced: Float32[Array, "*layers"] | None = None
 
 
-def router_stats(routing: Routing, mask: Bool[Array, " T"]) -> RouterStats:
+def router_stats(
+    routing: Routing, mask: Bool[Array, " T"], routes: Int[Array, "T top"] | None = None
+) -> RouterStats:
     """Sum up what a router did, padding left out.
 
     Args:
         routing: Of all tokens.
         mask: False on padding.
+        routes: What was recorded and replayed; None: nothing was.
 
     Returns:
         The sums; only `probabilities` and `entropy` have gradients.
@@ -41,11 +48,19 @@ def router_stats(routing: Routing, mask: Bool[Array, " T"]) -> RouterStats:
     experts = routing.probabilities.shape[1]
     chosen = jax.nn.one_hot(routing.experts, experts, dtype=jnp.float32).sum(axis=1)
     entropy = jax.scipy.special.entr(routing.probabilities).sum(axis=-1)
-    return RouterStats(
+    stats = RouterStats(
         tokens=on.sum(),
         choices=on @ chosen,
         probabilities=(on[:, None] * routing.probabilities).sum(axis=0),
         entropy=(on * entropy).sum(),
+    )
+    if routes is None or routing.own is None:
+        return stats
+    is_recorded = mask[:, None] & jnp.all(routes != NO_ROUTE, axis=-1, keepdims=True)
+    is_own = (routing.experts[:, :, None] == routing.own[:, None, :]).any(axis=-1)
+    return stats._replace(
+        replayed=is_recorded.sum(dtype=jnp.float32) * routes.shape[1],
+        replaced=(is_recorded & ~is_own).sum(dtype=jnp.float32),
     )
 
 

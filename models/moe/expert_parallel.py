@@ -53,9 +53,10 @@ MATRICES = ("expert_gate", "expert_up", "expert_down")
 def expert_parallel_mixture(
     x: Float[Array, "T D"],
     weights: Params,
-    choose: Callable[[Params, Array], Any],
+    choose: Callable[[Params, Array, Array | None], Any],
     experts: Callable[[Params, Array, Array], Array],
     layout: Layout,
+    routes: Int[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T D"], Any]:
     r"""Route and dispatch tokens, with the experts split over the mesh axis `expert`.
 
@@ -71,9 +72,10 @@ def expert_parallel_mixture(
         x: Tokens, split over the batch and `context` axes.
         weights: `router`, perhaps `router_bias`; `expert_gate`, `expert_up` [E D F] and
             `expert_down` [E F D], perhaps with biases and low-rank factors.
-        choose: `(weights, tokens) -> Routing`.
+        choose: `(weights, tokens, routes) -> Routing`.
         experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `moe.dispatch.dispatch`.
         layout: The mesh.
+        routes: Experts that `choose` is to take, split as the tokens; None: it chooses.
 
     Returns:
         The weighted sums, in the dtype of `x`, and the routing of all tokens.
@@ -84,7 +86,7 @@ def expert_parallel_mixture(
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> routing = Routing(jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)) / 2)
-    >>> choose, same = lambda weights, x: routing, lambda weights, rows, sizes: rows
+    >>> choose, same = lambda weights, x, routes: routing, lambda weights, rows, sizes: rows
     >>> x, weights = jnp.array([[4.0]]), {"expert_up": jnp.ones((2, 1, 1))}
     >>> expert_parallel_mixture(x, weights, choose, same, layout)[0]
     Array([[3.]], dtype=float32)
@@ -96,9 +98,10 @@ def expert_parallel_mixture(
         raise ValueError(f"expert={peers} can't share {total} experts; expected one of {divisors}")
     router = {name: value for name, value in weights.items() if name.startswith("router")}
     own = {name: value for name, value in weights.items() if name not in router}
+    by_token = PartitionSpec(TOKENS)
     routing = jax.checkpoint(
-        layout.by_tokens(choose, in_specs=(PartitionSpec(), PartitionSpec(TOKENS)))
-    )(router, x)
+        layout.by_tokens(choose, in_specs=(PartitionSpec(), by_token, by_token))
+    )(router, x, routes)
     mix = _Mix(experts, layout, total, width % tensor == 0)
     return _mixed(x, routing.weights, own, routing.experts, mix), routing
 

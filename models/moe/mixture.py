@@ -5,19 +5,24 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.balance import RouterStats, router_stats
 from jaxrl_llm.models.moe.dispatch import dispatch
 from jaxrl_llm.models.moe.expert_parallel import expert_parallel_mixture
 from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, group_rows, grouped_matmul
-from jaxrl_llm.models.moe.routing import Routing
+from jaxrl_llm.models.moe.routing import NO_ROUTE, Routing
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import Layout
 
 
-def route(weights: Params, spec: MoeSpec, x: Float[Array, "T D"]) -> Routing:
+def route(
+    weights: Params,
+    spec: MoeSpec,
+    x: Float[Array, "T D"],
+    routes: Int[Array, "T top"] | None = None,
+) -> Routing:
     """Route tokens by one layer's router, in float32.
 
     Args:
@@ -25,6 +30,7 @@ def route(weights: Params, spec: MoeSpec, x: Float[Array, "T D"]) -> Routing:
             `router_bias` [E] for a `SigmoidRouter`.
         spec: The experts.
         x: Tokens.
+        routes: Experts to take instead, as for `models.moe.routing.replay_routes`.
 
     Returns:
         The routing.
@@ -40,7 +46,8 @@ def route(weights: Params, spec: MoeSpec, x: Float[Array, "T D"]) -> Routing:
     )
     if "router_logit_bias" in weights:
         logits = logits + weights["router_logit_bias"].astype(jnp.float32)
-    return spec.router(logits, weights.get("router_bias"), top=spec.experts_per_token)
+    bias, top = weights.get("router_bias"), spec.experts_per_token
+    return spec.router(logits, bias, top=top, routes=routes)
 
 
 def mixture(
@@ -52,7 +59,8 @@ def mixture(
     activation: Callable[[Array], Array] = jax.nn.silu,
     lora_scale: float = 0.0,
     layout: Layout | None = None,
-) -> tuple[Float[Array, "R L D"], RouterStats]:
+    routes: Int[Array, "R L top"] | None = None,
+) -> tuple[Float[Array, "R L D"], RouterStats, Int[Array, "R L top"]]:
     r"""Apply a layer's routed experts, $\sum_e w_e\,\mathrm{down}_e(a(\mathrm{gate}_e x) \odot
     \mathrm{up}_e x)$.
 
@@ -68,44 +76,59 @@ def mixture(
         lora_scale: What products of low-rank factors are multiplied by.
         layout: How rows and experts are split over a mesh; tokens then go to their experts'
             devices and back (`models.moe.expert_parallel`). Its `grouped_kernels` multiply them.
+        routes: Experts to take instead of the router's choice, as for
+            `models.moe.routing.replay_routes`.
 
     Returns:
-        What is added to the residual stream, and the router's statistics.
+        What is added to the residual stream, the router's statistics, and each token's experts.
 
     >>> spec = MoeSpec(experts=2, experts_per_token=1, ff_width=1)
     >>> weights = {"router": jnp.ones((1, 2)), "expert_gate": jnp.ones((2, 1, 1)),
     ...            "expert_up": jnp.ones((2, 1, 1)), "expert_down": jnp.ones((2, 1, 1))}
-    >>> out, stats = mixture(weights, spec, jnp.ones((1, 3, 1)), jnp.array([[True, True, False]]))
-    >>> out.shape, stats.tokens.tolist()
-    ((1, 3, 1), 2.0)
+    >>> real = jnp.array([[True, True, False]])
+    >>> out, stats, experts = mixture(weights, spec, jnp.ones((1, 3, 1)), real)
+    >>> out.shape, stats.tokens.tolist(), experts.shape
+    ((1, 3, 1), 2.0, (1, 3, 1))
     """
-    flat = x.reshape(-1, x.shape[-1])
-    multiply = _multiplying(layout)
+    flat, given = x.reshape(-1, x.shape[-1]), None
+    if routes is not None:  # what padding holds may name one expert several times
+        given = jnp.where(real[:, :, None], routes, NO_ROUTE).reshape(-1, routes.shape[-1])
     combine = spec.swiglu or (lambda gate, up: activation(gate) * up)
+    grouped = functools.partial(_grouped_linear, _multiplying(layout), lora_scale)
 
-    def choose(weights: Params, x: Array) -> Routing:
-        return route(weights, spec, x)
+    def choose(weights: Params, x: Array, given: Array | None) -> Routing:
+        return route(weights, spec, x, given)
 
     def experts(matrices: Params, rows: Array, sizes: Array) -> Array:
-        def grouped(name: str, rows: Array) -> Array:
-            y = multiply(rows, matrices[name], sizes)
-            if f"{name}_lora_a" in matrices:
-                low = multiply(rows, matrices[f"{name}_lora_a"], sizes)
-                y = y + multiply(low, matrices[f"{name}_lora_b"], sizes) * lora_scale
-            if f"{name}_bias" in matrices:
-                y = y + group_rows(matrices[f"{name}_bias"], sizes, y).astype(y.dtype)
-            return y
-
-        gate, up = grouped("expert_gate", rows), grouped("expert_up", rows)
-        return grouped("expert_down", combine(gate, up))
+        gate, up = (grouped(matrices, name, rows, sizes) for name in ("expert_gate", "expert_up"))
+        return grouped(matrices, "expert_down", combine(gate, up), sizes)
 
     own = {k: v for k, v in weights.items() if k.startswith(("router", "expert_"))}
     if layout is None or layout.mesh.size == 1:
-        routing = choose(own, flat)
+        routing = choose(own, flat, given)
         out = dispatch(flat, routing, functools.partial(experts, own))
     else:
-        out, routing = expert_parallel_mixture(flat, own, choose, experts, layout)
-    return out.reshape(x.shape), router_stats(routing, real.reshape(-1))
+        out, routing = expert_parallel_mixture(flat, own, choose, experts, layout, given)
+    chosen = routing.experts.reshape(*x.shape[:2], -1)
+    return out.reshape(x.shape), router_stats(routing, real.reshape(-1), given), chosen
+
+
+def _grouped_linear(
+    multiply: Callable[..., Array],
+    lora_scale: float,
+    weights: Params,
+    name: str,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, " E"],
+) -> Float[Array, "M F"]:
+    """Apply a projection of the experts to their rows: matrices, low-rank factors and biases."""
+    y = multiply(rows, weights[name], sizes)
+    if f"{name}_lora_a" in weights:
+        low = multiply(rows, weights[f"{name}_lora_a"], sizes)
+        y = y + multiply(low, weights[f"{name}_lora_b"], sizes) * lora_scale
+    if f"{name}_bias" in weights:
+        y = y + group_rows(weights[f"{name}_bias"], sizes, y).astype(y.dtype)
+    return y
 
 
 def _multiplying(layout: Layout | None) -> Callable[..., Array]:

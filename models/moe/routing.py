@@ -15,15 +15,49 @@ class Routing(NamedTuple):
     """Which experts each token goes to.
 
     `weights` multiply the experts' outputs. `probabilities` are the router's opinion of all experts
-    and sum to 1 per token; they serve the balance loss and the statistics.
+    and sum to 1 per token; they serve the balance loss and the statistics. `own` are the experts
+    that the router itself would have chosen, where others were given (`replay_routes`).
     """
 
     experts: Int[Array, "T top"]
     weights: Float32[Array, "T top"]
     probabilities: Float32[Array, "T E"]
+    own: Int[Array, "T top"] | None = None
 
 
-def route_softmax(logits: Float[Array, "T E"], *, top: int, normalize: bool) -> Routing:
+NO_ROUTE = -1
+"""Stands for the experts of a token of which no choice was recorded."""
+
+
+def replay_routes(
+    own: Int[Array, "T top"], routes: Int[Array, "T top"] | None
+) -> Int[Array, "T top"]:
+    """Return the experts that were recorded, and the router's own where none were.
+
+    A router weighs them by its probabilities in this pass, so gradients reach it as ever. Routing
+    replay: Ma et al. 2025 (https://arxiv.org/abs/2510.11370, section 4).
+
+    Args:
+        own: Experts that the router chooses.
+        routes: Experts that were recorded, `NO_ROUTE` in place of those of a token that has none;
+            None: the router's own are taken.
+
+    >>> replay_routes(jnp.array([[0, 1], [0, 1]]), jnp.array([[3, 2], [-1, -1]])).tolist()
+    [[3, 2], [0, 1]]
+    """
+    if routes is None:
+        return own
+    is_recorded = jnp.all(routes != NO_ROUTE, axis=-1, keepdims=True)
+    return jnp.where(is_recorded, routes.astype(own.dtype), own)
+
+
+def route_softmax(
+    logits: Float[Array, "T E"],
+    *,
+    top: int,
+    normalize: bool,
+    routes: Int[Array, "T top"] | None = None,
+) -> Routing:
     r"""Choose the `top` experts of largest probability.
 
     $p = \mathrm{softmax}(z)$; the weight of a chosen expert is $p_e$, or, normalized,
@@ -35,6 +69,7 @@ def route_softmax(logits: Float[Array, "T E"], *, top: int, normalize: bool) -> 
         logits: The router's output z.
         top: Experts per token.
         normalize: Whether the weights of a token sum to 1.
+        routes: Experts to take instead, as for `replay_routes`.
 
     Returns:
         The routing.
@@ -44,10 +79,13 @@ def route_softmax(logits: Float[Array, "T E"], *, top: int, normalize: bool) -> 
     ([[1, 2]], [[0.5, 0.5]])
     """
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, top)
+    weights, own = jax.lax.top_k(probabilities, top)
+    experts = replay_routes(own, routes)
+    if routes is not None:
+        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if normalize:
         weights = weights / weights.sum(-1, keepdims=True)
-    return Routing(experts, weights, probabilities)
+    return Routing(experts, weights, probabilities, None if routes is None else own)
 
 
 def route_sigmoid(
@@ -59,6 +97,7 @@ def route_sigmoid(
     top_groups: int,
     normalize: bool,
     scale: float,
+    routes: Int[Array, "T top"] | None = None,
 ) -> Routing:
     r"""Choose experts by sigmoid scores plus a bias, within the best groups of experts.
 
@@ -75,6 +114,7 @@ def route_sigmoid(
         top_groups: Groups a token may choose from.
         normalize: Whether the weights of a token sum to `scale`.
         scale: `routed_scaling_factor`.
+        routes: Experts to take instead, as for `replay_routes`.
 
     Returns:
         The routing; its probabilities are $s_e / \sum s$ (eq. 19).
@@ -92,11 +132,13 @@ def route_sigmoid(
     _, best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), top_groups)
     allowed = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(axis=1)
     inside = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
-    _, chosen = jax.lax.top_k(inside, top)
+    _, own = jax.lax.top_k(inside, top)
+    chosen = replay_routes(own, routes)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return Routing(chosen, weights * scale, scores / scores.sum(-1, keepdims=True))
+    probabilities = scores / scores.sum(-1, keepdims=True)
+    return Routing(chosen, weights * scale, probabilities, None if routes is None else own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +151,11 @@ class SoftmaxRouter:
 
     normalize: bool
 
-    def __call__(self, logits: Array, bias: Array | None, *, top: int) -> Routing:
+    def __call__(
+        self, logits: Array, bias: Array | None, *, top: int, routes: Array | None = None
+    ) -> Routing:
         """Route tokens; there is no bias."""
-        return route_softmax(logits, top=top, normalize=self.normalize)
+        return route_softmax(logits, top=top, normalize=self.normalize, routes=routes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +172,9 @@ class SigmoidRouter:
     normalize: bool
     scale: float
 
-    def __call__(self, logits: Array, bias: Array | None, *, top: int) -> Routing:
+    def __call__(
+        self, logits: Array, bias: Array | None, *, top: int, routes: Array | None = None
+    ) -> Routing:
         """Route tokens.
 
         Raises:
@@ -136,4 +182,4 @@ class SigmoidRouter:
         """
         if bias is None:
             raise ValueError("sigmoid routing adds a bias to the scores, got none")
-        return route_sigmoid(logits, bias, top=top, **vars(self))
+        return route_sigmoid(logits, bias, top=top, routes=routes, **vars(self))

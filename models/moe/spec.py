@@ -1,14 +1,27 @@
 """The hyper-parameters of a mixture of experts."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 
 MIXTRAL_ROUTER = SoftmaxRouter(normalize=True)
+
+
+class RouteShape(NamedTuple):
+    """What a record of choices holds of each token: `top` experts in each of so many layers.
+
+    Its dtype has a number for every expert, and `models.moe.routing.NO_ROUTE`.
+    """
+
+    layers: int
+    top: int
+    dtype: DTypeLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +98,15 @@ class MoeSpec:
     hf_router_bias: str = "gate.e_score_correction_bias"
     hf_joined: bool = False
     hf_shared: str = "shared_experts"
+
+    def route_shape(self, layers: int) -> RouteShape:
+        """Return what a record of choices holds of each token in a model of so many layers.
+
+        >>> MoeSpec(experts=256, experts_per_token=8, ff_width=6, dense_layers=3).route_shape(61)
+        RouteShape(layers=58, top=8, dtype=dtype('int16'))
+        """
+        dtype = jnp.int8 if self.experts <= jnp.iinfo(jnp.int8).max + 1 else jnp.int16
+        return RouteShape(layers - self.dense_layers, self.experts_per_token, jnp.dtype(dtype))
 
     def __post_init__(self) -> None:
         if self.ff_width <= 0 or min(self.dense_layers, self.shared_ff_width) < 0:

@@ -55,6 +55,16 @@ FAMILIES = {
         "v_head_dim": 8,
     },
     "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "Phi3": {  # of which a run's longest sequence takes the long factors
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.0],
+            "long_factor": [2.0, 9.0],
+        },
+    },
 }
 
 
@@ -86,14 +96,13 @@ def trained(run, model):
     words = {
         "Qwen3Moe": ("model.router_loss_coef=0.01",),
         "DeepseekV3": ("algorithm.advantage=gae_whitened", f"model.router_bias_rate={RATE}"),
-        "Gemma2": ("algorithm.entropy_coef=0.01",),  # answers that score alike give no gradient
-    }[family]
+    }.get(family, ("algorithm.entropy_coef=0.01",))  # answers that score alike give no gradient
     where = (f"model.path={directory}", "checkpoint.every=2", "validation.before=false")
     return run(*where, *words).ok()
 
 
 @pytest.mark.slow
-def test_a_run_samples_learns_and_exports(model, trained, tmp_path):
+def test_a_run_samples_learns_and_exports(model, trained, tmp_path, caplog):
     family, directory = model
     lines = [line for line in trained.metrics if "actor/grad_norm" in line]
     assert len(lines) == 2
@@ -102,6 +111,10 @@ def test_a_run_samples_learns_and_exports(model, trained, tmp_path):
         assert line["training/rollout_probs_diff_mean"] < 1e-5
         assert line["actor/grad_norm"] > 0
         assert {name for name in line if "/router_" in name} == router_metrics.get(family, set())
+
+    lines_of_run = [record.getMessage() for record in caplog.get_records("setup")]
+    is_long = any("all take the long factors" in line for line in lines_of_run)
+    assert is_long == (family == "Phi3")
 
     out = tmp_path / "out"
     assert export.main([str(trained.run_dir), str(out)]) == 0
@@ -157,10 +170,9 @@ def test_supervised_training_reports_its_routers(run, model, tmp_path):
 def test_keys_of_routers_are_refused_without_such_routers(run, model):
     family, directory = model
     wrong = {
-        "Gemma2": ("model.router_loss_coef=0.01",),
         "Qwen3Moe": ("model.router_bias_rate=0.01",),
         "DeepseekV3": ("model.router_bias_rate=0.01", "model.lora.rank=2"),  # frozen beside it
-    }[family]
+    }.get(family, ("model.router_loss_coef=0.01",))
     result = run(f"model.path={directory}", *wrong)
     assert result.status == 2
     assert f"{wrong[0]}, but" in result.err

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.flops import causal_pairs, forward_flops, update_flops
+from jaxrl_llm.models.flops import active_parameters, causal_pairs, forward_flops, update_flops
 from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
@@ -44,6 +45,19 @@ def test_a_forward_pass_has_the_flops_that_xla_counts(tied):
     np.testing.assert_allclose(
         counted_by_xla(spec, length), needed, rtol=0.05
     )  # and norms, softmax
+
+
+@pytest.mark.parametrize(("layers", "experts", "active"), [(24, 32, 3.61e9), (36, 128, 5.13e9)])
+def test_the_active_parameters_of_gpt_oss_are_those_of_its_model_card(layers, experts, active):
+    """https://arxiv.org/abs/2508.10925, table 1; it counts the head, and not the embedding."""
+    units = {"biases": True, "swiglu": ClippedSwiglu(alpha=1.702, limit=7.0), "hf_joined": True}
+    spec = dataclasses.replace(
+        SPEC,
+        **dict(vocab_size=201088, hidden_size=2880, layers=layers, heads=64, kv_heads=8),
+        **dict(tied_embeddings=False, qkv_bias=True, output_bias=True, attention_sinks=True),
+        moe=MoeSpec(experts=experts, experts_per_token=4, ff_width=2880, **units),
+    )
+    assert sum(active_parameters(spec)) == pytest.approx(active, rel=1e-3)
 
 
 def test_an_update_has_thrice_the_flops_of_a_causal_forward_pass():

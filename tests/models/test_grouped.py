@@ -122,7 +122,7 @@ def test_gradients_of_experts_are_those_of_one_device_in_bfloat16(sizes):
     x, towards = draw(8, 64, 16, seed=8, dtype=jnp.bfloat16), draw(8, 64, 16, seed=9)
 
     def loss(weights, x, layout=None):
-        out, _ = mixture(weights, spec, x, jnp.ones((8, 64), bool), layout=layout)
+        out, *_ = mixture(weights, spec, x, jnp.ones((8, 64), bool), layout=layout)
         return (out.astype(jnp.float32) * towards).sum()
 
     mesh = make_mesh(sizes)

@@ -1,5 +1,6 @@
 """cuDNN's packed kernel as it is called, and the decision whether it is; GPUs run the rest."""
 
+import dataclasses
 import logging
 
 import jax
@@ -154,11 +155,18 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
             HOPPER,
             "soft-cap of 50",
         ),
+        (PLAIN_HEADS._replace(has_sinks=True), "bfloat16", HOPPER, "attention sinks"),
     ],
 )
 def test_what_speaks_against_the_kernel(heads, dtype, machine, expected):
     reason = objection(heads, dtype, machine)
     assert reason is None if expected is None else expected in reason
+
+
+def test_heads_are_asked_for_with_their_sinks():
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    assert not heads_on(SPEC, layout).has_sinks
+    assert heads_on(dataclasses.replace(SPEC, attention_sinks=True), layout).has_sinks
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,18 @@ def test_the_mesh_does_not_matter(spec, params, packed, plain):
     chex.assert_trees_all_close(sharded, plain, rtol=1e-4, atol=1e-4)
 
 
+def test_norms_over_all_heads_see_those_of_other_devices(spec, draw, packed):
+    changes = {"whole_qk_norm": True, "pre_norms": False, "post_norms": True}
+    spec = dataclasses.replace(spec, **changes, rotary_layers=(True, False, True))
+    params = draw(spec)
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    placed = jax.device_put(params, shardings(declare(spec), mesh))
+    assert placed["layers"]["query"].sharding.spec[2] == "tensor"
+    batch = jax.device_put(packed, jax.NamedSharding(mesh, jax.P()))
+    sharded = nll_gradient(placed, spec, batch, layout=Layout(mesh))
+    chex.assert_trees_all_close(sharded, nll_gradient(params, spec, packed), rtol=1e-4, atol=1e-4)
+
+
 def test_activations_stay_with_their_rows(spec, params, packed):
     """With fully sharded parameters the compiler must gather weights, not copy activations."""
     mesh = make_mesh({"fsdp": 8})

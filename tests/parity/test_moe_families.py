@@ -1,5 +1,6 @@
 """Families with experts against `transformers`: logits, decoding, files, gradients."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -17,8 +18,16 @@ from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
+from jaxrl_llm.models.moe.spec import ClippedSwiglu
+from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.transformer import forward, forward_with_router
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
 from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")
@@ -58,6 +67,15 @@ DEEPSEEK_V3 = dict(
     qk_nope_head_dim=6,
     qk_rope_head_dim=4,
     v_head_dim=5,
+)
+GLM_4_MOE = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=2,
+    head_dim=8,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=10,
+    routed_scaling_factor=2.5,
 )
 YARN = {
     "rope_type": "yarn",
@@ -102,6 +120,11 @@ CASES = {
         DEEPSEEK_V3
         | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 10},
+    ),
+    "GLM-4.5": ("Glm4Moe", GLM_4_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    "MiniMax-M2": (
+        "MiniMaxM2",
+        MIXTRAL | {"head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 2},
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
@@ -218,6 +241,46 @@ def compare_continuations(model, directory, spec, params, *, in_form):
     tokens, scores = continue_greedily(params, in_form(spec), prompts, lengths, new)
     assert tokens.tolist() == theirs
     assert_close(scores, np.stack(forced))
+
+
+@pytest.mark.parametrize("kernel", [None, attend_gathered], ids=["rows", "pages"])
+@pytest.mark.parametrize("case", [CASES["gpt-oss"]], ids=["gpt-oss"], indirect=True)
+def test_the_engine_answers_as_transformers(case, kernel):
+    """By sinks and windows over rows gathered from pages, and over pages where they lie."""
+    model, _, spec, params = case
+    prompts, new = [[5, 1, 4, 9, 7, 30, 2], [7, 11]], 8
+    settings = dataclasses.replace(EngineSettings(2, 16), dtype="float32")
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    engine = NativeEngine(model_of(spec), settings, layout=layout, steps=4, kernel=kernel)
+    try:
+        engine.load(params, version=0)
+        asked = SamplingParams(new, temperature=0.0)
+        answers = engine.sample([Request(tuple(prompt), asked, seed=0) for prompt in prompts])
+    finally:
+        engine.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new)
+        assert answer.tokens.tolist() == out[0, len(prompt) :].tolist()
+        scores = jax.nn.log_softmax(their_logits(model, out.numpy())[0, len(prompt) - 1 : -1])
+        chosen = np.asarray(scores)[np.arange(new), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [CASES["gpt-oss"]], ids=["gpt-oss"], indirect=True)
+def test_what_gpt_oss_adds_matters_here(case):
+    """The comparisons of this file would notice if a part of the model were left out."""
+    _, _, spec, params = case
+    rows = as_jax(*draw_rows())
+    whole = our_logits(params, spec, *rows)
+    zeroed = ("sinks", "router_logit_bias", "expert_gate_bias", "expert_up_bias")
+    for name in (*zeroed, "expert_down_bias"):
+        value = -1e9 if name == "sinks" else 0.0
+        layers = params["layers"] | {name: jnp.full_like(params["layers"][name], value)}
+        assert jnp.abs(our_logits(params | {"layers": layers}, spec, *rows) - whole).max() > 1e-2
+    wider = dataclasses.replace(spec.moe, swiglu=ClippedSwiglu(alpha=1.702, limit=7.0))
+    unclipped = our_logits(params, dataclasses.replace(spec, moe=wider), *rows)
+    assert jnp.abs(unclipped - whole).max() > 1e-2
 
 
 def stored_names(directory):

@@ -1,14 +1,16 @@
 """The `config.json` of published models: read, counted, compared with what transformers reads."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 import transformers
 
-from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from jaxrl_llm.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 QWEN_2_5 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -308,6 +310,227 @@ GPT_OSS = {
     "use_cache": True,
     "vocab_size": 201088,
 }
+KIMI_K2 = DEEPSEEK_V3 | {
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"beta_fast": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 154820,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "output_router_logits": False,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+OLMO_3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+    "vocab_size": 100278,
+}
+SMOLLM_3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pad_token_id": 128004,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+PHI_4 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {},
+    "bos_token_id": 100257,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 100265,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "model_type": "phi3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "pad_token_id": 100349,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+PHI_4_MINI_LONG = [1 + i for i in range(48)]  # as many as there are; the numbers are not theirs
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -331,7 +554,8 @@ LLAMA_3 = Llama3Scaling(
 )
 QWEN_YARN = YarnScaling(factor=4.0, original_positions=32768)
 OSS_YARN = YarnScaling(factor=32.0, original_positions=4096, truncate=False)
-# name: config, number of parameters as published, fields of the spec
+# name: config, number of parameters as published or as transformers counts them, and fields of the
+# spec
 PUBLISHED = {
     "Qwen2.5-0.5B": (
         QWEN_2_5
@@ -492,6 +716,91 @@ PUBLISHED = {
         {"rope_scaling": OSS_YARN, "windowed_layers": (True, False) * 18},
     ),
 }
+PUBLISHED |= {
+    "Kimi-K2-Instruct, converted to bfloat16": (
+        KIMI_K2,
+        1_026_408_232_448,
+        {"query_scalar": pytest.approx(192 / 1.3465735903**4), "heads": 64},  # 0.1 ln 32 + 1
+    ),
+    "GLM-4.5-Air": (
+        GLM_4_5_AIR,
+        106_852_251_264,
+        {"qkv_bias": True, "output_bias": False, "qk_norm": False, "rotary_width": 64},
+    ),
+    "GLM-4.5": (
+        GLM_4_5_AIR
+        | sized(5120, 12288, 92, 96, 8, first_k_dense_replace=3, moe_intermediate_size=1536)
+        | {"n_routed_experts": 160, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+        352_797_829_024,
+        {"qk_norm": True, "whole_qk_norm": False},
+    ),
+    "GLM-4.7-Flash": (
+        GLM_4_7_FLASH,
+        29_943_393_920,
+        {"head_dim": 256, "rotary_width": 64, "heads": 20},
+    ),
+    "MiniMax-M2, converted to bfloat16": (
+        MINIMAX_M2,
+        228_689_764_864,
+        {"rotary_width": 64, "whole_qk_norm": True, "rope_theta": 5e6},
+    ),
+    "Olmo-3-7B": (
+        OLMO_3,
+        7_298_011_136,
+        {
+            "windowed_layers": (True, True, True, False) * 8,
+            "rope_theta": 5e5,
+            "local_rope_theta": 5e5,
+            "rope_scaling": YarnScaling(
+                factor=8.0, original_positions=8192, attention_factor=1.2079441541679836
+            ),
+            "pre_norms": False,
+            "whole_qk_norm": True,
+        },
+    ),
+    "Olmo-3-32B": (
+        OLMO_3
+        | sized(5120, 27648, 64, 40, 8)
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16},
+        32_233_522_176,
+        {"kv_heads": 8, "head_dim": 128},
+    ),
+    "SmolLM3-3B": (
+        SMOLLM_3,
+        3_075_098_624,
+        {"rotary_layers": (True, True, True, False) * 9, "window": None, "tied_embeddings": True},
+    ),
+    "Phi-4": (
+        PHI_4,
+        14_659_507_200,
+        {"hf_joined": True, "rotary_fraction": 1.0, "rope_scaling": None},
+    ),
+    "Phi-4-mini-instruct": (
+        PHI_4
+        | sized(3072, 8192, 32, 24, 8, tie_word_embeddings=True, vocab_size=200064)
+        | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+        | {"partial_rotary_factor": 0.75, "rope_theta": 10000.0, "sliding_window": 262144}
+        | {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}
+        | {
+            "rope_scaling": {
+                "long_factor": PHI_4_MINI_LONG,
+                "short_factor": [1.0] * 48,
+                "type": "longrope",
+            }
+        },
+        3_836_021_760,
+        {
+            "window": None,
+            "rotary_width": 96,
+            "rope_scaling": LongRopeScaling(
+                short_factors=(1.0,) * 48,
+                long_factors=tuple(map(float, PHI_4_MINI_LONG)),
+                original_positions=4096,
+                attention_factor=math.sqrt(1 + math.log(32) / math.log(4096)),
+            ),
+        },
+    ),
+}
 ROUTERS = {
     "Qwen3-30B-A3B": (128, 8, 768, SoftmaxRouter(normalize=True)),
     "Mixtral-8x7B-v0.1": (8, 2, 14336, SoftmaxRouter(normalize=True)),
@@ -523,6 +832,8 @@ def test_a_published_config_is_read(name, tmp_path):
         assert router == ROUTERS[name]
     assert read_spec(write(tmp_path / "ours", make_config(spec))) == spec
 
+    if config["model_type"] == "kimi_k2":  # which transformers has as DeepSeek-V3, as we save it
+        write(tmp_path, config_to_save(spec, tmp_path, np.dtype("float32")))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)  # which fills and renames keys
     theirs.save_pretrained(tmp_path / "theirs")
     saved = json.loads((tmp_path / "theirs" / "config.json").read_text())
@@ -537,8 +848,8 @@ def test_a_published_config_is_read(name, tmp_path):
         ("Llama-3.2-1B", {"partial_rotary_factor": 0.5}, "rotates the whole head"),
         (
             "Llama-3.2-1B",
-            {"rope_scaling": {"rope_type": "longrope"}},
-            "rope_type='longrope'; supported",
+            {"rope_scaling": {"rope_type": "axial"}},
+            "rope_type='axial'; supported",
         ),
         (
             "Llama-3.2-1B",
@@ -602,6 +913,16 @@ def test_a_published_config_is_read(name, tmp_path):
         ("Qwen3-30B-A3B", {"moe_intermediate_size": None}, "'moe_intermediate_size' is missing"),
         ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("Mixtral-8x7B-v0.1", {"num_local_experts": None}, "'num_local_experts' is missing"),
+        ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, "first_k_dense_replace=2; supported is 1"),
+        ("MiniMax-M2", {"qk_norm_type": "per_head"}, "supported is 'per_layer'"),
+        ("MiniMax-M2", {"scoring_func": "softmax"}, "supported is 'sigmoid'"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "expected one entry for each of 36 layers"),
+        (
+            "Phi-4-mini",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48}},
+            r"rope_type='longrope' without \['long_factors'\]",
+        ),
+        ("Phi-4-mini", {"resid_pdrop": 0.1}, "'resid_pdrop': 0.1.*not supported in a Phi3"),
         ("DeepSeek", {"topk_method": "greedy"}, "topk_method='greedy'; supported is 'noaux_tc'"),
         ("DeepSeek", {"scoring_func": "softmax"}, "supported is 'sigmoid'"),
         ("DeepSeek", {"moe_layer_freq": 2}, "moe_layer_freq=2; supported is 1"),
@@ -610,8 +931,8 @@ def test_a_published_config_is_read(name, tmp_path):
         ("DeepSeek", {"first_k_dense_replace": 61}, "must leave layers with experts"),
         (
             "DeepSeek",
-            {"quantization_config": FP8},
-            "quantized by 'fp8'; expected a copy of the model in bfloat16, float16 or float32",
+            {"quantization_config": FP8 | {"weight_block_size": None}},
+            "quantized by 'fp8' with weight_block_size=None and fmt='e4m3'; expected 'fp8'",
         ),
         ("gpt-oss-20b", {"num_local_experts": None}, "'num_local_experts' is missing"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -76,6 +76,22 @@ class Draw:
         rope = self.rope(partial_rotary_factor=self.one(0.5, 0.75, 1.0))
         return {"head_dim": self.one(8, 16), "rope_parameters": rope}
 
+    def long_rope(self, original):
+        width, fraction = self.one((8, 0.5), (8, 0.75), (16, 1.0))
+        kind = {"rope_type": self.one("default", "longrope")}
+        if kind["rope_type"] == "longrope":
+            count = int(width * fraction) // 2
+            lists = ([self.within(1, 9) for _ in range(count)] for _ in range(2))
+            kind |= dict(zip(("short_factor", "long_factor"), lists, strict=True))
+        return {
+            "hidden_size": 48,
+            "num_attention_heads": 48 // width,
+            "num_key_value_heads": self.one(1, 48 // width),
+            "head_dim": width,
+            "max_position_embeddings": self.one(1, 4) * original,
+            "rope_parameters": kind | {"rope_theta": 1e4, "partial_rotary_factor": fraction},
+        }
+
     def kinds(self):
         return [self.one(FULL, SLIDING) for _ in range(self.layers)]
 
@@ -186,6 +202,11 @@ FAMILIES |= {
         | {"rope_parameters": {FULL: draw.rope(), SLIDING: draw.rope("default")}}
         | {"attention_bias": draw.maybe()}
     ),
+    "phi3": lambda draw: (
+        draw.common()
+        | draw.long_rope(64)
+        | {"sliding_window": draw.one(None, 3, 100), "original_max_position_embeddings": 64}
+    ),
     "smollm3": lambda draw: (
         draw.common()
         | draw.window()
@@ -193,7 +214,7 @@ FAMILIES |= {
         | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
     ),
 }
-BY_DEFAULT = ("llama", "gemma3_text", "deepseek_v3")
+BY_DEFAULT = ("llama", "gemma3_text", "glm4_moe_lite", "phi3")
 SEEDS = 4
 CASES = [
     pytest.param(

@@ -49,6 +49,9 @@ FAMILIES = {
     "Mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "Gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "Gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "Olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "SmolLM3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "Phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 BASE = dict(
@@ -88,6 +91,19 @@ LLAMA3 = DEFAULT | dict(
     original_max_position_embeddings=32,
 )
 LINEAR = DEFAULT | dict(rope_type="linear", factor=3.0)
+LONGROPE = DEFAULT | dict(  # 6 of 8 dimensions are rotated
+    rope_type="longrope",
+    short_factor=[1.0, 1.2, 1.9],
+    long_factor=[1.5, 4.0, 9.0],
+    partial_rotary_factor=0.75,
+)
+PHI = dict(hidden_size=32, head_dim=8, rope_parameters=LONGROPE)
+OLMO = dict(
+    num_hidden_layers=3,
+    sliding_window=4,
+    layer_types=MIXED,
+    rope_parameters={"full_attention": YARN, "sliding_attention": DEFAULT},
+)
 ALL_FULL = ["full_attention"] * 3
 ALL_SLIDE = ["sliding_attention"] * 3
 CASES = {
@@ -176,6 +192,28 @@ CASES = {
     ),
     "Gemma3, all layers slide": ("Gemma3", {"layer_types": ALL_SLIDE}),
     "Gemma3, all layers full": ("Gemma3", {"layer_types": ALL_FULL}),
+    "Olmo3": ("Olmo3", OLMO | {"tie_word_embeddings": False}),
+    "Olmo3, biases, as many kv heads": (
+        "Olmo3",
+        OLMO | dict(attention_bias=True, num_key_value_heads=4),
+    ),
+    "Phi3": ("Phi3", PHI | {"original_max_position_embeddings": 32}),
+    "Phi3, window, untied": (
+        "Phi3",
+        dict(hidden_size=32, head_dim=8, sliding_window=5, tie_word_embeddings=False),
+    ),
+    "SmolLM3": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
+    "SmolLM3, windows where nothing is rotated, biases": (
+        "SmolLM3",
+        dict(
+            num_hidden_layers=3,
+            no_rope_layers=[0, 1, 0],
+            use_sliding_window=True,
+            sliding_window=5,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
 }
 # one of each family with what is special to it
 TYPICAL = {
@@ -187,6 +225,9 @@ TYPICAL = {
         "Mistral",
         "Gemma2",
         "Gemma3",
+        "Olmo3",
+        "SmolLM3",
+        "Phi3",
     )
 }
 each_case = pytest.mark.parametrize("case", CASES, indirect=True)
@@ -240,6 +281,9 @@ WITHOUT = {
     "Mistral": [WITHOUT_WINDOW],
     "Gemma2": [{"score_softcap": None}, {"query_scalar": None}],
     "Gemma3": [{"local_rope_theta": None}],
+    "Olmo3": [{"local_rope_theta": None}],
+    "SmolLM3": [{"rotary_layers": ()}, {"rotary_layers": (False,) * 3}],
+    "Phi3": [{"rope_scaling": None}],
 }
 
 
@@ -252,6 +296,24 @@ def test_what_a_family_adds_matters_here(case):
     for fields in WITHOUT[type(model).__name__.removesuffix("ForCausalLM")]:
         difference = our_logits(params, dataclasses.replace(spec, **fields), *rows) - whole
         assert jnp.abs(difference)[rows[2] > 0].max() > 1e-2, fields
+
+
+@pytest.mark.parametrize("original", [24, 23])
+def test_all_sequences_have_the_long_factors_where_one_may_need_them(original, tmp_path):
+    """transformers chooses by the longest row of a batch, here 24 tokens."""
+    changes = PHI | {"original_max_position_embeddings": original}
+    model = reference_model("Phi3", **changes)
+    model.save_pretrained(tmp_path)
+    params, spec = load(tmp_path)
+    rows = batch(spec.vocab_size)
+    chosen = spec.for_length(24)
+    assert chosen.rope_scaling.long == (original < 24)
+    assert_near(our_logits(params, chosen, *rows), their_logits(model, rows[0]))
+    other = spec.for_length(24 if original == 24 else 1000)
+    assert make_config(other) == make_config(spec), "what is saved has both lists"
+    short = our_logits(params, spec, *rows)
+    longer = our_logits(params, spec.for_length(1000), *rows)
+    assert jnp.abs(short - longer).max() > 1e-2
 
 
 @partial(jax.jit, static_argnames=("spec", "new", "dtype"))
@@ -391,7 +453,7 @@ def test_bfloat16_checkpoint(tmp_path):
         assert torch.equal(value, loaded.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("case", [TYPICAL["Qwen2"], TYPICAL["Gemma2"]], indirect=True)
+@pytest.mark.parametrize("case", [TYPICAL[n] for n in ("Qwen2", "Gemma2", "Olmo3")], indirect=True)
 def test_gradient_of_a_masked_loss_equals_autograd(case, tmp_path):
     """The loss is the weighted sum of the log-probs of some tokens of packed rows."""
     model, _, spec, params = case

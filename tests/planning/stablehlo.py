@@ -88,6 +88,27 @@ SPECS = {
         ),
     },
     "DeepseekV3": DEEPSEEK,
+    "Glm4Moe": {"qk_norm": False, "qkv_bias": True, "rotary_fraction": 0.5, "moe": DEEPSEEK["moe"]},
+    "MiniMaxM2": {
+        "whole_qk_norm": True,
+        "ff_width": 24,
+        "moe": dataclasses.replace(
+            MOE,
+            router=SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0),
+            hf_module="block_sparse_moe",
+            hf_projections=("w1", "w3", "w2"),
+            hf_router_bias="e_score_correction_bias",
+        ),
+    },
+    "Olmo3": {
+        "whole_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "window": 8,
+        "windowed_layers": (True, False),
+        "local_rope_theta": 1e4,
+    },
+    "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
 }
 
 RUN = {

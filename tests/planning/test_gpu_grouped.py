@@ -99,7 +99,7 @@ def update():
     def loss(weights, x):
         real = jnp.ones(x.shape[:2], bool)
         layout = Layout(mesh, grouped_kernels=TRITON)
-        out, _ = mixture(weights, SPEC, x, real, layout=layout)
+        out, *_ = mixture(weights, SPEC, x, real, layout=layout)
         return (out.astype(jnp.float32) ** 2).sum()
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1)))

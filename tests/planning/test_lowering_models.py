@@ -68,7 +68,9 @@ def test_it_is_cuda_that_programs_are_lowered_for():
 
 def test_every_family_of_models_is_here():
     made = {name: make_config(spec_of(name))["architectures"] for name in SPECS}
-    assert made == {family.name: [f"{family.name}ForCausalLM"] for family in FAMILIES}
+    expected = {family.name: [f"{family.name}ForCausalLM"] for family in FAMILIES}
+    del expected["Glm4MoeLite"]  # the same models as DeepseekV3
+    assert made == expected
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -246,7 +246,7 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts(sizes, favoured):
     real = jnp.ones((16, 16), bool)
 
     def loss(weights, x, layout=None):
-        out, stats = mixture(weights, spec, x, real, layout=layout)
+        out, stats, _ = mixture(weights, spec, x, real, layout=layout)
         return (out**2).sum(), (out, stats.choices)
 
     mesh = make_mesh(sizes)

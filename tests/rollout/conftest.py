@@ -1,10 +1,12 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -30,7 +32,14 @@ SPEC = ModelSpec(
     max_positions=64,
 )
 MIXTURE = dataclasses.replace(SPEC, moe=MoeSpec(experts=8, experts_per_token=2, ff_width=16))
-SPECS = {"dense": SPEC, "moe": MIXTURE}
+HYBRID = dataclasses.replace(
+    SPEC,
+    layers=3,
+    gated_attention=True,
+    delta=DeltaSpec(key_heads=2, value_heads=4, key_width=6, value_width=5),
+    delta_layers=(True, True, False),
+)
+SPECS = {"dense": SPEC, "moe": MIXTURE, "hybrid": HYBRID}
 MAX_TOKENS = 40
 
 
@@ -52,7 +61,7 @@ def params():
 
 @pytest.fixture(scope="session")
 def draw_params():
-    """(seed, model) -> parameters of the dense model or of the mixture of experts."""
+    """(seed, model) -> parameters of the dense model, the mixture of experts or the hybrid."""
     return draw
 
 
@@ -63,19 +72,19 @@ def other_params():
 
 @pytest.fixture(scope="session")
 def next_logits():
-    """(params, tokens) -> logits [n V] after each of n tokens, by a full forward pass."""
+    """(params, tokens, model) -> logits [n V] after each of n tokens, by a full forward pass."""
 
-    @jax.jit
-    def run(params, tokens):
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(params, tokens, spec):
         length = jnp.arange(MAX_TOKENS)[None]
-        hidden = forward(params, SPEC, tokens[None], length, jnp.ones_like(length))
-        return logits(params, SPEC, hidden)[0]  # causal: what follows changes nothing
+        hidden = forward(params, spec, tokens[None], length, jnp.ones_like(length))
+        return logits(params, spec, hidden)[0]  # causal: what follows changes nothing
 
-    def padded(params, tokens):
+    def padded(params, tokens, model="dense"):
         tokens = np.asarray(tokens, np.int32)
         row = np.full(MAX_TOKENS, 5, np.int32)
         row[: len(tokens)] = tokens
-        return np.asarray(run(params, row))[: len(tokens)]
+        return np.asarray(run(params, row, SPECS[model]))[: len(tokens)]
 
     return padded
 

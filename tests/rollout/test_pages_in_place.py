@@ -35,6 +35,7 @@ SPEC = tiny_spec(
     window=9,
     windowed_layers=(True, False),
     score_softcap=20.0,
+    attention_sinks=True,
 )
 REQUESTS = [
     Request(

@@ -28,6 +28,8 @@ class Stats(NamedTuple):
     waiting: int = 0
     cached_tokens: int = 3
     cache_tokens: int = 64
+    cached_states: int = 0
+    cache_states: int = 0
     prompt_tokens: int = 5
     generated_tokens: int = 7
     reused_tokens: int = 2

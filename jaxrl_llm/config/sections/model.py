@@ -107,3 +107,11 @@ class PolicyConfig(ModelConfig):
         default=None,
         description="config for jaxrl_llm.sft that makes model.path when there is nothing there",
     )
+    router_replay: Literal["none", "rollout", "old_policy"] = Field(
+        default="none",
+        description=(
+            "experts that tokens go to in the update of a mixture of experts: none, those that its "
+            "router chooses; rollout, those that the engine's has chosen (R3), also for the old "
+            "log-probs; old_policy, those of the pass for the old log-probs (R2)"
+        ),
+    )

@@ -2,30 +2,33 @@
 
 Keys and values live in a pool of pages, [parts, pages, …] per layer and within a page as in
 `models.cache.Cache`; `parts` is the number of parts of a batch, each of which has pages of its own.
+States of layers that have no keys lie in slots of their own (`native.states`).
 A step of decoding works on rows, gathered from the pages of B sequences, and what it adds goes back
 to pages. Where there is a kernel for it (`models.paged_triton`) it works on the pages.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.model import Model, PagedModel
+from jaxrl_llm.models.moe.record import empty_record
+from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
     LogitsProcessors,
     choose_tokens,
     limits_in_use,
 )
+from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
 from jaxrl_llm.sharding.layout import Layout
 
-POSITIONS = (3, 2, 3, 2)
-"""Along which axis of keys, of values and of the scales of both positions lie."""
+POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}
+"""Along which axis of a row's arrays positions lie, by their field of `models.cache.Cache`."""
 
 MOST_TOP_LOGPROBS = 20
 """The most of the likeliest tokens that are reported."""
@@ -76,6 +79,7 @@ class PrefillChunk(NamedTuple):
         start: position of the first token of each.
         lengths: tokens of each; 0 for none.
         targets: where the pages go that they touch, as in `scatter_pages`.
+        slots: of their states, where the model has some.
     """
 
     table: Int[Array, "B n"]
@@ -83,6 +87,7 @@ class PrefillChunk(NamedTuple):
     start: Int[Array, " B"]
     lengths: Int[Array, " B"]
     targets: Int[Array, "B m"]
+    slots: StateSlots | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -109,12 +114,24 @@ def make_pool(
     pages: int,
     size: int,
     *,
+    slots: int = 0,
     dtype: DTypeLike = jnp.float32,
     kv_cache_dtype: str = "auto",
+    routes: RouteShape | None = None,
 ) -> Cache:
-    """Make an empty pool of pages of `size` tokens."""
-    flat = model.init_cache(parts * pages, size, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    return jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
+    """Make an empty pool: pages of `size` tokens, and slots if the model has states.
+
+    With `routes` there is room for choices of experts, too.
+    """
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    flat = model.init_cache(parts * pages, size, **options)
+    states = flat.states and model.init_cache(parts * slots, 1, **options).states
+    flat = flat._replace(states=())
+    if routes is not None:
+        flat = flat._replace(routes=empty_record(routes, parts * pages, size))
+    pool = jax.tree.map(lambda x: x.reshape(parts, pages, *x.shape[1:]), flat)
+    states = jax.tree.map(lambda x: x.reshape(parts, slots, *x.shape[1:]), states)
+    return pool._replace(states=states)
 
 
 def page_size(pool: Cache) -> int:
@@ -122,35 +139,54 @@ def page_size(pool: Cache) -> int:
     return pool.keys[0].shape[-1]
 
 
-def gather_pages(pool: Cache, table: Int[Array, "B n"]) -> Cache:
+def gather_pages(
+    pool: Cache, table: Int[Array, "B n"], slots: Int[Array, " B"] | None = None
+) -> Cache:
     """Lay the pages of each sequence side by side: rows of n·size tokens.
 
     Args:
         pool: as `make_pool`.
         table: page numbers within the row's part; a number past the pages gives zeros.
+        slots: of the rows' states, as `gather_states`; None: the rows have none.
 
     >>> from jaxrl_llm.models.model import model_of
     >>> model = model_of(tiny_spec())
     >>> gather_pages(make_pool(model, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
-    parts = pool.keys[0].shape[0]
-    by_part = table.reshape(parts, -1, table.shape[1])
+    held = {
+        name: tuple(_side_by_side(pages, table, axis) for pages in getattr(pool, name))
+        for name, axis in POSITIONS.items()
+    }
+    return Cache(**held, states=gather_states(pool.states, slots))
 
-    def of_part(pages: Array, table: Array, axis: int) -> Array:
+
+def gather_routes(
+    routes: tuple[Int[Array, "parts pages 1 S choices"], ...], table: Int[Array, "B n"]
+) -> Int[Array, "B n*S choices"]:
+    """Lay what `Cache.routes` holds of each sequence side by side; see `gather_pages`."""
+    return _side_by_side(routes[0], table, POSITIONS["routes"])[:, 0]
+
+
+def _side_by_side(
+    pages: Shaped[Array, "parts pages ..."], table: Int[Array, "B n"], axis: int
+) -> Shaped[Array, "B ..."]:
+    """Join the pages of each row along an axis of theirs."""
+
+    def of_part(pages: Array, table: Array) -> Array:
         rows = pages.at[table].get(mode="fill", fill_value=0)
         return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
 
-    def of_all(pages: Array, axis: int) -> Array:
-        rows = jax.vmap(functools.partial(of_part, axis=axis))(pages, by_part)
-        return jax.lax.collapse(rows, 0, 2)
-
-    axes = zip(pool[:4], POSITIONS, strict=True)
-    return Cache(*(tuple(of_all(x, axis) for x in arrays) for arrays, axis in axes))
+    by_part = table.reshape(pages.shape[0], -1, table.shape[1])
+    return jax.lax.collapse(jax.vmap(of_part)(pages, by_part), 0, 2)
 
 
 def scatter_pages(
-    pool: Cache, rows: Cache, first: Int[Array, " B"], targets: Int[Array, "B m"]
+    pool: Cache,
+    rows: Cache,
+    first: Int[Array, " B"],
+    targets: Int[Array, "B m"],
+    slots: Int[Array, " B"] | None = None,
 ) -> Cache:
     """Write m pages of each row to the pool, the first of them being the row's page `first`.
 
@@ -159,34 +195,34 @@ def scatter_pages(
         rows: as `gather_pages` gives them.
         first: number of the first page within the row.
         targets: where its pages go, within the row's part; a number past the pages is dropped.
+        slots: where its state goes, as `scatter_states`.
     """
     parts, size = pool.keys[0].shape[0], page_size(pool)
-    slots = first[:, None] * size + jnp.arange(targets.shape[1] * size)
+    places = first[:, None] * size + jnp.arange(targets.shape[1] * size)
     by_part = targets.reshape(parts, -1)
 
     def of_all(pages: Array, rows: Array, axis: int) -> Array:
         outer = [other for other in range(1, 4) if other != axis]
-        slot = jnp.expand_dims(jnp.minimum(slots, rows.shape[axis] - 1), outer)
-        new = jnp.take_along_axis(rows, slot, axis=axis)
+        place = jnp.expand_dims(jnp.minimum(places, rows.shape[axis] - 1), outer)
+        new = jnp.take_along_axis(rows, place, axis=axis)
         here = (targets.shape[1], size)
         new = new.reshape(
-            parts, len(slots) // parts, *new.shape[1:axis], *here, *new.shape[axis + 1 :]
+            parts, len(places) // parts, *new.shape[1:axis], *here, *new.shape[axis + 1 :]
         )
         new = jax.lax.collapse(jnp.moveaxis(new, axis + 1, 2), 1, 3)
         return jax.vmap(lambda pages, at, x: pages.at[at].set(x, mode="drop"))(pages, by_part, new)
 
-    return Cache(
-        *(
-            tuple(of_all(*both, axis) for both in zip(pool[i], rows[i], strict=True))
-            for i, axis in enumerate(POSITIONS)
-        )
-    )
+    held: dict[str, Any] = {}
+    for name, axis in POSITIONS.items():
+        both = zip(getattr(pool, name), getattr(rows, name), strict=True)
+        held[name] = tuple(of_all(*arrays, axis) for arrays in both)
+    return Cache(**held, states=scatter_states(pool.states, rows.states, slots))
 
 
 def prefill(
     params: Any, model: Model, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
 ) -> Cache:
-    """Read a part of each prompt and keep its keys and values.
+    """Read a part of each prompt and keep its keys and values, and its state.
 
     Args:
         params: in the compute dtype.
@@ -195,13 +231,14 @@ def prefill(
         chunk: what to read.
         layout: how prompts are split over a mesh.
     """
-    rows = gather_pages(pool, chunk.table)
+    source, target = chunk.slots or (None, None)
+    rows = gather_pages(pool, chunk.table, source)
     index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
     positions = chunk.start[:, None] + index
     positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
     dtype = rows.compute_dtype
     _, rows = model.extend(params, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
-    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets)
+    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets, target)
 
 
 def decode(
@@ -220,7 +257,7 @@ def decode(
     Args:
         params: in the compute dtype.
         model: the model.
-        cache: of the rows; the pool, where there are tables.
+        cache: of the rows; the pool, with the rows' states, where there are tables.
         state: where each sequence stands.
         extras: what else requests ask for.
         steps: the most tokens.
@@ -298,7 +335,7 @@ def copy_pages(pool: Cache, source: Int[Array, " B"], target: Int[Array, " B"]) 
 
         return jax.vmap(of_part)(pages, source.reshape(parts, -1), target.reshape(parts, -1))
 
-    return jax.tree.map(copied, pool)
+    return jax.tree.map(copied, pool._replace(states=()))._replace(states=pool.states)
 
 
 def advance(state: DecodeState, tokens: Int[Array, " B"]) -> DecodeState:

@@ -34,7 +34,8 @@ from jaxrl_llm.rollout.engine import (
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
-from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs, sizes_with_cache
+from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
+from jaxrl_llm.rollout.native.room import sizes_with_cache
 from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.rollout.types import Completion, Receipt, Request, SamplingParams, ScoredTokens
@@ -52,6 +53,8 @@ class EngineStats(NamedTuple):
         waiting: sequences that don't yet.
         cached_tokens: room of the pages in use, in tokens.
         cache_tokens: room of all pages.
+        cached_states: states in use, where the model has some: of what runs, and those read next.
+        cache_states: room for states.
         prompt_tokens: tokens of prompts read.
         generated_tokens: tokens drawn.
         reused_tokens: tokens of prompts that were in the cache already.
@@ -62,6 +65,8 @@ class EngineStats(NamedTuple):
     waiting: int
     cached_tokens: int
     cache_tokens: int
+    cached_states: int
+    cache_states: int
     prompt_tokens: int
     generated_tokens: int
     reused_tokens: int
@@ -90,8 +95,8 @@ class NativeEngine:
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
             or contexts, a cache in which the longest sequence has no room, a kernel for a model
-            that is no `PagedModel`, a dtype in which the model keeps no cache, or a model or GPUs
-            without the float8 products that are asked for.
+            that is no `PagedModel`, a dtype in which the model keeps no cache, a model or GPUs
+            without the float8 products that are asked for, or without experts to record.
     """
 
     def __init__(
@@ -110,6 +115,8 @@ class NativeEngine:
             check_fp8(model, layout.mesh.devices.flat[0])
         if kernel is not None and not isinstance(model, PagedModel):
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
+        if settings.record_routes and not model.has_router:
+            raise ValueError(f"expected a model with experts to record their choice, got {model}")
         sizes = sizes_with_cache(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
         self.programs = Programs(
@@ -120,6 +127,7 @@ class NativeEngine:
             kernel,
             quantized=quantized,
             kv_cache_dtype=settings.kv_cache_dtype,
+            records_routes=settings.record_routes,
         )
         self._reads_text = detokenize is not None
         self._params: Any = None
@@ -263,10 +271,10 @@ class NativeEngine:
         """Return what the engine does and has done."""
         scheduler, shapes = self._runner.scheduler, self.programs.sizes
         in_use = sum(pages.count - pages.available for pages in scheduler.pages) * PAGE
+        states = sum(pages.slots - pages.available_slots for pages in scheduler.pages)
         waiting = len(scheduler.waiting) + len(self._incoming)
-        return EngineStats(
-            len(scheduler.running), waiting, in_use, shapes.capacity, *scheduler.counts
-        )
+        room = (in_use, shapes.capacity, states, shapes.parts * shapes.slots)
+        return EngineStats(len(scheduler.running), waiting, *room, *scheduler.counts)
 
     def shapes(self) -> tuple[Any, tuple[Cache, ...]]:
         """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""

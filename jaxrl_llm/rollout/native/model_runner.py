@@ -1,5 +1,6 @@
 """A step of the engine: admit sequences, prefill their prompts, decode a chunk of tokens."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.scheduler import Counts, Scheduler, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE, touched
+from jaxrl_llm.rollout.native.state_pages import StatePagePool
+from jaxrl_llm.rollout.native.states import StateSlots
 from jaxrl_llm.sharding import distributed
 
 PREFILL_BETWEEN_CHUNKS = 4096
@@ -28,7 +31,8 @@ class ModelRunner:
 
     Attributes:
         scheduler: which sequences wait and which run.
-        pool: keys and values of all that run; None before the first step and after `free_cache`.
+        pool: keys, values and states of all that run; None before the first step and after
+            `free_cache`.
         rows: those of the sequences in `placed`, gathered.
     """
 
@@ -65,9 +69,10 @@ class ModelRunner:
         chosen = self._gather_rows(ready) if sizes.has_rows else ready
         decode = self._decode if sizes.has_rows else self._decode_pages
         self._append(*decode(params, chosen), version)
-        for sequence in chosen:
-            if sequence.finish:
-                scheduler.remove(sequence)
+        ended = [sequence for sequence in chosen if sequence.finish]
+        self._note_routes(ended)
+        for sequence in ended:
+            scheduler.remove(sequence)
         return chosen
 
     def preempt_all(self) -> None:
@@ -121,7 +126,7 @@ class ModelRunner:
         fitting = [n for n, tokens in shapes.prefill_shapes if tokens == length]
         rows = next((n for n in sorted(fitting) if n >= len(waiting)), max(fitting))
         chosen = self._assign_rows(waiting, rows)
-        ends = [0 if s is None else min(s.cached + length, len(s.tokens) - 1) for s in chosen]
+        ends = [0 if s is None else min(s.cached + length, s.read_to) for s in chosen]
         narrow = shapes.width(length)
         width = narrow if max(ends) <= narrow else shapes.widths[-1]
         tokens = np.zeros((rows, length), np.int32)
@@ -133,7 +138,7 @@ class ModelRunner:
                 start[i], lengths[i] = s.cached, end - s.cached
                 _fill_row(table[i], pages[s.part].pages_to_read(s.table, s.cached))
                 _fill_row(targets[i], pages[s.part].pages_to_write(s.table, s.cached, end))
-        columns: Any = (table, tokens, start, lengths, targets)
+        columns: Any = (table, tokens, start, lengths, targets, self._slots(chosen, ends))
         chunk = self._put(PrefillChunk(*columns))
         self.pool = self._programs.prefill(params, self._take_pool(), chunk)
         for s, end in zip(chosen, ends, strict=True):
@@ -159,7 +164,9 @@ class ModelRunner:
                     pages = self.scheduler.pages[s.part]
                     _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
             self.pool = self._take_pool()  # there is none yet where no prompt had to be read
-            self.rows = self._programs.gather_pages(self.pool, self._put(table))
+            slots = self._slots(self._placed)
+            source = None if slots is None else slots.source
+            self.rows = self._programs.gather_pages(self.pool, *self._put((table, source)))
         return ready
 
     def _shape_for(self, ready: Sequence[SequenceState]) -> tuple[int, int]:
@@ -181,7 +188,8 @@ class ModelRunner:
                 pages = self.scheduler.pages[s.part]
                 _fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
         extras = self._extras_of(placed, self._width)
-        inputs = (self._put(_decode_state(placed)), extras, self._put(targets))
+        slots = self._slots(placed, [0 if s is None else self._end(s) for s in placed])
+        inputs = (self._put(_decode_state(placed)), extras, *self._put((targets, slots)))
         pool, rows = self._take_pool(), self.rows
         assert rows is not None  # `_gather_rows` gathers them
         self.rows = None  # donated
@@ -202,12 +210,39 @@ class ModelRunner:
                     copies[:, i] = s.table.borrowed.page, s.table.own[0]
                 pages.pages_to_write(s.table, s.cached, self._end(s))
                 _fill_row(table[i], pages.pages_to_read(s.table, self._end(s)))
+        slots = self._slots(placed, [0 if s is None else self._end(s) for s in placed])
         pool = self._take_pool()
         if np.any(copies < self._programs.sizes.pages):
             pool = self._programs.copy_pages(pool, *map(self._put, copies))
         inputs = (self._put(_decode_state(placed)), self._extras_of(placed, width))
-        self.pool, output = self._programs.decode_pages(params, pool, *inputs, self._put(table))
+        at = self._put((table, slots))
+        self.pool, output = self._programs.decode_pages(params, pool, *inputs, *at)
         return placed, distributed.fetch(output)
+
+    def _note_routes(self, sequences: Sequence[SequenceState]) -> None:
+        """Note the experts that tokens went to, where they are recorded, while pages hold them."""
+        shape, sizes = self._programs.routes, self._programs.sizes
+        if shape is None:
+            return
+        new = [s for s in sequences if s.cached > (0 if s.routes is None else len(s.routes))]
+        while new:
+            in_a_part = max(sum(s.part == p for s in new) for p in range(sizes.parts))
+            fitting = (n for n in sizes.rows if n >= in_a_part * sizes.parts)
+            placed = self._assign_rows(new, next(fitting, sizes.rows[-1]))
+            width = sizes.width(max(s.cached for s in placed if s is not None))
+            table = self._no_pages(len(placed), width // PAGE)
+            for i, s in enumerate(placed):
+                if s is not None:
+                    pages = self.scheduler.pages[s.part]
+                    _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+            recorded = distributed.fetch(self._programs.gather_routes(self.pool, self._put(table)))
+            for i, s in enumerate(placed):
+                if s is not None:
+                    known = [] if s.routes is None else [s.routes]
+                    more = recorded[i, sum(map(len, known)) : s.cached]
+                    more = more.reshape(len(more), shape.layers, shape.top)
+                    s.routes = np.concatenate([*known, more])
+            new = [s for s in new if s not in placed]
 
     def _extras_of(self, placed: Sequence[SequenceState | None], width: int) -> Extras | None:
         """Return what else the rows ask for, if any does."""
@@ -231,7 +266,7 @@ class ModelRunner:
             if s.request.sampling.top_logprobs and output.top_ids is not None:
                 assert output.top_logprobs is not None  # they come together
                 s.top += zip(output.top_ids[i, :n], output.top_logprobs[i, :n], strict=True)
-            s.cached = len(s.tokens) - 1
+            s.cached = s.table.written = len(s.tokens) - 1
             if s.tokens[-1] in s.request.sampling.stop_ids:
                 s.finish, s.stopped_by = "stop", s.tokens[-1]
             elif s.left == 0:
@@ -260,6 +295,28 @@ class ModelRunner:
     def _no_pages(self, rows: int, pages: int) -> np.ndarray:
         return np.full((rows, pages), self._programs.sizes.pages, np.int32)
 
+    def _slots(
+        self, placed: Sequence[SequenceState | None], ends: Sequence[int] | None = None
+    ) -> StateSlots | None:
+        """Return where the state of each row is read and, if it has an end, written.
+
+        Args:
+            placed: whom each row belongs to.
+            ends: how many tokens of each are cached then; None: nothing is written.
+        """
+        if not self._programs.sizes.slots:
+            return None
+        source, target = np.full((2, len(placed)), self._programs.sizes.slots, np.int32)
+        for i, s in enumerate(placed):
+            if s is not None:
+                pages = self.scheduler.pages[s.part]
+                assert isinstance(pages, StatePagePool)  # for pyright; see `_make_scheduler`
+                source[i] = pages.slot_to_read(s.table)
+                if ends is not None:
+                    target[i] = pages.slot_to_write(s.table, ends[i])
+        slots: Any = (source, target)
+        return StateSlots(*slots)
+
     def _put(self, tree: Any) -> Any:
         return distributed.put(tree, self._programs.by_row)
 
@@ -270,10 +327,14 @@ class ModelRunner:
 
     def _make_scheduler(self, counts: Counts) -> Scheduler:
         shapes = self._programs.sizes
-        pages = [PagePool(shapes.pages, size=PAGE) for _ in range(shapes.parts)]
+        make = functools.partial(PagePool, size=PAGE)
+        if shapes.slots:
+            make = functools.partial(StatePagePool, size=PAGE, slots=shapes.slots)
+        pages = [make(shapes.pages) for _ in range(shapes.parts)]
         in_a_part = self._max_running_sequences // shapes.parts
         scheduler = Scheduler(pages, max_running_sequences=in_a_part, steps=shapes.steps)
         scheduler.counts = counts
+        scheduler.on_remove = lambda sequence: self._note_routes([sequence])
         return scheduler
 
 

@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Node:
-    """A page of the tree; `tokens` are fewer than a page holds where a prompt ended there."""
+    """A page of the tree; `tokens` are fewer than a page holds where a prompt ended there.
+
+    Attributes:
+        slot: of the state after its last token, if there is one; see `native.state_pages`.
+        readers: how many sequences are to read that state.
+    """
 
     parent: "Node | None"
     tokens: tuple[int, ...]
@@ -25,6 +30,8 @@ class Node:
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
     ref_count: int = 0
     is_in_tree: bool = True
+    slot: int | None = None
+    readers: int = 0
 
 
 @dataclass(eq=False)
@@ -37,12 +44,20 @@ class PageTable:
             first page of its own, until that has been written.
         own: pages that only this sequence uses.
         epoch: of the tree in which it began.
+        slot: its own, where sequences have states; the others are then of use, too.
+        written: after how many tokens the state is that it has written there; 0: none yet.
+        snapshot: the page whose state it reads until it has written one.
+        branch: where the tokens that it shares with others end, if that is later than the snapshot.
     """
 
     shared: list[Node] = field(default_factory=list)
     borrowed: Node | None = None
     own: list[int] = field(default_factory=list)
     epoch: int = 0
+    slot: int | None = None
+    written: int = 0
+    snapshot: Node | None = None
+    branch: int = 0
 
 
 class PagePool:
@@ -64,7 +79,7 @@ class PagePool:
 
     def __init__(self, count: int, *, size: int) -> None:
         """All pages are free."""
-        self.count, self.size = count, size
+        self.count, self.size, self.slots = count, size, 0
         self._free = list(range(count))[::-1]
         self._epoch, self._trees = 0, {0: Node(None, (), -1)}
         self._versions = dict[int, int]()  # of the weights, to the epochs of their trees
@@ -75,6 +90,11 @@ class PagePool:
         """Return the number of pages that are free or used by nobody."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def available_slots(self) -> int:
+        """Return the number of slots of states that a sequence can have; there are none here."""
+        return 0
+
     def match_prefix(
         self, table: PageTable, tokens: Sequence[int], version: int | None = None
     ) -> int:
@@ -84,19 +104,7 @@ class PagePool:
         """
         epoch = self._epoch if version is None else self._versions.get(version, self._epoch)
         table.epoch = epoch if epoch in self._trees else self._epoch
-        node, matched = self._trees[table.epoch], 0
-        while child := node.children.get(tuple(tokens[matched : matched + self.size])):
-            if len(child.tokens) < self.size:
-                break
-            table.shared.append(self._acquire(child))
-            node, matched = child, matched + self.size
-        rest = tuple(tokens[matched : matched + self.size])
-        alike = {child: _common(child.tokens, rest) for child in node.children.values()}
-        best = max(alike, key=lambda child: alike[child], default=None)
-        if best is None or not alike[best]:
-            return matched
-        table.borrowed = self._acquire(best)
-        return matched + alike[best]
+        return self._match(table, tokens)
 
     def touch(self, tokens: Sequence[int], version: int | None = None) -> None:
         """Count the pages that a sequence could use as used now: they are the last to go."""
@@ -151,6 +159,11 @@ class PagePool:
             self._release(node)
         table.shared, table.borrowed, table.own = [], None, []
 
+    def retire(self, table: PageTable, tokens: Sequence[int]) -> None:
+        """Take back all pages of a sequence; these tokens, all that it has written, stay."""
+        self.cache_prefix(table, tokens)
+        self.free(table)
+
     def reset_prefix_cache(self, version: int | None = None, *, keep: bool = False) -> None:
         """Let nobody use what is there now; those who do go on.
 
@@ -172,6 +185,22 @@ class PagePool:
         self._trees[self._epoch] = Node(None, (), -1)
         if version is not None:
             self._versions[version] = self._epoch
+
+    def _match(self, table: PageTable, tokens: Sequence[int]) -> int:
+        """Do so in the tree of its epoch."""
+        node, matched = self._trees[table.epoch], 0
+        while child := node.children.get(tuple(tokens[matched : matched + self.size])):
+            if len(child.tokens) < self.size:
+                break
+            table.shared.append(self._acquire(child))
+            node, matched = child, matched + self.size
+        rest = tuple(tokens[matched : matched + self.size])
+        alike = {child: _common(child.tokens, rest) for child in node.children.values()}
+        best = max(alike, key=lambda child: alike[child], default=None)
+        if best is None or not alike[best]:
+            return matched
+        table.borrowed = self._acquire(best)
+        return matched + alike[best]
 
     def _insert(self, table: PageTable, tokens: tuple[int, ...]) -> Node:
         """Move a sequence's first own page to the tree, or take the one that is there."""
@@ -201,11 +230,14 @@ class PagePool:
         Whoever uses a page uses all before it and leaves them later: the oldest has no children.
         """
         if not self._free:
-            node, _ = self._idle.popitem(last=False)
-            assert node.parent is not None and not node.children  # for pyright; see above
-            del node.parent.children[node.tokens]
-            return node.page
+            self._drop(next(iter(self._idle)))
         return self._free.pop()
+
+    def _drop(self, node: Node) -> None:
+        """Take a page that nobody uses, and none comes after, out of the tree."""
+        assert node.parent is not None and not node.children  # for pyright
+        del self._idle[node], node.parent.children[node.tokens]
+        self._free.append(node.page)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

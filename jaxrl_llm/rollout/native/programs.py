@@ -13,8 +13,7 @@ import numpy as np
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.model import Model
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
@@ -23,6 +22,7 @@ from jaxrl_llm.rollout.native.decode import (
     copy_pages,
     decode,
     gather_pages,
+    gather_routes,
     make_pool,
     page_size,
     prefill,
@@ -34,10 +34,9 @@ from jaxrl_llm.rollout.native.sizes import (
     FEWEST_ROWS,
     PAGE,
     Sizes,
-    choose_sizes,
-    count_parts,
     touched,
 )
+from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.rollout.types import ScoredTokens
 from jaxrl_llm.sharding import distributed
@@ -60,11 +59,14 @@ class Programs:
         shapes: of all programs.
         dtype: of weights, cache and computation.
         kv_cache_dtype: of the cache, where it is not auto.
+        records_routes: keep the experts that tokens go to beside their keys and values; the model
+            is a `RoutedModel` that has some.
         kernel: what attends over pages in place; None where pages are gathered into rows.
         quantized: hold the layers' matrices in float8.
 
     Attributes:
         weights: where they lie.
+        routes: what is kept of each token's experts; None: nothing.
     """
 
     def __init__(
@@ -77,9 +79,13 @@ class Programs:
         *,
         quantized: bool = False,
         kv_cache_dtype: str = "auto",
+        records_routes: bool = False,
     ) -> None:
         """Compile nothing yet."""
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.routes = kv_cache_dtype, None
+        if records_routes:
+            assert isinstance(model, RoutedModel)  # for pyright; the engine asks
+            self.routes = model.route_shape
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
         self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
@@ -95,9 +101,13 @@ class Programs:
         """Make an empty pool."""
         return self._compiled("pool")()
 
-    def gather_pages(self, pool: Cache, table: Any) -> Cache:
+    def gather_pages(self, pool: Cache, table: Any, slots: Any = None) -> Cache:
         """Lay the pages of each row side by side; see `decode.gather_pages`."""
-        return self._compiled("gather", *table.shape)(pool, table)
+        return self._compiled("gather", *table.shape)(pool, table, slots)
+
+    def gather_routes(self, pool: Cache, table: Any) -> Any:
+        """Return the experts that the tokens in the pages of each row went to, flat."""
+        return self._compiled("routes", *table.shape)(pool.routes, table)
 
     def prefill(self, params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
         """Read a chunk of prompts; see `decode.prefill`. The pool is donated."""
@@ -112,10 +122,11 @@ class Programs:
         state: DecodeState,
         extras: Extras | None,
         targets: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, Cache, DecodeOutput]:
         """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
         shape = (*state.tokens.shape, page_size(rows), extras is not None)
-        return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets)
+        return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets, slots)
 
     def score(self, params: Any, tokens: Sequence[int]) -> ScoredTokens:
         """Return the log-probs of tokens; see `score.score_rows`. A row of each part is read."""
@@ -134,11 +145,17 @@ class Programs:
         return self._compiled("copy", *source.shape)(pool, source, target)
 
     def decode_pages(
-        self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
+        self,
+        params: Any,
+        pool: Cache,
+        state: DecodeState,
+        extras: Extras | None,
+        table: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, DecodeOutput]:
         """Decode a chunk over the pages of each row in place. The pool is donated."""
         shape = (*state.tokens.shape, table.shape[1] * PAGE, extras is not None)
-        return self._compiled("decode", *shape)(params, pool, state, extras, table)
+        return self._compiled("decode", *shape)(params, pool, state, extras, table, slots)
 
     def warm_up(self, sequences: int | None = None) -> None:
         """Compile everything but what few requests ask for.
@@ -184,6 +201,8 @@ class Programs:
         yield ("pool",)
         for rows, width in decoded:
             yield "decode", rows, width, False
+            if self.routes is not None:
+                yield "routes", rows, width // PAGE
             if shapes.has_rows:
                 yield "gather", rows, width // PAGE
             elif width == shapes.widths[0]:
@@ -200,14 +219,20 @@ class Programs:
 
     def row_shapes(self, rows: int, width: int) -> Cache:
         """Return rows as shapes in their layout."""
-        table = self._input((rows, width // PAGE))
-        return as_shapes(jax.eval_shape(gather_pages, self.shapes()[1], table), self._rows_layout)
+        given = (self.shapes()[1], self._input((rows, width // PAGE)), self._source(rows))
+        return as_shapes(jax.eval_shape(gather_pages, *given), self._rows_layout)
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
-        page = jax.eval_shape(lambda: self._empty_pages(1, 1))
+        return self._bytes_of(jax.eval_shape(lambda: self._empty_pages(1, 1, 0)))
+
+    def slot_bytes(self) -> int:
+        """Return how many bytes of a device a slot of one part takes; 0 without states."""
+        return self._bytes_of(jax.eval_shape(lambda: self._empty_pages(1, 1, 1)).states)
+
+    def _bytes_of(self, arrays: Any) -> int:
         size = 0
-        for x in jax.tree.leaves(page):
+        for x in jax.tree.leaves(arrays):
             shared = self.layout.mesh.shape["tensor"] if self._split_heads(x.shape[2]) else 1
             size += math.prod(x.shape) * x.dtype.itemsize // shared
         return size
@@ -216,9 +241,10 @@ class Programs:
         """Trace one program for shapes alone.
 
         Args:
-            name: `pool`, `gather`, `copy`, `prefill`, `score` or `decode`.
-            shape: rows and pages of `gather`; rows of `copy`; rows, tokens and pages of `prefill`;
-                rows and width of `score`; rows, width and whether there are `Extras` of `decode`.
+            name: `pool`, `gather`, `routes`, `copy`, `prefill`, `score` or `decode`.
+            shape: rows and pages of `gather` and `routes`; rows of `copy`; rows, tokens and pages
+                of `prefill`; rows and width of `score`; rows, width and whether there are `Extras`
+                of `decode`.
         """
         build: Callable[..., Any] = getattr(self, f"_trace_{name}")
         return build(*shape)
@@ -237,7 +263,11 @@ class Programs:
 
     def _trace_gather(self, rows: int, pages: int) -> Any:
         run = jax.jit(gather_pages, out_shardings=self._rows_layout)
-        return run.trace(self.shapes()[1], self._input((rows, pages)))
+        return run.trace(self.shapes()[1], self._input((rows, pages)), self._source(rows))
+
+    def _trace_routes(self, rows: int, pages: int) -> Any:
+        run = jax.jit(gather_routes, out_shardings=self.by_row)
+        return run.trace(self.shapes()[1].routes, self._input((rows, pages)))
 
     def _trace_copy(self, rows: int) -> Any:
         run = jax.jit(copy_pages, donate_argnums=0, out_shardings=self._pool_layout)
@@ -249,7 +279,8 @@ class Programs:
 
         run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
-        return run.trace(*self.shapes(), PrefillChunk(*map(self._input, shapes)))
+        chunk = PrefillChunk(*map(self._input, shapes), slots=self._slots(rows))
+        return run.trace(*self.shapes(), chunk)
 
     def _trace_score(self, rows: int, width: int) -> Any:
         def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
@@ -265,11 +296,12 @@ class Programs:
         given = (params, pool, state, extras if has_extras else None)
         homes: tuple[Any, ...] = (self._pool_layout, self.by_row)
         if self.kernel is not None:
-            arrays = (*given, self._input((rows, width // PAGE)))
+            arrays = (*given, self._input((rows, width // PAGE)), self._slots(rows))
             decode_some, donated = self._decode_in_place, (1,)
         else:
             targets = self._input((rows, touched(self.sizes.steps)))
-            arrays = (params, pool, self.row_shapes(rows, width), *given[2:], targets)
+            cache = self.row_shapes(rows, width)
+            arrays = (params, pool, cache, *given[2:], targets, self._slots(rows))
             homes = (self._pool_layout, self._rows_layout, self.by_row)
             decode_some, donated = self._decode_rows, (1, 2)
 
@@ -286,18 +318,30 @@ class Programs:
         state: DecodeState,
         extras: Extras | None,
         targets: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, Cache, DecodeOutput]:
         run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
         cache, output = run(params, self.model, cache, state, extras)
-        return scatter_pages(pool, cache, state.positions // PAGE, targets), cache, output
+        to = None if slots is None else slots.target
+        return scatter_pages(pool, cache, state.positions // PAGE, targets, to), cache, output
 
     def _decode_in_place(
-        self, params: Any, pool: Cache, state: DecodeState, extras: Extras | None, table: Any
+        self,
+        params: Any,
+        pool: Cache,
+        state: DecodeState,
+        extras: Extras | None,
+        table: Any,
+        slots: StateSlots | None,
     ) -> tuple[Cache, DecodeOutput]:
         assert self.kernel is not None
         run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
         tables = PageTables(table, self.kernel)
-        return run(params, self.model, pool, state, extras, tables=tables)
+        source, target = slots or (None, None)
+        cache = pool._replace(states=gather_states(pool.states, source))
+        cache, output = run(params, self.model, cache, state, extras, tables=tables)
+        states = scatter_states(pool.states, cache.states, target)
+        return cache._replace(states=states), output
 
     def _decode_inputs(self, rows: int, width: int) -> tuple[DecodeState, Extras]:
         number, share = self._input((rows,)), self._input((rows,), jnp.float32)
@@ -319,45 +363,21 @@ class Programs:
     def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)
 
+    def _slots(self, rows: int) -> StateSlots | None:
+        number = self._input((rows,))
+        return StateSlots(number, number) if self.sizes.slots else None
+
+    def _source(self, rows: int) -> Any:
+        return self._input((rows,)) if self.sizes.slots else None
+
     def _empty_pool(self) -> Cache:
         shapes = self.sizes
-        return self._empty_pages(shapes.parts, shapes.pages)
+        return self._empty_pages(shapes.parts, shapes.pages, shapes.slots)
 
-    def _empty_pages(self, parts: int, pages: int) -> Cache:
-        dtypes = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
-        return make_pool(self.model, parts, pages, PAGE, **dtypes)
+    def _empty_pages(self, parts: int, pages: int, slots: int) -> Cache:
+        kinds = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "routes": self.routes}
+        return make_pool(self.model, parts, pages, PAGE, slots=slots, **kinds)
 
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
         return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
-
-
-def sizes_with_cache(
-    model: Model, settings: EngineSettings, layout: Layout, steps: int, *, copies: int
-) -> Sizes:
-    """Choose the shapes of the programs, with as many pages as the cache has room for.
-
-    There are two copies of what is cached where pages are gathered into rows, else one.
-    """
-    sizes = choose_sizes(
-        parts=count_parts(layout, settings.max_running_sequences),
-        max_running_sequences=settings.max_running_sequences,
-        max_tokens=settings.max_tokens,
-        steps=steps,
-    )
-    if settings.cache_gb is None:
-        return sizes
-    kind = settings.kv_cache_dtype
-    page_bytes = Programs(model, layout, sizes, settings.dtype, kv_cache_dtype=kind).page_bytes()
-    affordable = int(settings.cache_gb * 1e9 / copies / page_bytes)
-    running = settings.max_running_sequences
-    useful = sizes.pages * max(running, settings.cached_sequences or 0) // running
-    sizes = sizes._replace(pages=min(affordable, useful))
-    needed = -(-settings.max_tokens // PAGE) + 1
-    if sizes.pages < needed:
-        raise ValueError(
-            f"a cache of {settings.cache_gb} GB holds {sizes.pages * PAGE} tokens: expected at "
-            f"least {needed * copies * page_bytes / 1e9:.3g} GB, for a sequence of "
-            f"{settings.max_tokens} tokens"
-        )
-    return sizes

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native.pages import PagePool, PageTable
@@ -35,6 +36,8 @@ class SequenceState:
         finish: why it ended, or "".
         stopped_by: what ended it.
         withdrawn: whether it was taken out before its end.
+        routes: the experts that its first tokens went to, as far as they are noted; each token
+            keeps those with which the next one was drawn. None: the engine does not record them.
     """
 
     request: Request
@@ -51,6 +54,7 @@ class SequenceState:
     finish: str = ""
     stopped_by: int | str | None = None
     withdrawn: bool = False
+    routes: Int[np.ndarray, "N M experts"] | None = None
 
     def __post_init__(self) -> None:
         """Begin with the prompt, and with what was drawn before."""
@@ -58,7 +62,7 @@ class SequenceState:
         if (drawn := self.request.drawn) is not None:
             self.tokens += drawn.tokens.tolist()
             self.logprobs, self.versions = drawn.logprobs.tolist(), drawn.versions.tolist()
-            self.streamed = self.generated
+            self.streamed, self.routes = self.generated, drawn.routes
 
     @property
     def generated(self) -> int:
@@ -80,6 +84,12 @@ class SequenceState:
     def is_prefilled(self) -> bool:
         """Return whether all tokens but the newest are cached, as a step of decoding wants it."""
         return self.cached == len(self.tokens) - 1
+
+    @property
+    def read_to(self) -> int:
+        """Return up to which token its tokens are read next."""
+        branch = self.table.branch  # a state is kept there for others
+        return branch if self.cached < branch else len(self.tokens) - 1
 
     def stop_at_text(self, detokenize: Callable[[list[int]], str], new: int) -> None:
         """End the answer where it holds a text that stops it; what follows is dropped.
@@ -114,6 +124,7 @@ class SequenceState:
             self.finish,
             self.stopped_by,
             (likeliest[0], likeliest[1]) if top else None,
+            self.routes if self.finish or self.withdrawn else None,
         )
 
     def deliver(self, failure: Exception | None) -> None:
@@ -172,6 +183,9 @@ class Scheduler:
         pages: of each part of the pool.
         max_running_sequences: the most sequences that run in a part.
         steps: tokens that a sequence gets at a time.
+
+    Attributes:
+        on_remove: called with a sequence before its pages are taken.
     """
 
     def __init__(self, pages: list[PagePool], *, max_running_sequences: int, steps: int) -> None:
@@ -180,6 +194,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in the order of their admission
         self.counts = Counts()
+        self.on_remove: Callable[[SequenceState], None] = lambda _: None
 
     @property
     def is_busy(self) -> bool:
@@ -232,10 +247,10 @@ class Scheduler:
         return [s for s in self.running if not s.is_prefilled]
 
     def mark_prefilled(self, sequence: SequenceState, tokens: int) -> None:
-        """Note that so many tokens more are cached; share them once all are."""
+        """Note that so many tokens more are cached; share them once all are, or others can."""
         sequence.cached += tokens
         self.counts = self.counts._replace(prompt_tokens=self.counts.prompt_tokens + tokens)
-        if sequence.is_prefilled:
+        if sequence.is_prefilled or sequence.cached == sequence.table.branch:
             pages = self.pages[sequence.part]
             pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
 
@@ -259,9 +274,9 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Take a sequence's pages; they stay, for others that begin alike, while there is room."""
+        self.on_remove(sequence)
         pages = self.pages[sequence.part]
-        pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
-        pages.free(sequence.table)
+        pages.retire(sequence.table, sequence.tokens[: sequence.cached])
         sequence.cached = 0
         self.running.remove(sequence)
 
@@ -272,8 +287,8 @@ class Scheduler:
             pages, table = self.pages[part], PageTable()
             cached = pages.match_prefix(table, sequence.tokens[:-1], sequence.first_version)
             others = self._running_in(part)  # a page for each of them, which grow too
-            if pages.pages_needed(table, end) + others <= pages.available:
-                pages.allocate(table, end)
+            has_room = pages.pages_needed(table, end) + others <= pages.available
+            if has_room and pages.allocate(table, end):
                 sequence.part, sequence.table, sequence.cached = part, table, cached
                 self.running.append(sequence)
                 reused = self.counts.reused_tokens + cached

@@ -27,6 +27,7 @@ class Sizes(NamedTuple):
         prefill_shapes: how many prompts are read at once, and of how many tokens.
         steps: tokens that are decoded in a chunk.
         has_rows: whether pages are gathered into rows, for which there is as much room again.
+        slots: of a part, each for a state; 0 for a model without.
     """
 
     parts: int
@@ -36,6 +37,7 @@ class Sizes(NamedTuple):
     prefill_shapes: tuple[tuple[int, int], ...]
     steps: int
     has_rows: bool = True
+    slots: int = 0
 
     @property
     def capacity(self) -> int:

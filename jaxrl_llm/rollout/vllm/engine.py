@@ -9,10 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxrl_llm.config.sections.rollout import VllmConfig
-from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.fp8 import quantization_config
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
@@ -35,6 +32,7 @@ from jaxrl_llm.rollout.vllm.environment import (
     environment,
     find_python,
     is_cpu_build,
+    language_model,
     prefixes,
 )
 from jaxrl_llm.rollout.vllm.pending import PendingRequest, first_answers
@@ -91,13 +89,13 @@ class VllmEngine:
         self._on_cpu = is_cpu_build(python)
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
-        config_json = config_to_save(spec, source, np.dtype(settings.dtype))
+        alone, config_json = language_model(spec, source, settings.dtype)
         quantized = settings.quantization == "fp8"
         if quantized:
             check_fp8_vllm(spec, config, cpu=self._on_cpu)
-            config_json["quantization_config"] = quantization_config(spec)
+            config_json["quantization_config"] = quantization_config(alone)
         (model / "config.json").write_text(json.dumps(config_json))
-        self._buffer = WeightBuffer(spec, settings.dtype, quantized=quantized)
+        self._buffer = WeightBuffer(alone, settings.dtype, quantized=quantized)
         self._commands = [[*prefix, python] for prefix in prefixes(config)]
         self._arguments = engine_arguments(
             spec,

@@ -1,5 +1,6 @@
 """Where vLLM runs: its environment, its settings and its part of the machine."""
 
+import dataclasses
 import math
 import os
 import shlex
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.fp8 import check_block_shapes
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings
@@ -71,6 +74,31 @@ def check_fp8_vllm(spec: ModelSpec, config: VllmConfig, *, cpu: bool) -> None:
             "rollout.quantization: none here"
         )
     check_block_shapes(spec, config.tensor_parallel)
+
+
+def language_model(
+    spec: ModelSpec, source: str | None, dtype: str
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the model as vLLM has it, and its `config.json`.
+
+    Of a model that sees images vLLM gets the language model alone, under the names that it has in a
+    checkpoint of its own: vision towers are not trained here, so vLLM would have no weights for
+    them.
+
+    Args:
+        spec: the model.
+        source: Hugging Face directory that it came from, if any.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: no family has such a language model.
+
+    >>> spec, config = language_model(tiny_spec(hf_prefix="model.language_model."), None, "float32")
+    >>> spec.hf_prefix, config["architectures"]
+    ('model.', ['Qwen3ForCausalLM'])
+    """
+    alone = dataclasses.replace(spec, hf_prefix=ModelSpec.hf_prefix)
+    return alone, config_to_save(alone, source if alone == spec else None, np.dtype(dtype))
 
 
 def prefixes(config: VllmConfig) -> list[list[str]]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.models.hf.fp8 import BLOCK, SCALE_SUFFIX, blocked_host_arrays, is_blocked
+from jaxrl_llm.models.hf.fp8 import BLOCK, blocked_host_arrays, is_blocked
+from jaxrl_llm.models.hf.quantized import SCALE_SUFFIX
 from jaxrl_llm.models.hf.save import host_arrays, joined
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.quantization import FP8

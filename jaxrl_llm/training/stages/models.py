@@ -32,7 +32,7 @@ from jaxrl_llm.training.stages.reference import (
 )
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
-from jaxrl_llm.types import Batch
+from jaxrl_llm.types import ROUTES, Batch
 
 States = dict[str, TrainState]
 
@@ -210,7 +210,8 @@ def reference_pass(
         states: States, batch: Batch, rollouts: Rollouts, step: int
     ) -> tuple[Batch, dict[str, float]]:
         del rollouts, step
-        return batch.add(ref_logprobs=reference(states, batch)["logprobs"]), {}
+        own = batch.without(ROUTES)  # its routers choose
+        return batch.add(ref_logprobs=reference(states, own)["logprobs"]), {}
 
     return ModelPass("ref", run)
 

@@ -1,0 +1,62 @@
+"""How much the engine's cache holds: pages for keys and values, slots for states."""
+
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.programs import Programs
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, choose_sizes, count_parts
+from jaxrl_llm.sharding.layout import Layout
+
+FEWEST_SLOTS = 2
+"""Of a part: for a sequence, and for the snapshot that it goes on from."""
+
+
+def sizes_with_cache(
+    model: Model, settings: EngineSettings, layout: Layout, steps: int, *, copies: int
+) -> Sizes:
+    """Choose the shapes of the programs, with as much as the cache has room for.
+
+    There are two copies of what is cached where pages are gathered into rows, else one.
+
+    A model with states has a slot for each sequence that runs or is kept, and one for the prompt
+    that two of them share. Where the cache is too small for all, pages and slots become fewer in
+    the same proportion.
+
+    Raises:
+        ValueError: the longest sequence has no room.
+    """
+    running = settings.max_running_sequences
+    sizes = choose_sizes(
+        parts=count_parts(layout, running),
+        max_running_sequences=running,
+        max_tokens=settings.max_tokens,
+        steps=steps,
+    )
+    programs = Programs(
+        model,
+        layout,
+        sizes,
+        settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        records_routes=settings.record_routes,
+    )
+    page_bytes, slot_bytes = copies * programs.page_bytes(), copies * programs.slot_bytes()
+    kept = running if settings.cache_gb is None else max(running, settings.cached_sequences or 0)
+    slots = -(-kept // sizes.parts) + -(-running // (2 * sizes.parts)) if slot_bytes else 0
+    if settings.cache_gb is None:
+        return sizes._replace(slots=slots)
+    pages, room = sizes.pages * kept // running, int(settings.cache_gb * 1e9)
+    needed = -(-settings.max_tokens // PAGE) + 1
+    if slots:
+        share = room / (pages * page_bytes + slots * slot_bytes)
+        affordable = (room - needed * page_bytes) // slot_bytes
+        slots = max(FEWEST_SLOTS, min(slots, int(slots * share), affordable))
+    sizes = sizes._replace(pages=min((room - slots * slot_bytes) // page_bytes, pages), slots=slots)
+    if sizes.pages < needed:
+        least = needed * page_bytes + (FEWEST_SLOTS * slot_bytes if slots else 0)
+        states = f" and {slots} states of {slot_bytes / copies / 1e6:.3g} MB" if slots else ""
+        raise ValueError(
+            f"a cache of {settings.cache_gb} GB holds {max(0, sizes.pages) * PAGE} tokens{states}: "
+            f"expected at least {least / 1e9:.3g} GB, for a sequence of {settings.max_tokens} "
+            "tokens"
+        )
+    return sizes

@@ -1,0 +1,244 @@
+"""The engine on layers that have a state: it draws what a forward pass does, and reads no more."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.rollout.engine import Stop
+from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.types import Request, SamplingParams
+from tests.waiting import wait_until
+
+
+def prompt(length, seed=0):
+    return tuple(np.random.default_rng(100 * length + seed).integers(0, 32, length).tolist())
+
+
+@pytest.fixture(scope="module")
+def weights(draw_params):
+    return [draw_params(seed, "hybrid") for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engines(build, weights):
+    """(name) -> an engine, compiled once: with room for all or cramped, over rows or in place."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sizes, "PREFILL_LENGTHS", (16,))
+                patch.setattr(sizes, "PREFILL_TOKENS", (64,))
+                options = {"steps": 5}
+                if name == "in place":
+                    options = {"steps": 4, "kernel": attend_gathered, "cache_gb": 20e3 / 1e9}
+                made[name] = build(model="hybrid", **options)
+            made[name].load(weights[0], version=0)
+        return made[name]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(params=["rows", "in place"])
+def engine(request, engines, weights):
+    """An engine that remembers nothing."""
+    engine = engines(request.param)
+    engine.load(weights[0], version=0)
+    yield engine
+    assert_all_free(engine)
+
+
+@pytest.fixture(scope="module")
+def check(weights, next_logits):
+    """(requests, answers, version of the weights) compares each answer with a forward pass."""
+
+    def one(request, answer, version):
+        tokens, first = [*request.prompt, *answer.tokens], len(request.prompt) - 1
+        after = next_logits(weights[version], tokens, "hybrid")[first:-1].astype(np.float64)
+        after = after - np.log(np.exp(after).sum(-1, keepdims=True))
+        count = np.arange(len(answer.tokens))
+        np.testing.assert_allclose(answer.logprobs, after[count, answer.tokens], atol=5e-5)
+        if request.sampling.temperature == 0:
+            assert answer.tokens.tolist() == after.argmax(-1).tolist()
+
+    def run(requests, answers, version=0):
+        for request, answer in zip(requests, answers, strict=True):
+            one(request, answer, version)
+
+    return run
+
+
+def assert_all_free(engine):
+    def is_free():
+        pools = engine._runner.scheduler.pages
+        return all((p.available, p.available_slots) == (p.count, p.slots) for p in pools)
+
+    wait_until(is_free)
+
+
+def counted(engine, requests):
+    """Return the answers, and how many tokens were read and found for them."""
+    before = engine.stats()
+    answers = engine.sample(requests)
+    after = engine.stats()
+    read = after.prompt_tokens - before.prompt_tokens
+    return answers, read, after.reused_tokens - before.reused_tokens
+
+
+def test_a_group_reads_its_prompt_once(engine, check):
+    for length in (20, 17, 2):  # it ends in a page, with one, and before the first ends
+        group = [
+            Request(prompt(length, 1), SamplingParams(9, temperature=t), s)
+            for s, t in enumerate((0.0, 1.0, 1.0))
+        ]
+        answers, read, reused = counted(engine, group)
+        check(group, answers)
+        assert (read, reused) == (length - 1, 2 * (length - 1))
+        assert answers[1].tokens.tolist() != answers[2].tokens.tolist()
+
+
+def test_prompts_of_one_token(engine, check):
+    requests = [Request((token,), SamplingParams(7), token) for token in (3, 3, 4)]
+    check(requests, counted(engine, requests)[0])
+
+
+def test_a_second_turn_reads_what_is_new(engine, check, weights):
+    first = Request(prompt(13, 7), SamplingParams(9), 3)
+    (answer,), _, _ = counted(engine, [first])
+    talk = (*first.prompt, *answer.tokens.tolist())
+    for new in ((5, 9, 2), (5, 9, 2), (6, 1, 1)):  # in the end they branch off
+        second = Request((*talk, *new), SamplingParams(8), 4)
+        answers, read, reused = counted(engine, [second])
+        check([second], answers)
+        assert read + reused == len(second.prompt) - 1
+        assert reused >= len(talk) - 1
+    engine.load(weights[1], version=1)
+    answers, read, _ = counted(engine, [second])
+    assert read == len(second.prompt) - 1
+    check([second], answers, 1)
+
+
+STEM = prompt(30)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([STEM[:21], STEM[:24]], [0, 20]),
+        ([STEM[:21], STEM[:20]], [0, 0]),
+        ([STEM[:21], STEM[:9]], [0, 0]),
+        ([STEM[:9], STEM[:21]], [0, 8]),
+        # the second leaves a state at the end of the page that it shares
+        ([(*STEM[:18], last, 1) for last in (1, 2, 3)], [0, 0, 16]),
+    ],
+)
+def test_it_goes_on_only_from_where_a_state_is(engine, check, starts, expected):
+    reuse = []
+    for start in starts:
+        request = Request(start, SamplingParams(3, temperature=0.0), 1)
+        answers, _, reused = counted(engine, [request])
+        check([request], answers)
+        reuse.append(reused)
+    assert reuse == expected
+
+
+def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(engines, weights, check):
+    engine = engines("in place")
+    engine.load(weights[0], version=0)
+    requests = [Request(prompt(7, seed), SamplingParams(33), seed) for seed in range(4)]
+    assert engine.programs.sizes.pages < 4 * 3  # of 16 tokens
+    before = engine.stats().preemptions
+    check(requests, engine.sample(requests))
+    assert engine.stats().preemptions > before
+    assert_all_free(engine)
+
+
+def test_an_answer_that_was_left_goes_on_from_its_state(engine, check, weights):
+    requests = [Request(prompt(18, 5), SamplingParams(20), seed) for seed in range(2)]
+    parts = engine.sample_until(requests, 1, Stop(turns=2))
+    assert all(0 < len(part.tokens) < 20 for part in parts)
+    drawn = [
+        dataclasses.replace(request, drawn=part)
+        for request, part in zip(requests, parts, strict=True)
+    ]
+    engine.load(weights[1], version=1, keep=True)
+    answers, read, reused = counted(engine, drawn)
+    assert read == 0
+    assert reused == sum(17 + len(part.tokens) for part in parts)
+    engine.load(weights[0], version=0)
+    whole = engine.sample(requests)
+    for part, answer, unchanged in zip(parts, answers, whole, strict=True):
+        count = len(part.tokens)
+        assert answer.tokens[:count].tolist() == unchanged.tokens[:count].tolist()
+        assert answer.versions.tolist() == [0] * count + [1] * (20 - count)
+    check(requests, whole)
+    answers, read, reused = counted(engine, drawn)  # of other weights: nothing is kept
+    assert answers[0].tokens.tolist() == whole[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_change_in_the_middle_of_an_answer(engine, check, weights, recompute):
+    request = Request(prompt(11, 6), SamplingParams(24), 7)
+
+    async def interrupted():
+        pieces = engine.stream(request)
+        received = [await anext(pieces)]
+        await asyncio.to_thread(engine.load, weights[1], 1, recompute=recompute)
+        return received + [piece async for piece in pieces]
+
+    pieces = asyncio.run(asyncio.wait_for(interrupted(), 60))
+    answer = type(pieces[0])(
+        *(np.concatenate(column) for column in list(zip(*pieces, strict=True))[:3]),
+        *pieces[-1][3:],
+    )
+    count = int((answer.versions == 0).sum())
+    assert answer.versions.tolist() == [0] * count + [1] * (24 - count)
+    before, after = (
+        answer._replace(tokens=answer.tokens[part], logprobs=answer.logprobs[part])
+        for part in (slice(count), slice(count, None))
+    )
+    check([request], [before])
+    if count < 24:
+        rest = dataclasses.replace(request, prompt=(*request.prompt, *before.tokens.tolist()))
+        if recompute:
+            check([rest], [after], 1)
+        else:
+            with pytest.raises(AssertionError):
+                check([rest], [after], 1)
+
+
+def test_sleep_and_who_gives_up_leave_nothing_behind(engine, check):
+    requests = [Request(prompt(12, seed), SamplingParams(20), seed) for seed in range(3)]
+    expected = engine.sample(requests)
+
+    async def race():
+        others = [asyncio.ensure_future(engine.generate(r)) for r in requests[1:]]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.generate(requests[0]), timeout=0.001)
+        await asyncio.to_thread(engine.sleep)
+        assert engine._runner.pool is None
+        engine.wake()
+        return await asyncio.gather(*others)
+
+    answers = asyncio.run(asyncio.wait_for(race(), 60))
+    for answer, want in zip(answers, expected[1:], strict=True):
+        assert answer.tokens.tolist() == want.tokens.tolist()
+    check(requests[1:], answers)
+
+
+def test_an_engine_that_fails_begins_anew(engine, check, monkeypatch):
+    requests = [Request(prompt(12, 3), SamplingParams(8), seed) for seed in range(3)]
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_append", fail)
+        with pytest.raises(RuntimeError, match=r"^out of memory$"):
+            engine.sample(requests)
+    check(requests, engine.sample(requests))
