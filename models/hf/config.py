@@ -154,8 +154,8 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
         )
     config = read_json(resolve(source) / "config.json")
     config.pop(SCORING, None)  # of the source, and its training
-    family = _family_of(config)[0]
     config.pop(QUANTIZATION, None)  # what is saved are floats
+    family = _family_of(config)[0]
     if new_head:
         config |= _value_config(family)
     if new_score:

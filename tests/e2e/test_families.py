@@ -68,6 +68,12 @@ FAMILIES = {
 }
 
 
+REPLAYS = {
+    "rollout": ("model.router_replay=rollout", "rollout.staleness=1"),
+    "old_policy": ("model.router_replay=old_policy",),
+}
+
+
 def routed(role):
     """Name the metrics of a model's routers."""
     return {f"{role}/router_{name}" for name in ("loss", "max_load", "idle", "entropy")}
@@ -152,6 +158,20 @@ def test_the_biases_of_deepseek_move_in_a_run_and_stay_float32(
     steps = bias.numpy() / RATE
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
     assert 0 < np.abs(steps).max() <= updates + 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["DeepseekV3"], indirect=True)
+@pytest.mark.parametrize("words", REPLAYS.values(), ids=REPLAYS.keys())
+def test_a_run_replays_choices_of_experts(run, model, words):
+    """With stale answers, whose record is kept with them, and with those of the old policy."""
+    _, directory = model
+    where = (f"model.path={directory}", "validation.before=false", "steps=2")
+    first, second = run(*where, *words).ok().metrics
+    assert first["training/rollout_probs_diff_mean"] < 1e-5
+    for line in (first, second):
+        assert 0 <= line["actor/router_replaced"] < 0.5
+        assert line["actor/grad_norm"] > 0
 
 
 @pytest.mark.slow
