@@ -27,23 +27,12 @@ LARGEST_BLOCK = 1024
 """Most queries, and most keys, of which scores are held at a time."""
 
 AXIS = "context"
-LEAST = jnp.finfo(jnp.float32).min  # not -inf: a padding token attends to nothing
-
-
-class _Given(NamedTuple):
-    """What attention is given: rows, or the pieces of one device; or how these are split."""
-
-    q: Any
-    k: Any
-    v: Any
-    segment_ids: Any
-    window: Any
-    sinks: Any
-
-
-BY_HEAD, BY_TOKEN = PartitionSpec(BATCH, AXIS, "tensor"), PartitionSpec(BATCH, AXIS)
+TOKENWISE = PartitionSpec(BATCH, AXIS)
+BY_HEAD = PartitionSpec(BATCH, AXIS, "tensor")
+HEADS = PartitionSpec("tensor")
 BLOCKWISE = PartitionSpec(AXIS, BATCH, "tensor")
-SPLIT = _Given(BY_HEAD, BY_HEAD, BY_HEAD, BY_TOKEN, PartitionSpec(), PartitionSpec("tensor"))
+GIVEN = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, (PartitionSpec(), HEADS))
+LEAST = jnp.finfo(jnp.float32).min  # not -inf: a padding token attends to nothing
 
 
 def attend_in_ring(
@@ -79,7 +68,7 @@ def attend_in_ring(
     scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     ring = _Ring(layout.mesh, layout.pieces, q.shape[1] // layout.pieces, scale, options.softcap)
-    mixed: Array = _attend(ring, _Given(q, k, v, segment_ids, window, options.sinks))
+    mixed: Array = _attend(ring, q, k, v, segment_ids, (window, options.sinks))
     return mixed
 
 
@@ -112,6 +101,10 @@ class _Ring(NamedTuple):
         )
 
 
+_Layer = tuple[Int[Array, ""], Float[Array, " N"] | None]
+"""A layer's window and its sinks."""
+
+
 class _Keys(NamedTuple):
     """What travels: blocks of keys and values, and the segments that they are in.
 
@@ -120,6 +113,13 @@ class _Keys(NamedTuple):
     """
 
     kv: Float[Array, "M R K b H+V"]
+    segment_ids: Int[Array, "M R b"]
+
+
+class _Queries(NamedTuple):
+    """Blocks of the queries of a device, and the segments that they are in."""
+
+    q: Float[Array, "M R K b G H"]
     segment_ids: Int[Array, "M R b"]
 
 
@@ -132,51 +132,57 @@ class _Softmax(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, given: _Given) -> Float[Array, "R L N V"]:
-    return _attend_forward(ring, given)[0]
+def _attend(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> Float[Array, "R L N V"]:
+    return _attend_forward(ring, q, k, v, segment_ids, layer)[0]
 
 
 @jax.named_scope("attention")
-def _attend_forward(ring: _Ring, given: _Given) -> tuple[Array, tuple[_Given, Array, Array]]:
-    mixed, log_total = ring.on_devices(_forward, (SPLIT,), (BY_HEAD, BLOCKWISE))(given)
-    return mixed, (given, mixed, log_total)
+def _attend_forward(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> tuple[Array, tuple[Any, ...]]:
+    run = ring.on_devices(_forward, GIVEN, (BY_HEAD, BLOCKWISE))
+    mixed, log_total = run(q, k, v, segment_ids, layer)
+    return mixed, (q, k, v, segment_ids, layer, mixed, log_total)
 
 
 @jax.named_scope("attention")
 def _attend_backward(
-    ring: _Ring, saved: tuple[_Given, Array, Array], cotangent: Float[Array, "R L N V"]
-) -> tuple[_Given]:
-    given, mixed, log_total = saved
-    given = given._replace(window=jnp.asarray(given.window))  # under remat it is numpy's
+    ring: _Ring, saved: tuple[Any, ...], cotangent: Float[Array, "R L N V"]
+) -> tuple[Any, ...]:
+    *rows, (window, sinks), mixed, log_total = saved
     mean = (cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(axis=-1)
-    split = SPLIT._replace(segment_ids=None, window=None)
-    run = ring.on_devices(_backward, (SPLIT, BY_HEAD, BY_HEAD, BLOCKWISE), split)
-    return (run(given, cotangent, mean, log_total),)
+    given = (*GIVEN, BY_HEAD, BY_HEAD, BLOCKWISE)
+    run = ring.on_devices(_backward, given, (BY_HEAD, BY_HEAD, BY_HEAD, HEADS))
+    layer = jnp.asarray(window), sinks
+    *gradients, to_sinks = run(*rows, layer, cotangent, mean, log_total)
+    return *gradients, None, (None, to_sinks)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(ring: _Ring, given: _Given) -> tuple[Array, Array]:
+def _forward(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> tuple[Array, Array]:
     """Attend with the queries of one device; the logarithms of the totals stay in blocks."""
-    queries, own = _cut(ring, given)
-    v, sinks = given.v, given.sinks
-    none = jnp.zeros(queries.shape[:-1], jnp.float32)
-    mixed = jnp.zeros((*none.shape, v.shape[3]), jnp.float32)
-    softmax = _Softmax(mixed, none + LEAST, none)
-    if sinks is not None:  # each is a first score, whose value is 0
-        softmax = _Softmax(mixed, none + _by_key_head(sinks, v.shape[2]), none + 1.0)
+    (queries, keys), (window, sinks) = _cut(ring, q, k, v, segment_ids), layer
+    none = jnp.zeros(queries.q.shape[:-1], jnp.float32)
+    softmax = _Softmax(jnp.zeros((*none.shape, v.shape[3]), jnp.float32), none + LEAST, none)
+    if sinks is not None:  # scores without values
+        softmax = softmax._replace(largest=none + _grouped_sinks(sinks, k), total=none + 1.0)
 
     def visit(softmax: _Softmax, keys: _Keys, hops: Any) -> _Softmax:
         def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
-            allowed = _allowed(ring, own, keys, at, hops, given.window)
-            so_far, q = _block((softmax, queries), at[0])
+            allowed = _allowed(ring, queries, keys, at, hops, window)
+            so_far, q = _block((softmax, queries.q), at[0])
             more = _add_keys(ring, so_far, q, _block(keys.kv, at[1]), allowed)
             return _with_block(softmax, more, at[0]), None
 
         return jax.lax.scan(attend_to, softmax, _block_pairs(ring, hops))[0]
 
-    softmax = _around(ring, visit, own, softmax)
+    softmax = _around(ring, visit, keys, softmax)
     total = jnp.maximum(softmax.total, jnp.finfo(jnp.float32).tiny)  # of padding it is 0
     mixed = _ungrouped((softmax.mixed / total[..., None]).astype(v.dtype))
     return _to_row(ring, mixed), softmax.largest + jnp.log(total)
@@ -196,18 +202,18 @@ def _add_keys(ring: _Ring, softmax: _Softmax, q: Array, kv: Array, allowed: Arra
 
 
 def _backward(
-    ring: _Ring, given: _Given, cotangent: Array, mean: Array, log_total: Array
-) -> _Given:
-    """Return the gradients of one device's queries and sinks, and of its keys and values."""
-    queries, own = _cut(ring, given)
-    q, k, sinks = given.q, given.k, given.sinks
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer, *of_output: Array
+) -> tuple[Array, Array, Array, Array | None]:
+    """Return the gradients of one device's queries, and of its keys and values come home."""
+    (window, sinks), (cotangent, mean, log_total) = layer, of_output
+    queries, keys = _cut(ring, q, k, v, segment_ids)
     cotangent, mean = (_grouped(_to_ring(ring, x), k.shape[2]) for x in (cotangent, mean))
-    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries, own.kv)]
+    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.kv)]
 
     def visit(sums: list[Array], keys: _Keys, hops: Any) -> list[Array]:
         def differentiate(sums: list[Array], at: Array) -> tuple[list[Array], None]:
-            allowed = _allowed(ring, own, keys, at, hops, given.window)
-            of_query = _block((queries, cotangent, mean, log_total), at[0])
+            allowed = _allowed(ring, queries, keys, at, hops, window)
+            of_query = _block((queries.q, cotangent, mean, log_total), at[0])
             parts = _gradients(ring, of_query, _block(keys.kv, at[1]), allowed)
             return [
                 _with_block(x, _block(x, i) + part, i)
@@ -216,19 +222,21 @@ def _backward(
 
         to_q, to_kv = sums
         arrived = to_kv if isinstance(hops, int) and hops == 0 else _hop(ring, to_kv)
-        to_q, more = jax.lax.scan(differentiate, [to_q, none[1]], _block_pairs(ring, hops))[0]
-        return [to_q, arrived + more]
+        to_q, own = jax.lax.scan(differentiate, [to_q, none[1]], _block_pairs(ring, hops))[0]
+        return [to_q, arrived + own]
 
-    to_q, to_kv = _around(ring, visit, own, none)
+    to_q, to_kv = _around(ring, visit, keys, none)
     to_q = _to_row(ring, _ungrouped(to_q).astype(q.dtype))
     to_kv = _to_row(ring, _hop(ring, to_kv).swapaxes(2, 3).astype(k.dtype))
     to_k, to_v = jnp.split(to_kv, [k.shape[3]], axis=-1)
-    to_sinks = None
-    if sinks is not None:
-        parts = jnp.exp(_by_key_head(sinks, k.shape[2]) - log_total) * mean
-        to_sinks = -jax.lax.psum(parts.sum(axis=(0, 1, 3)), (*BATCH, AXIS))
-        to_sinks = to_sinks.reshape(sinks.shape).astype(sinks.dtype)
-    return _Given(to_q, to_k, to_v, None, None, to_sinks)
+    if sinks is None:
+        return to_q, to_k, to_v, None
+    lost = (jnp.exp(_grouped_sinks(sinks, k) - log_total) * mean).sum((0, 1, 3)).reshape(-1)
+    return to_q, to_k, to_v, -jax.lax.psum(lost, (*BATCH, AXIS)).astype(sinks.dtype)
+
+
+def _grouped_sinks(sinks: Float[Array, " N"], k: Array) -> Float32[Array, "1 1 K 1 G"]:
+    return _grouped(sinks.astype(jnp.float32)[None, None, None], k.shape[2])
 
 
 def _gradients(
@@ -300,14 +308,14 @@ def _block_pairs(ring: _Ring, hops: Any) -> Int[Array, "n 2"]:
 
 
 def _allowed(
-    ring: _Ring, own: _Keys, keys: _Keys, at: Array, hops: Any, window: Array
+    ring: _Ring, queries: _Queries, keys: _Keys, at: Array, hops: Any, window: Array
 ) -> Bool[Array, "R 1 b 1 s"]:
     """Return which queries of a block attend to which keys of another."""
-    device, source = _places(ring, hops)
-    apart = _first_token(ring, device, at[0]) - _first_token(ring, source, at[1])
+    own, source = _places(ring, hops)
+    place = _first_token(ring, own, at[0]) - _first_token(ring, source, at[1])
     index = jnp.arange(ring.block)
-    distance = apart + index[:, None] - index[None, :]
-    of_queries, of_keys = _block(own.segment_ids, at[0]), _block(keys.segment_ids, at[1])
+    distance = place + index[:, None] - index[None, :]
+    of_queries, of_keys = _block(queries.segment_ids, at[0]), _block(keys.segment_ids, at[1])
     same = (of_queries[:, :, None] == of_keys[:, None, :]) & (of_keys != 0)[:, None, :]
     return (same & (distance >= 0) & (distance < window))[:, None, :, None, :]
 
@@ -326,11 +334,11 @@ def _first_token(ring: _Ring, device: Array, block: Array) -> Array:
     return half // 2 * ring.tokens + in_piece * ring.block
 
 
-def _cut(ring: _Ring, given: _Given) -> tuple[Float[Array, "M R K b G H"], _Keys]:
-    """Cut the halves of rows that a device works on into blocks: queries, and their own keys."""
-    kv = jnp.concatenate([given.k, given.v], axis=-1)
-    segments, q, kv = (_to_ring(ring, x) for x in (given.segment_ids, given.q, kv))
-    return _grouped(q, kv.shape[3]), _Keys(kv.swapaxes(2, 3), segments)
+def _cut(ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[_Queries, _Keys]:
+    """Cut the halves of rows that a device works on into blocks."""
+    kv = jnp.concatenate([k, v], axis=-1)
+    segments, q, kv = (_to_ring(ring, x) for x in (segment_ids, q, kv))
+    return _Queries(_grouped(q, k.shape[2]), segments), _Keys(kv.swapaxes(2, 3), segments)
 
 
 def _block(tree: Any, index: Array) -> Any:
@@ -347,11 +355,6 @@ def _with_block(tree: Any, block: Any, index: Array) -> Any:
 def _grouped(x: Shaped[Array, "M R b N *_"], keys: int) -> Shaped[Array, "M R K b G *_"]:
     """Put the heads that share keys next to each other, and the keys' heads first."""
     return x.reshape(*x.shape[:3], keys, -1, *x.shape[4:]).swapaxes(2, 3)
-
-
-def _by_key_head(sinks: Float[Array, " N"], keys: int) -> Float32[Array, "K 1 G"]:
-    """Return sinks in the order of `_grouped`."""
-    return sinks.astype(jnp.float32).reshape(keys, 1, -1)
 
 
 def _ungrouped(x: Shaped[Array, "M R K b G H"]) -> Shaped[Array, "M R b N H"]:
