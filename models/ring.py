@@ -106,10 +106,13 @@ _Layer = tuple[Int[Array, ""], Float[Array, " N"] | None]
 
 
 class _Keys(NamedTuple):
-    """What travels: blocks of keys and values, and the segments that they are in."""
+    """What travels: blocks of keys and values, and the segments that they are in.
 
-    k: Float[Array, "M R K b H"]
-    v: Float[Array, "M R K b V"]
+    Keys and values are one array, and so are their gradients: a GPU's compiler sends only one on
+    its way at a time.
+    """
+
+    kv: Float[Array, "M R K b H+V"]
     segment_ids: Int[Array, "M R b"]
 
 
@@ -174,7 +177,7 @@ def _forward(
         def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
             so_far, q = _block((softmax, queries.q), at[0])
-            more = _add_keys(ring, so_far, q, *_block((keys.k, keys.v), at[1]), allowed)
+            more = _add_keys(ring, so_far, q, _block(keys.kv, at[1]), allowed)
             return _with_block(softmax, more, at[0]), None
 
         return jax.lax.scan(attend_to, softmax, _block_pairs(ring, hops))[0]
@@ -185,10 +188,9 @@ def _forward(
     return _to_row(ring, mixed), softmax.largest + jnp.log(total)
 
 
-def _add_keys(
-    ring: _Ring, softmax: _Softmax, q: Array, k: Array, v: Array, allowed: Array
-) -> _Softmax:
+def _add_keys(ring: _Ring, softmax: _Softmax, q: Array, kv: Array, allowed: Array) -> _Softmax:
     """Take a block of keys into the softmax of a block of queries."""
+    k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
     scores = jnp.where(allowed, _scores(ring, q, k), LEAST)
     largest = jnp.maximum(softmax.largest, scores.max(axis=-1))
     weights = jnp.where(allowed, jnp.exp(scores - largest[..., None]), 0.0)
@@ -206,29 +208,27 @@ def _backward(
     (window, sinks), (cotangent, mean, log_total) = layer, of_output
     queries, keys = _cut(ring, q, k, v, segment_ids)
     cotangent, mean = (_grouped(_to_ring(ring, x), k.shape[2]) for x in (cotangent, mean))
-    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (keys.k, keys.v))
+    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.kv)]
 
-    def visit(held: tuple[Array, Any], keys: _Keys, hops: Any) -> tuple[Array, Any]:
-        def differentiate(sums: tuple[Array, ...], at: Array) -> tuple[tuple[Array, ...], None]:
+    def visit(sums: list[Array], keys: _Keys, hops: Any) -> list[Array]:
+        def differentiate(sums: list[Array], at: Array) -> tuple[list[Array], None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
             of_query = _block((queries.q, cotangent, mean, log_total), at[0])
-            parts = _gradients(ring, of_query, *_block((keys.k, keys.v), at[1]), allowed)
-            places = at[0], at[1], at[1]
-            return tuple(
-                _with_block(x, _block(x, place) + part, place)
-                for x, part, place in zip(sums, parts, places, strict=True)
-            ), None
+            parts = _gradients(ring, of_query, _block(keys.kv, at[1]), allowed)
+            return [
+                _with_block(x, _block(x, i) + part, i)
+                for x, part, i in zip(sums, parts, at, strict=True)
+            ], None
 
-        to_q, to_keys = held
-        arrived = to_keys if isinstance(hops, int) and hops == 0 else _hop(ring, to_keys)
-        pairs = _block_pairs(ring, hops)
-        to_q, *own = jax.lax.scan(differentiate, (to_q, *empty), pairs)[0]
-        return to_q, jax.tree.map(jnp.add, arrived, tuple(own))
+        to_q, to_kv = sums
+        arrived = to_kv if isinstance(hops, int) and hops == 0 else _hop(ring, to_kv)
+        to_q, own = jax.lax.scan(differentiate, [to_q, none[1]], _block_pairs(ring, hops))[0]
+        return [to_q, arrived + own]
 
-    to_q, to_keys = _around(ring, visit, keys, (jnp.zeros(queries.q.shape, jnp.float32), empty))
-    to_k, to_v = (x.swapaxes(2, 3) for x in _hop(ring, to_keys))
-    rows = zip((_ungrouped(to_q), to_k, to_v), (q, k, v), strict=True)
-    to_q, to_k, to_v = (_to_row(ring, x.astype(like.dtype)) for x, like in rows)
+    to_q, to_kv = _around(ring, visit, keys, none)
+    to_q = _to_row(ring, _ungrouped(to_q).astype(q.dtype))
+    to_kv = _to_row(ring, _hop(ring, to_kv).swapaxes(2, 3).astype(k.dtype))
+    to_k, to_v = jnp.split(to_kv, [k.shape[3]], axis=-1)
     if sinks is None:
         return to_q, to_k, to_v, None
     lost = (jnp.exp(_grouped_sinks(sinks, k) - log_total) * mean).sum((0, 1, 3)).reshape(-1)
@@ -240,13 +240,14 @@ def _grouped_sinks(sinks: Float[Array, " N"], k: Array) -> Float32[Array, "1 1 K
 
 
 def _gradients(
-    ring: _Ring, of_query: tuple[Array, ...], k: Array, v: Array, allowed: Array
-) -> tuple[Array, Array, Array]:
-    """Return what a block of queries and one of keys add to their gradients.
+    ring: _Ring, of_query: tuple[Array, ...], kv: Array, allowed: Array
+) -> tuple[Array, Array]:
+    """Return what a block of queries and one of keys and values add to their gradients.
 
     The equations are those of the backward pass of `attend`.
     """
     q, cotangent, mean, log_total = of_query
+    k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
     scores = _scores(ring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total[..., None]), 0.0)
     to_weights = _product("rkqgv,rksv->rkqgs", cotangent, v)
@@ -254,11 +255,9 @@ def _gradients(
     if ring.softcap is not None:
         to_scores = to_scores * (1.0 - jnp.square(scores / ring.softcap))
     to_scores, weights = to_scores.astype(q.dtype), weights.astype(v.dtype)
-    return (
-        _product("rkqgs,rksh->rkqgh", to_scores, k),
-        _product("rkqgs,rkqgh->rksh", to_scores, q),
-        _product("rkqgs,rkqgv->rksv", weights, cotangent),
-    )
+    to_k = _product("rkqgs,rkqgh->rksh", to_scores, q)
+    to_v = _product("rkqgs,rkqgv->rksv", weights, cotangent)
+    return _product("rkqgs,rksh->rkqgh", to_scores, k), jnp.concatenate([to_k, to_v], axis=-1)
 
 
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -337,9 +336,9 @@ def _first_token(ring: _Ring, device: Array, block: Array) -> Array:
 
 def _cut(ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[_Queries, _Keys]:
     """Cut the halves of rows that a device works on into blocks."""
-    segments, q, k, v = (_to_ring(ring, x) for x in (segment_ids, q, k, v))
-    keys = _Keys(k.swapaxes(2, 3), v.swapaxes(2, 3), segments)
-    return _Queries(_grouped(q, k.shape[3]), segments), keys
+    kv = jnp.concatenate([k, v], axis=-1)
+    segments, q, kv = (_to_ring(ring, x) for x in (segment_ids, q, kv))
+    return _Queries(_grouped(q, k.shape[2]), segments), _Keys(kv.swapaxes(2, 3), segments)
 
 
 def _block(tree: Any, index: Array) -> Any:
