@@ -343,7 +343,8 @@ def _delta_output(
     mixers: Mixers,
     layout: Layout | None,
 ) -> tuple[Float[Array, "R L D"], Any]:
-    assert spec.delta is not None
+    delta = spec.delta
+    assert delta is not None
     norm = functools.partial(rms_norm, eps=spec.norm_eps)
 
     def apply(name: str, x: Array) -> Array:
@@ -351,7 +352,7 @@ def _delta_output(
 
     mixed, state = mixers.delta(
         lambda segment_ids, state=None: delta_mix(
-            spec.delta, weights, apply, norm, h, segment_ids, state, layout
+            delta, weights, apply, norm, h, segment_ids, state, layout
         )
     )
     return linear(weights, spec, "delta_output", mixed, inputs=2), state

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.lora import factor_names
 from jaxrl_llm.models.quantization import QuantizedMatrix, quantized_product
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -21,8 +22,8 @@ def linear(
     r"""Apply the projection `name` of a layer, $x W + b + \mathrm{scale}\,(x A) B$.
 
     The bias `{name}_bias` and the low-rank factors `{name}_lora_a` [in…, r] and `{name}_lora_b`
-    [r, out…] (https://arxiv.org/abs/2106.09685) take part where `weights` holds them. All are cast
-    to the dtype of x.
+    [r, out…] (https://arxiv.org/abs/2106.09685) take part where `weights` holds them; the first may
+    be that of another part of the same matrix. All are cast to the dtype of x.
 
     Args:
         weights: One layer's arrays.
@@ -42,8 +43,8 @@ def linear(
     y = project(x, weights[name], inputs=inputs)
     if f"{name}_bias" in weights:
         y = y + weights[f"{name}_bias"].astype(x.dtype)
-    if spec.lora is not None and f"{name}_lora_a" in weights:
-        low, high = (weights[f"{name}_lora_{factor}"] for factor in "ab")
+    if spec.lora is not None and f"{name}_lora_b" in weights:
+        low, high = (weights[factor] for factor in factor_names(spec)[name])
         y = y + project(project(x, low, inputs=inputs), high) * spec.lora.scale
     return y
 
@@ -55,9 +56,9 @@ def adapted_matrix(weights: Params, spec: ModelSpec, name: str) -> Array:
     >>> adapted_matrix({"up": jnp.ones((4, 6))}, spec, "up").shape
     (4, 6)
     """
-    if spec.lora is None or f"{name}_lora_a" not in weights:
+    if spec.lora is None or f"{name}_lora_b" not in weights:
         return weights[name]
-    low, high = (weights[f"{name}_lora_{factor}"] for factor in "ab")
+    low, high = (weights[factor] for factor in factor_names(spec)[name])
     return weights[name] + jnp.tensordot(low, high, axes=1) * spec.lora.scale
 
 

@@ -5,6 +5,7 @@ For a matrix W the model computes `x W + scale (x A) B`, with A [inputs, rank] a
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.lora_arrays import ALL_LINEAR, A, B, adaptable, target_options
+from jaxrl_llm.models.lora_arrays import (
+    ALL_LINEAR,
+    A,
+    B,
+    adaptable,
+    first_parts,
+    target_options,
+)
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -50,7 +58,8 @@ def find_targets(patterns: Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
             raise ValueError(
                 f"{pattern!r} is no matrix that can have an adapter; {target_options(able)}"
             )
-        targets |= fits
+        modules = {able[name] for name in fits}  # all parts of one, or none
+        targets |= {name for name, module in able.items() if module in modules}
     return tuple(sorted(targets))
 
 
@@ -125,8 +134,10 @@ def merge_adapter(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
         for name, value in group.items():
             if isinstance(value, dict):
                 result[name] = merged(value, declared[name])
-            elif name + A in group:
-                result[name] = _add(value, group[name + A], group[name + B], declared, name, scale)
+            elif name + B in group:
+                names = name, first_parts(declared)[name] + A, name + B
+                matrices = [(group[n], declared[n].axes) for n in names]
+                result[name] = _add(*matrices, scale)
             elif not name.endswith((A, B)):
                 result[name] = value
         return result
@@ -134,15 +145,33 @@ def merge_adapter(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
     return merged(params, declare(spec)), without_adapter(spec)
 
 
-def _add(matrix: Any, a: Any, b: Any, declared: Declarations, name: str, scale: float) -> Array:
-    letters = {axis: chr(ord("a") + i) for i, axis in enumerate((*declared[name].axes, "rank"))}
-    first, second, own = (
-        "".join(letters[axis] for axis in declared[n].axes) for n in (name + A, name + B, name)
-    )
+_Matrix = tuple[Any, tuple[str, ...]]  # and the names of its axes
+
+
+def _add(matrix: _Matrix, a: _Matrix, b: _Matrix, scale: float) -> Array:
+    letters = {axis: chr(ord("a") + i) for i, axis in enumerate((*matrix[1], "rank"))}
+    own, first, second = ("".join(letters[axis] for axis in axes) for _, axes in (matrix, a, b))
     product = jnp.einsum(
         f"{first},{second}->{own}",
-        jnp.asarray(a, jnp.float32),
-        jnp.asarray(b, jnp.float32),
+        jnp.asarray(a[0], jnp.float32),
+        jnp.asarray(b[0], jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return (jnp.asarray(matrix, jnp.float32) + scale * product).astype(matrix.dtype)
+    return (jnp.asarray(matrix[0], jnp.float32) + scale * product).astype(matrix[0].dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def factor_names(spec: ModelSpec) -> dict[str, tuple[str, str]]:
+    """Return, for each adapted matrix of a model, the names of its A and of its B.
+
+    >>> from jaxrl_llm.models.spec import LoraSpec
+    >>> factor_names(tiny_spec(lora=LoraSpec(rank=2, alpha=4.0, targets=("up",))))
+    {'up': ('up_lora_a', 'up_lora_b')}
+    """
+    declared = declare(spec)
+    return {
+        name: (first + A, name + B)
+        for stack in spec.stacks
+        for name, first in first_parts(declared[stack]).items()
+        if name + B in declared[stack]
+    }

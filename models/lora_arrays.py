@@ -2,7 +2,8 @@
 
 A and B of the array `query` are the arrays `query_lora_a` and `query_lora_b` beside it. Their
 Hugging Face names and shapes are those of the `peft` library, so that adapters go from one to the
-other.
+other. Arrays that are parts of one matrix in a checkpoint, which has one A there, share the A of
+the first of them.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
         spec: The model; `spec.lora.targets` are names of arrays, as `find_targets` gives them.
 
     Returns:
-        The declarations, with `{name}_lora_a` and `{name}_lora_b` beside each target.
+        The declarations, with `{name}_lora_b` beside each target and `{name}_lora_a` beside each
+        that is the first part of its matrix.
 
     Raises:
         ValueError: There is no adapter, or a target is no matrix that can have one.
@@ -54,14 +56,16 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
         raise ValueError(
             f"{wrong[0]!r} is no matrix that can have an adapter; {target_options(able)}"
         )
+    modules = {able[target] for target in targets}
+    if missing := sorted(name for name in able.keys() - set(targets) if able[name] in modules):
+        raise ValueError(f"{missing} are parts of matrices that have an adapter; expected them too")
 
     def add(group: Declarations) -> Declarations:
-        added = {
-            name: adapter
-            for target in targets
-            if target in group and _is_adaptable(group[target])
-            for name, adapter in _declare_pair(target, group[target], rank).items()
-        }
+        added: Declarations = {}
+        for target, first in first_parts(group).items():
+            if target in targets:
+                pair = _declare_pair(target, group[target], rank)
+                added |= pair if target == first else {target + B: pair[target + B]}
         return group | added
 
     return {k: add(v) if isinstance(v, dict) else v for k, v in declarations.items()}
@@ -87,6 +91,18 @@ def adaptable(declarations: Declarations) -> dict[str, str]:
     }
 
 
+def first_parts(group: Declarations) -> dict[str, str]:
+    """Return, for each matrix of a stack, the first that is a part of the same in a checkpoint.
+
+    That is the array itself unless it is such a part; an adapter's A stands beside the first.
+    """
+    able = {name: decl.hf_name for name, decl in group.items() if _is_adaptable(decl)}
+    firsts: dict[str, str] = {}
+    for name, hf_name in able.items():
+        firsts.setdefault(hf_name, name)
+    return {name: firsts[hf_name] for name, hf_name in able.items()}
+
+
 def target_options(able: Mapping[str, str]) -> str:
     modules = sorted({module.rpartition(".")[2] for module in able.values()})
     return f"expected {ALL_LINEAR}, or some of {', '.join(modules)}, or patterns for them"
@@ -97,8 +113,6 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
     outputs, inputs = decl.hf_axes
     bound = 1 / math.sqrt(math.prod(sizes[axis] for axis in inputs))
     module = PEFT_PREFIX + decl.hf_name.removesuffix(".weight")
-    if decl.hf_part is not None:  # peft would have one pair for all parts
-        module += f".{name}"
 
     def array(
         kind: str, axes: tuple[str, ...], initializer: Initializer, hf_axes: Any
@@ -110,7 +124,7 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
             initializer=initializer,
             hf_name=f"{module}.lora_{kind}.weight",
             hf_axes=hf_axes,
-            hf_part=None,
+            hf_part=decl.hf_part if kind == "B" else None,
         )
 
     first, second = (*inputs, "rank"), ("rank", *outputs)

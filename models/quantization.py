@@ -54,7 +54,9 @@ def declare_quantized(spec: ModelSpec) -> Declarations:
     """Declare a model's arrays as the engine holds them in float8.
 
     These are the matrices that `models.linear.linear` multiplies by. Routers, routed experts, the
-    embedding, the head and latent attention's `kv_b`, which is not multiplied as a whole, stay.
+    embedding, the head and latent attention's `kv_b`, which is not multiplied as a whole, stay; so
+    do gates of one output, and a DeltaNet, whose state sums up what its inputs lose over all
+    tokens.
 
     Args:
         spec: The model.
@@ -68,8 +70,8 @@ def declare_quantized(spec: ModelSpec) -> Declarations:
     """
 
     def quantized(path: tuple[Any, ...], decl: ArrayDecl) -> ArrayDecl | QuantizedMatrix:
-        of_experts = {"routes", "experts"} & set(decl.axes)
-        if not decl.is_stack or len(decl.hf_axes) != 2 or of_experts or path[-1].key == "kv_b":
+        kept = {"routes", "experts", "delta_heads", "_one"} & set(decl.axes)
+        if not decl.is_stack or len(decl.hf_axes) != 2 or kept or path[-1].key == "kv_b":
             return decl
         sizes = dict(zip(decl.axes, decl.shape, strict=True))
         outputs, inputs = decl.hf_axes

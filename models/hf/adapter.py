@@ -20,7 +20,7 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Params
-from jaxrl_llm.models.hf.convert import from_hf, hf_arrays
+from jaxrl_llm.models.hf.convert import from_hf
 from jaxrl_llm.models.hf.files import (
     CHECKSUMS,
     check_contents,
@@ -30,6 +30,7 @@ from jaxrl_llm.models.hf.files import (
     read_json,
     whole_directory,
 )
+from jaxrl_llm.models.hf.save import host_arrays
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.lora_arrays import PEFT_PREFIX, adaptable
 from jaxrl_llm.models.parameters import declare
@@ -102,11 +103,9 @@ def save_adapter(
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
-    arrays = {
-        name: np.ascontiguousarray(array)
-        for decl, value in zip(_adapter_declarations(spec), jax.tree.leaves(adapter), strict=True)
-        for name, array in hf_arrays(decl, fetch(value).astype(dtype))
-    }
+    declared = zip(_adapter_declarations(spec), jax.tree.leaves(adapter), strict=True)
+    leaves = [(decl, fetch(value).astype(dtype), None) for decl, value in declared]
+    arrays = {name: np.ascontiguousarray(array) for name, array in host_arrays(leaves)}
     for decl in _adapter_declarations(dataclasses.replace(spec, lora=saved)):
         for name, _ in decl.hf_indices():
             arrays.setdefault(name, np.zeros(decl.hf_shape, dtype))

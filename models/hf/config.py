@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
-from jaxrl_llm.models.hf.files import read_json
+from jaxrl_llm.models.hf.files import INDEX, SINGLE, find_arrays, read_json
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.nested import text_config, with_dtype, with_text
 from jaxrl_llm.models.hf.quantized import QUANTIZATION
@@ -50,7 +50,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
         if head:
             _check_labels(config)
         spec = read_family(family, text_config(family, config), value_head=head == "value")
-        return dataclasses.replace(spec, reward_head=head == "reward")
+        prefix = _stored_prefix(path.parent, family) or spec.hf_prefix
+        return dataclasses.replace(spec, reward_head=head == "reward", hf_prefix=prefix)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -228,8 +229,21 @@ def _unused_token(config: dict[str, Any]) -> int | None:
     return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
 
+def _stored_prefix(directory: Path, family: Family) -> str | None:
+    """Return what names of arrays begin with in a text model that came out of a larger one.
+
+    transformers saves its arrays under their names there, beside a config that is not nested.
+    """
+    larger = [f.common["hf_prefix"] for f in FAMILIES if f.name == family.name and f.text_key]
+    if not larger or not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        return None
+    return next((p for p in larger for name in find_arrays(directory) if name.startswith(p)), None)
+
+
 def _differing(spec: ModelSpec, other: ModelSpec) -> dict[str, Any]:
-    return {name: value for name, value in vars(other).items() if value != vars(spec)[name]}
+    """Return the fields in which specs differ, but for names: transformers takes either."""
+    theirs = vars(other) | {"hf_prefix": spec.hf_prefix}
+    return {name: value for name, value in theirs.items() if value != vars(spec)[name]}
 
 
 def _check_labels(config: dict[str, Any]) -> None:

@@ -142,6 +142,8 @@ DELTA_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+# what transformers' text models pass over, too
+VISION, NEXT_TOKENS = "model.visual.", "mtp."
 DELTA: dict[str, Any] = {
     "keys": {"attention_bias": "qkv_bias"},
     "derived": {"layer_types": every_nth_attends},
@@ -150,6 +152,7 @@ DELTA: dict[str, Any] = {
     "layer_kinds": frozenset({FULL, LINEAR}),
     "rope_theta": 1e4,
     "partial_rotary": True,
+    "untouched": (NEXT_TOKENS,),
 }
 EXPERT_WIDTH = "moe_intermediate_size"
 DELTA_EXPERTS = {
@@ -172,6 +175,7 @@ def _seeing(family: Family, model_type: str, **fields: Any) -> Family:
         common=family.common | {"hf_prefix": "model.language_model."},
         language_class="ForConditionalGeneration",
         text_key="text_config",
+        untouched=(VISION, NEXT_TOKENS),
         **fields,
     )
 

@@ -31,10 +31,10 @@ BLOCK = 128
 def is_blocked(declaration: ArrayDecl) -> bool:
     """Tell whether an array is a layer's matrix, of an expert or not, and no router.
 
-    Those of a DeltaNet stay, too, as its state sums up what they lose over all tokens, and experts
-    that a checkpoint joins in one array.
+    Those of a DeltaNet stay, too, as its state sums up what they lose over all tokens, and so do
+    gates of one output, and experts that a checkpoint joins in one array.
     """
-    kept = {"routes", "delta_heads"} & set(declaration.axes)
+    kept = {"routes", "delta_heads", "_one"} & set(declaration.axes)
     return _is_matrix(declaration) and not kept
 
 

@@ -29,7 +29,7 @@ from jaxrl_llm.models.lora import (
 )
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.transformer import forward
@@ -69,6 +69,23 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {}),
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {"head_dim": 6}),
+}
+DELTA = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+JOINED = {  # arrays of ours are parts of one that has an adapter
+    "qwen3_5": (transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, DELTA),
+    "qwen3_next": (
+        transformers.Qwen3NextForCausalLM,
+        transformers.Qwen3NextConfig,
+        DELTA
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+        | dict(shared_expert_intermediate_size=14),
+    ),
 }
 KINDS = {
     "queries and values": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -130,7 +147,7 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 11))
 
 def their_model(family="qwen3"):
     torch.manual_seed(0)
-    model, config, changes = (FAMILIES | ROUTED)[family]
+    model, config, changes = (FAMILIES | ROUTED | JOINED)[family]
     made = model(config(**TINY | changes))
     with torch.no_grad():
         for parameter in made.parameters():
@@ -212,6 +229,31 @@ def test_an_adapter_of_peft_is_ours(family, kind, tmp_path):
     close(our_logits(params, spec), their_logits(theirs))
     close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
     assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_an_adapter_of_joined_matrices_is_pefts(family, tmp_path):
+    """One A for all parts of a matrix, there and back."""
+    model = their_model(family)
+    model.save_pretrained(tmp_path / "base")
+    base = read_spec(tmp_path / "base")
+    names = ["q_proj", "in_proj_*", "out_proj", "shared_expert_gate"][: 4 if base.moe else 3]
+    spec = adapted(base, *names, rank=3, rslora=True)
+    adapter = random_adapter(spec)
+    assert "attention_gate_lora_b" in adapter["layers"]
+    assert "attention_gate_lora_a" not in adapter["layers"]
+    save_adapter(tmp_path / "ours", adapter, spec, base=str(tmp_path / "base"), dtype=np.float32)
+    frozen = load_params(tmp_path / "base", base)
+    params = combine_params(adapter, frozen)
+    plain = their_logits(model)
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
+    assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
+    close(our_logits(params, spec), their_logits(theirs))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = read_adapter_spec(tmp_path / "theirs", base)
+    assert again == spec
+    assert bits(load_adapter(tmp_path / "theirs", again)) == bits(adapter)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -410,6 +452,15 @@ def test_what_can_have_no_adapter_is_refused(spec, name):
         declare(dataclasses.replace(spec, lora=lora))
 
 
+def test_parts_of_one_matrix_have_an_adapter_together(spec):
+    gated = dataclasses.replace(spec, gated_attention=True)
+    for name in ("q_proj", "query", "attention_gate"):
+        assert find_targets([name], gated) == ("attention_gate", "query")
+    lora = LoraSpec(rank=1, alpha=1.0, targets=("query",))
+    with pytest.raises(ValueError, match=r"\['attention_gate'\] are parts of matrices that have"):
+        declare(dataclasses.replace(gated, lora=lora))
+
+
 # ----------------------------------------------------------------------------------------- merged
 
 
@@ -428,7 +479,7 @@ def test_merged_is_unmerged(spec, params):
     assert bits(split_adapter(whole)[1]) == bits(params)
 
 
-@pytest.mark.parametrize("kind", ["latent attention", "shared experts"])
+@pytest.mark.parametrize("kind", ["latent attention", "shared experts", "gpt-oss"])
 def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
     """Routers can have no adapter; what stands beside them can."""
     changes, expected = {
@@ -450,6 +501,17 @@ def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
             },
             "down expert_down expert_gate expert_up gate key output query shared_down shared_gate "
             "shared_up up value",
+        ),
+        "gpt-oss": (
+            {
+                "qkv_bias": True,
+                "attention_sinks": True,
+                "moe": MoeSpec(
+                    **dict(experts=4, experts_per_token=2, ff_width=5, biases=True),
+                    **dict(swiglu=ClippedSwiglu(alpha=1.7, limit=7.0), hf_joined=True),
+                ),
+            },
+            "key output query value",  # a checkpoint joins its experts
         ),
     }[kind]
     both = adapted(dataclasses.replace(spec, vocab_size=61, **changes), "all-linear")

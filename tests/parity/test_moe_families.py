@@ -1,4 +1,4 @@
-"""Families with experts against `transformers`: logits, decoding, files, gradients."""
+"""Families with experts or DeltaNets against `transformers`: logits, decoding, files, gradients."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
@@ -77,6 +77,22 @@ GLM_4_MOE = dict(
     moe_intermediate_size=10,
     routed_scaling_factor=2.5,
 )
+LINEAR, FULL = "linear_attention", "full_attention"
+QWEN3_5 = dict(
+    num_key_value_heads=2,
+    head_dim=8,
+    layer_types=[LINEAR, FULL],
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+SHARED = dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=10,
+    shared_expert_intermediate_size=14,
+)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -126,6 +142,16 @@ CASES = {
         "MiniMaxM2",
         MIXTRAL | {"head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 2},
     ),
+    "Qwen3.5": ("Qwen3_5", QWEN3_5),
+    "Qwen3.5-MoE, a longer period, half a head rotated, tied, biased": (
+        "Qwen3_5Moe",
+        QWEN3_5
+        | SHARED
+        | {"num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]}
+        | {"tie_word_embeddings": True, "attention_bias": True}
+        | {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
+    ),
+    "Qwen3-Next": ("Qwen3Next", QWEN3_5 | SHARED),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
         "GptOss",
@@ -138,7 +164,8 @@ CASES = {
 
 def build(family, changes, **more):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**BASE | changes | more)
+    of_text = getattr(transformers, f"{family}TextConfig", None)
+    config = (of_text or getattr(transformers, f"{family}Config"))(**BASE | changes | more)
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     return randomize(model)
@@ -243,10 +270,20 @@ def compare_continuations(model, directory, spec, params, *, in_form):
     assert_close(scores, np.stack(forced))
 
 
-@pytest.mark.parametrize("kernel", [None, attend_gathered], ids=["rows", "pages"])
-@pytest.mark.parametrize("case", [CASES["gpt-oss"]], ids=["gpt-oss"], indirect=True)
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        pytest.param(CASES[name], kernel, id=f"{name}, {form}")
+        for name, form, kernel in (
+            ("gpt-oss", "rows", None),
+            ("gpt-oss", "pages", attend_gathered),
+            ("Qwen3.5", "rows", None),
+        )
+    ],
+    indirect=["case"],
+)
 def test_the_engine_answers_as_transformers(case, kernel):
-    """By sinks and windows over rows gathered from pages, and over pages where they lie."""
+    """By sinks, windows and states, over rows gathered from pages and pages where they lie."""
     model, _, spec, params = case
     prompts, new = [[5, 1, 4, 9, 7, 30, 2], [7, 11]], 8
     settings = dataclasses.replace(EngineSettings(2, 16), dtype="float32")
@@ -265,6 +302,29 @@ def test_the_engine_answers_as_transformers(case, kernel):
         scores = jax.nn.log_softmax(their_logits(model, out.numpy())[0, len(prompt) - 1 : -1])
         chosen = np.asarray(scores)[np.arange(new), answer.tokens]
         np.testing.assert_allclose(answer.logprobs, chosen, atol=1e-4)
+
+
+def changed(params, **arrays):
+    """Return parameters with other values in all stacks that have such arrays."""
+    return {
+        stack: {n: jnp.full_like(x, arrays[n]) if n in arrays else x for n, x in layers.items()}
+        if isinstance(layers, dict)
+        else layers
+        for stack, layers in params.items()
+    }
+
+
+@pytest.mark.parametrize("case", [CASES["Qwen3-Next"]], ids=["Qwen3-Next"], indirect=True)
+def test_what_qwen3_next_adds_matters_here(case):
+    """The comparisons of this file would notice if a part of the model were left out."""
+    _, _, spec, params = case
+    rows = as_jax(*draw_rows())
+    whole = our_logits(params, spec, *rows)
+    for name in ("attention_gate", "shared_expert_gate", "delta_gate", "delta_beta", "delta_decay"):
+        without = our_logits(changed(params, **{name: 0.0}), spec, *rows)
+        assert jnp.abs(without - whole).max() > 1e-2, name
+    rotated = our_logits(params, dataclasses.replace(spec, rotary_fraction=1.0), *rows)
+    assert jnp.abs(rotated - whole).max() > 1e-2
 
 
 @pytest.mark.parametrize("case", [CASES["gpt-oss"]], ids=["gpt-oss"], indirect=True)
@@ -321,7 +381,15 @@ def test_saved_model_is_identical_and_loads_in_transformers(case, dtype, with_so
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow), "DeepSeek-V3", "gpt-oss"]
+    "name",
+    [
+        "Qwen3-MoE",
+        pytest.param("Mixtral", marks=pytest.mark.slow),
+        "DeepSeek-V3",
+        "gpt-oss",
+        "Qwen3-Next",
+        pytest.param("Qwen3.5", marks=pytest.mark.slow),
+    ],
 )
 def test_gradient_of_masked_log_prob_loss_equals_autograd(name, tmp_path):
     model = build(*CASES[name])
@@ -443,3 +511,15 @@ def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
     add_layer(tmp_path / "qwen", 2)
     with pytest.raises(ValueError, match=r"surplus: model\.layers\.2\.eh_proj\.weight"):
         load_params(tmp_path / "qwen", read_spec(tmp_path / "qwen"))
+
+
+def test_those_of_glm_are_passed_over_too(tmp_path):
+    build("Glm4Moe", GLM_4_MOE).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    before = load_params(tmp_path, spec)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.3.eh_proj.weight"] = np.ones((24, 48), np.float32)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    chex.assert_trees_all_equal(load_params(tmp_path, spec), before)
+    config = config_to_save(spec, tmp_path, np.dtype("float32"))
+    assert config["num_nextn_predict_layers"] == 0

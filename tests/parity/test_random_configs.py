@@ -95,6 +95,24 @@ class Draw:
     def kinds(self):
         return [self.one(FULL, SLIDING) for _ in range(self.layers)]
 
+    def delta(self):
+        key_heads = self.one(1, 2, 3)
+        linear = [self.one("linear_attention", FULL) for _ in range(self.layers - 2)]
+        return dict(
+            linear_num_key_heads=key_heads,
+            linear_num_value_heads=key_heads * self.one(1, 2, 3),
+            linear_key_head_dim=self.one(4, 6),
+            linear_value_head_dim=self.one(3, 6),
+            linear_conv_kernel_dim=self.one(2, 4),
+            layer_types=["linear_attention", *linear, FULL],
+            rope_parameters=self.rope("default", "linear", partial_rotary_factor=self.one(0.5, 1)),
+            attention_bias=self.maybe(),
+            hidden_act="silu",
+        )
+
+    def shared_expert(self):
+        return dict(shared_expert_intermediate_size=self.one(10, 14))
+
     def window(self):
         return dict(sliding_window=self.one(2, 5, 8), layer_types=self.kinds())
 
@@ -207,11 +225,29 @@ FAMILIES |= {
         | draw.long_rope(64)
         | {"sliding_window": draw.one(None, 3, 100), "original_max_position_embeddings": 64}
     ),
+    "qwen3_5_text": lambda draw: draw.common() | draw.delta(),
+    "qwen3_5_moe_text": lambda draw: (
+        draw.common() | draw.delta() | draw.experts() | draw.shared_expert()
+    ),
+    "qwen3_next": lambda draw: (
+        draw.common()
+        | draw.delta()
+        | draw.experts()
+        | draw.shared_expert()
+        | {"norm_topk_prob": draw.maybe()}
+    ),
     "smollm3": lambda draw: (
         draw.common()
         | draw.window()
         | {"use_sliding_window": True, "no_rope_layers": [draw.one(0, 1) for _ in range(3)]}
         | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
+    ),
+    "gpt_oss": lambda draw: (
+        draw.common()
+        | draw.experts("num_local_experts", "intermediate_size")
+        | draw.window()
+        | {"hidden_act": "silu", "attention_bias": draw.maybe()}
+        | {"swiglu_alpha": draw.one(1.0, 1.702), "swiglu_limit": draw.one(0.5, 2.0, 7.0)}
     ),
 }
 BY_DEFAULT = ("llama", "gemma3_text", "glm4_moe_lite", "phi3")
