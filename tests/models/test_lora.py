@@ -231,7 +231,7 @@ def test_an_adapter_of_peft_is_ours(family, kind, tmp_path):
     assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
 
 
-@pytest.mark.parametrize("family", JOINED)
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_next"])
 def test_an_adapter_of_joined_matrices_is_pefts(family, tmp_path):
     """One A for all parts of a matrix, there and back."""
     model = their_model(family)

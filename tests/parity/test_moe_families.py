@@ -171,7 +171,16 @@ def build(family, changes, **more):
     return randomize(model)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+SLOW = {name for name in CASES if name.startswith("Qwen3.5-MoE")}  # as Qwen3-Next, but for names
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, case in CASES.items()
+    ],
+)
 def case(request, tmp_path_factory):
     """A model of transformers, its directory, and our spec and parameters read from there."""
     directory = tmp_path_factory.mktemp("source")
