@@ -1,8 +1,8 @@
 """Floating-point operations (FLOPs) of a model: of a forward pass, of an update, of one token.
 
 Only what no implementation can do without is counted: two FLOPs for each number of a weight matrix
-and token, and those of the products in attention. Norms, activation functions and softmax are left
-out, and so is what a program computes twice or for padding.
+and token, and those of the products in attention and in the gated delta rule. Norms, activation
+functions and softmax are left out, and so is what a program computes twice or for padding.
 """
 
 import math
@@ -61,11 +61,12 @@ def _active(array: ArrayDecl, spec: ModelSpec) -> int:
 def forward_flops(
     spec: ModelSpec, tokens: int | float, pairs: int | float, *, scored: int | float | None = None
 ) -> int | float:
-    r"""Count the FLOPs of a forward pass, $2\,(T P_{layers} + T_{scored} P_{head} + A)$.
+    r"""Count the FLOPs of a forward pass, $2\,(T P_{layers} + T_{scored} P_{head} + A + T D)$.
 
     Each of the pairs of a token and one that it attends to costs a product of keys and one of
-    values in each layer, so $A = \mathrm{pairs} \cdot \mathrm{layers} \cdot N (H_k + H_v)$;
-    Kaplan et al. 2020, section 2.1 (https://arxiv.org/abs/2001.08361).
+    values in each layer with attention, so
+    $A = \mathrm{pairs} \cdot \mathrm{layers} \cdot N (H_k + H_v)$; Kaplan et al. 2020, section 2.1
+    (https://arxiv.org/abs/2001.08361). `delta_products` says D.
 
     Args:
         spec: The model.
@@ -81,7 +82,29 @@ def forward_flops(
     """
     active = active_parameters(spec)
     products = tokens * active.layers + (tokens if scored is None else scored) * active.head
-    return 2 * (products + pairs * spec.layers * spec.heads * _widths(spec))
+    attending = spec.layers - sum(spec.delta_layers)
+    products += tokens * delta_products(spec)
+    return 2 * (products + pairs * attending * spec.heads * _widths(spec))
+
+
+def delta_products(spec: ModelSpec) -> int:
+    r"""Count the products that a token's memories take, besides those with parameters.
+
+    In each layer with a DeltaNet each value head's matrix is multiplied by the key, changed by an
+    outer product, and multiplied by the query, so $D = 3 \cdot \mathrm{layers} \cdot M K V$:
+    equation 10 of Yang et al. 2024 (https://arxiv.org/abs/2412.06464). Its decay is left out, as
+    norms are, and so is what chunks of tokens cost more.
+
+    >>> from jaxrl_llm.models.delta import DeltaSpec
+    >>> delta = DeltaSpec(key_heads=2, value_heads=4, key_width=8, value_width=6)
+    >>> spec = tiny_spec(layers=3, delta=delta, delta_layers=(True, True, False))
+    >>> delta_products(spec) == 2 * 3 * 4 * 8 * 6
+    True
+    """
+    if spec.delta is None:
+        return 0
+    memory = spec.delta.value_heads * spec.delta.key_width * spec.delta.value_width
+    return 3 * sum(spec.delta_layers) * memory
 
 
 def _widths(spec: ModelSpec) -> int:

@@ -29,7 +29,9 @@ LARGEST_BLOCK = 1024
 AXIS = "context"
 TOKENWISE = PartitionSpec(BATCH, AXIS)
 BY_HEAD = PartitionSpec(BATCH, AXIS, "tensor")
+HEADS = PartitionSpec("tensor")
 BLOCKWISE = PartitionSpec(AXIS, BATCH, "tensor")
+GIVEN = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, (PartitionSpec(), HEADS))
 LEAST = jnp.finfo(jnp.float32).min  # not -inf: a padding token attends to nothing
 
 
@@ -52,7 +54,7 @@ def attend_in_ring(
         k: Keys, whose heads the `tensor` axis divides.
         v: Values.
         segment_ids: As for `attend`.
-        options: Scale, window and soft-cap of the scores.
+        options: Scale, window, soft-cap and sinks of the scores.
         layout: How rows are split.
 
     Returns:
@@ -66,7 +68,7 @@ def attend_in_ring(
     scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     ring = _Ring(layout.mesh, layout.pieces, q.shape[1] // layout.pieces, scale, options.softcap)
-    mixed: Array = _attend(ring, q, k, v, segment_ids, window)
+    mixed: Array = _attend(ring, q, k, v, segment_ids, (window, options.sinks))
     return mixed
 
 
@@ -99,11 +101,18 @@ class _Ring(NamedTuple):
         )
 
 
-class _Keys(NamedTuple):
-    """What travels: blocks of keys and values, and the segments that they are in."""
+_Layer = tuple[Int[Array, ""], Float[Array, " N"] | None]
+"""A layer's window and its sinks."""
 
-    k: Float[Array, "M R K b H"]
-    v: Float[Array, "M R K b V"]
+
+class _Keys(NamedTuple):
+    """What travels: blocks of keys and values, and the segments that they are in.
+
+    Keys and values are one array, and so are their gradients: a GPU's compiler sends only one on
+    its way at a time.
+    """
+
+    kv: Float[Array, "M R K b H+V"]
     segment_ids: Int[Array, "M R b"]
 
 
@@ -124,49 +133,51 @@ class _Softmax(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
 ) -> Float[Array, "R L N V"]:
-    return _attend_forward(ring, q, k, v, segment_ids, window)[0]
+    return _attend_forward(ring, q, k, v, segment_ids, layer)[0]
 
 
 @jax.named_scope("attention")
 def _attend_forward(
-    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    given = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, PartitionSpec())
-    run = ring.on_devices(_forward, given, (BY_HEAD, BLOCKWISE))
-    mixed, log_total = run(q, k, v, segment_ids, window)
-    return mixed, (q, k, v, segment_ids, window, mixed, log_total)
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> tuple[Array, tuple[Any, ...]]:
+    run = ring.on_devices(_forward, GIVEN, (BY_HEAD, BLOCKWISE))
+    mixed, log_total = run(q, k, v, segment_ids, layer)
+    return mixed, (q, k, v, segment_ids, layer, mixed, log_total)
 
 
 @jax.named_scope("attention")
 def _attend_backward(
     ring: _Ring, saved: tuple[Any, ...], cotangent: Float[Array, "R L N V"]
-) -> tuple[Array | None, ...]:
-    q, k, v, segment_ids, window, mixed, log_total = saved
+) -> tuple[Any, ...]:
+    *rows, (window, sinks), mixed, log_total = saved
     mean = (cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(axis=-1)
-    given = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, PartitionSpec(), BY_HEAD, BY_HEAD, BLOCKWISE)
-    run = ring.on_devices(_backward, given, (BY_HEAD, BY_HEAD, BY_HEAD))
-    gradients = run(q, k, v, segment_ids, jnp.asarray(window), cotangent, mean, log_total)
-    return *gradients, None, None
+    given = (*GIVEN, BY_HEAD, BY_HEAD, BLOCKWISE)
+    run = ring.on_devices(_backward, given, (BY_HEAD, BY_HEAD, BY_HEAD, HEADS))
+    layer = jnp.asarray(window), sinks
+    *gradients, to_sinks = run(*rows, layer, cotangent, mean, log_total)
+    return *gradients, None, (None, to_sinks)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(
-    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, window: Array
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
 ) -> tuple[Array, Array]:
     """Attend with the queries of one device; the logarithms of the totals stay in blocks."""
-    queries, keys = _cut(ring, q, k, v, segment_ids)
+    (queries, keys), (window, sinks) = _cut(ring, q, k, v, segment_ids), layer
     none = jnp.zeros(queries.q.shape[:-1], jnp.float32)
     softmax = _Softmax(jnp.zeros((*none.shape, v.shape[3]), jnp.float32), none + LEAST, none)
+    if sinks is not None:  # scores without values
+        softmax = softmax._replace(largest=none + _grouped_sinks(sinks, k), total=none + 1.0)
 
     def visit(softmax: _Softmax, keys: _Keys, hops: Any) -> _Softmax:
         def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
             so_far, q = _block((softmax, queries.q), at[0])
-            more = _add_keys(ring, so_far, q, *_block((keys.k, keys.v), at[1]), allowed)
+            more = _add_keys(ring, so_far, q, _block(keys.kv, at[1]), allowed)
             return _with_block(softmax, more, at[0]), None
 
         return jax.lax.scan(attend_to, softmax, _block_pairs(ring, hops))[0]
@@ -177,10 +188,9 @@ def _forward(
     return _to_row(ring, mixed), softmax.largest + jnp.log(total)
 
 
-def _add_keys(
-    ring: _Ring, softmax: _Softmax, q: Array, k: Array, v: Array, allowed: Array
-) -> _Softmax:
+def _add_keys(ring: _Ring, softmax: _Softmax, q: Array, kv: Array, allowed: Array) -> _Softmax:
     """Take a block of keys into the softmax of a block of queries."""
+    k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
     scores = jnp.where(allowed, _scores(ring, q, k), LEAST)
     largest = jnp.maximum(softmax.largest, scores.max(axis=-1))
     weights = jnp.where(allowed, jnp.exp(scores - largest[..., None]), 0.0)
@@ -192,52 +202,52 @@ def _add_keys(
 
 
 def _backward(
-    ring: _Ring,
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: Array,
-    window: Array,
-    *of_output: Array,
-) -> tuple[Array, Array, Array]:
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer, *of_output: Array
+) -> tuple[Array, Array, Array, Array | None]:
     """Return the gradients of one device's queries, and of its keys and values come home."""
-    cotangent, mean, log_total = of_output
+    (window, sinks), (cotangent, mean, log_total) = layer, of_output
     queries, keys = _cut(ring, q, k, v, segment_ids)
     cotangent, mean = (_grouped(_to_ring(ring, x), k.shape[2]) for x in (cotangent, mean))
-    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (keys.k, keys.v))
+    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.kv)]
 
-    def visit(held: tuple[Array, Any], keys: _Keys, hops: Any) -> tuple[Array, Any]:
-        def differentiate(sums: tuple[Array, ...], at: Array) -> tuple[tuple[Array, ...], None]:
+    def visit(sums: list[Array], keys: _Keys, hops: Any) -> list[Array]:
+        def differentiate(sums: list[Array], at: Array) -> tuple[list[Array], None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
             of_query = _block((queries.q, cotangent, mean, log_total), at[0])
-            parts = _gradients(ring, of_query, *_block((keys.k, keys.v), at[1]), allowed)
-            places = at[0], at[1], at[1]
-            return tuple(
-                _with_block(x, _block(x, place) + part, place)
-                for x, part, place in zip(sums, parts, places, strict=True)
-            ), None
+            parts = _gradients(ring, of_query, _block(keys.kv, at[1]), allowed)
+            return [
+                _with_block(x, _block(x, i) + part, i)
+                for x, part, i in zip(sums, parts, at, strict=True)
+            ], None
 
-        to_q, to_keys = held
-        arrived = to_keys if isinstance(hops, int) and hops == 0 else _hop(ring, to_keys)
-        pairs = _block_pairs(ring, hops)
-        to_q, *own = jax.lax.scan(differentiate, (to_q, *empty), pairs)[0]
-        return to_q, jax.tree.map(jnp.add, arrived, tuple(own))
+        to_q, to_kv = sums
+        arrived = to_kv if isinstance(hops, int) and hops == 0 else _hop(ring, to_kv)
+        to_q, own = jax.lax.scan(differentiate, [to_q, none[1]], _block_pairs(ring, hops))[0]
+        return [to_q, arrived + own]
 
-    to_q, to_keys = _around(ring, visit, keys, (jnp.zeros(queries.q.shape, jnp.float32), empty))
-    to_k, to_v = (x.swapaxes(2, 3) for x in _hop(ring, to_keys))
-    rows = zip((_ungrouped(to_q), to_k, to_v), (q, k, v), strict=True)
-    to_q, to_k, to_v = (_to_row(ring, x.astype(like.dtype)) for x, like in rows)
-    return to_q, to_k, to_v
+    to_q, to_kv = _around(ring, visit, keys, none)
+    to_q = _to_row(ring, _ungrouped(to_q).astype(q.dtype))
+    to_kv = _to_row(ring, _hop(ring, to_kv).swapaxes(2, 3).astype(k.dtype))
+    to_k, to_v = jnp.split(to_kv, [k.shape[3]], axis=-1)
+    if sinks is None:
+        return to_q, to_k, to_v, None
+    lost = (jnp.exp(_grouped_sinks(sinks, k) - log_total) * mean).sum((0, 1, 3)).reshape(-1)
+    return to_q, to_k, to_v, -jax.lax.psum(lost, (*BATCH, AXIS)).astype(sinks.dtype)
+
+
+def _grouped_sinks(sinks: Float[Array, " N"], k: Array) -> Float32[Array, "1 1 K 1 G"]:
+    return _grouped(sinks.astype(jnp.float32)[None, None, None], k.shape[2])
 
 
 def _gradients(
-    ring: _Ring, of_query: tuple[Array, ...], k: Array, v: Array, allowed: Array
-) -> tuple[Array, Array, Array]:
-    """Return what a block of queries and one of keys add to their gradients.
+    ring: _Ring, of_query: tuple[Array, ...], kv: Array, allowed: Array
+) -> tuple[Array, Array]:
+    """Return what a block of queries and one of keys and values add to their gradients.
 
     The equations are those of the backward pass of `attend`.
     """
     q, cotangent, mean, log_total = of_query
+    k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
     scores = _scores(ring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total[..., None]), 0.0)
     to_weights = _product("rkqgv,rksv->rkqgs", cotangent, v)
@@ -245,11 +255,9 @@ def _gradients(
     if ring.softcap is not None:
         to_scores = to_scores * (1.0 - jnp.square(scores / ring.softcap))
     to_scores, weights = to_scores.astype(q.dtype), weights.astype(v.dtype)
-    return (
-        _product("rkqgs,rksh->rkqgh", to_scores, k),
-        _product("rkqgs,rkqgh->rksh", to_scores, q),
-        _product("rkqgs,rkqgv->rksv", weights, cotangent),
-    )
+    to_k = _product("rkqgs,rkqgh->rksh", to_scores, q)
+    to_v = _product("rkqgs,rkqgv->rksv", weights, cotangent)
+    return _product("rkqgs,rksh->rkqgh", to_scores, k), jnp.concatenate([to_k, to_v], axis=-1)
 
 
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -328,9 +336,9 @@ def _first_token(ring: _Ring, device: Array, block: Array) -> Array:
 
 def _cut(ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[_Queries, _Keys]:
     """Cut the halves of rows that a device works on into blocks."""
-    segments, q, k, v = (_to_ring(ring, x) for x in (segment_ids, q, k, v))
-    keys = _Keys(k.swapaxes(2, 3), v.swapaxes(2, 3), segments)
-    return _Queries(_grouped(q, k.shape[3]), segments), keys
+    kv = jnp.concatenate([k, v], axis=-1)
+    segments, q, kv = (_to_ring(ring, x) for x in (segment_ids, q, kv))
+    return _Queries(_grouped(q, k.shape[2]), segments), _Keys(kv.swapaxes(2, 3), segments)
 
 
 def _block(tree: Any, index: Array) -> Any:

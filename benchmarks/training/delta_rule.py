@@ -59,10 +59,12 @@ def draw(length: int, heads: int, width: int) -> list[np.ndarray]:
 
 
 Function = Callable[[], list[np.ndarray]]
+Pair = tuple[Function, Function]
+"""What gives the reads, and what gives the gradients."""
 
 
-def jax_functions(function: Any, arrays: list[np.ndarray]) -> tuple[Function, Function, float]:
-    """Return what gives the reads, what gives the gradients, and the scratch of the latter."""
+def jax_functions(function: Any, arrays: list[np.ndarray]) -> tuple[Pair, float]:
+    """Return a function's pair, and the scratch of its gradients in MiB."""
     given = [jnp.asarray(x) for x in arrays]
 
     def total(*arrays: Any) -> Any:
@@ -70,16 +72,16 @@ def jax_functions(function: Any, arrays: list[np.ndarray]) -> tuple[Function, Fu
 
     reads = jax.jit(function).lower(*given).compile()
     gradients = jax.jit(jax.grad(total, argnums=range(5))).lower(*given).compile()
-    scratch = gradients.memory_analysis().temp_size_in_bytes
-    return (
+    sizes: Any = gradients.memory_analysis()
+    pair = (
         lambda: [np.asarray(reads(*given))],
         lambda: [np.asarray(x) for x in gradients(*given)],
-        scratch / 2**20,
     )
+    return pair, sizes.temp_size_in_bytes / 2**20
 
 
-def torch_functions(arrays: list[np.ndarray]) -> tuple[Function, Function]:
-    """Return the same two for the chunks of transformers, which scales the queries itself."""
+def torch_functions(arrays: list[np.ndarray]) -> Pair:
+    """Return the pair of the chunks of transformers, which scales the queries itself."""
     import torch
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -114,8 +116,12 @@ def measure(length: int, heads: int, width: int, repeats: int) -> list[list[str]
     """Return the lines of the table for sequences of one length."""
     arrays = draw(length, heads, width)
     ids = jnp.ones((1, length), jnp.int32)
-    *chunks, scratch = jax_functions(lambda *x: gated_delta_rule(*x, ids)[0], arrays)
-    *tokens, token_scratch = jax_functions(scan_tokens, arrays)
+
+    def by_chunks(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> Any:
+        return gated_delta_rule(q, k, v, log_decay, beta, ids)[0]
+
+    chunks, scratch = jax_functions(by_chunks, arrays)
+    tokens, token_scratch = jax_functions(scan_tokens, arrays)
     functions = {
         CHUNKS: chunks,
         "token by token": tokens,

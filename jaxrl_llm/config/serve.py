@@ -48,7 +48,7 @@ class ServeConfig(Section):
         default=None,
         description=(
             "how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, "
-            "mistral or deepseek; null: as its chat template does"
+            "mistral, deepseek or harmony; null: as its chat template does"
         ),
     )
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.flops import active_parameters
+from jaxrl_llm.models.flops import active_parameters, delta_products
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -49,16 +49,18 @@ def model_cost(spec: ModelSpec) -> Cost:
     a pair of tokens 12·N·H in a layer's attention (https://arxiv.org/abs/2204.02311, appendix B).
     We count the n²/2 pairs of causal attention and not n², so n = parameters / (layers·N·H) is
     where both are equal. Experts count as far as a token is sent to them. Layers with a window are
-    left out of the layers: their attention does not grow with the square.
+    left out of the layers: their attention does not grow with the square. So are those with a
+    DeltaNet, whose products with the memory count as parameters do.
 
     >>> spec = tiny_spec(layers=3, qk_norm=False)
     >>> model_cost(spec).breakeven * 3 * 2 * 2  # 3 layers of 48 + 72, norms of 4, and the embedding
     420.0
     """
-    windowed = sum(spec.windowed_layers) if spec.windowed_layers else spec.layers
-    full = spec.layers - (windowed if spec.window else 0)
+    windowed = spec.windowed_layers or (spec.window is not None,) * spec.layers
+    delta = spec.delta_layers or (False,) * spec.layers
+    full = sum(not (short or none) for short, none in zip(windowed, delta, strict=True))
     pairs = full * spec.heads * spec.head_dim
-    parameters = sum(active_parameters(spec))
+    parameters = sum(active_parameters(spec)) + delta_products(spec)
     return Cost(parameters / pairs if pairs else math.inf, 6.0 * parameters)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data import call_formats as formats
+from jaxrl_llm.data import harmony
 from jaxrl_llm.data.call_text import CLOSE, OPEN, ToolCall, Tools, dump_json
 
 
@@ -17,7 +18,7 @@ class ParsedAnswer(NamedTuple):
     Attributes:
         text: what is no call and no reasoning.
         calls: in the order of the text, those that are wrong included.
-        reasoning: what stood in `<think>` and `</think>`.
+        reasoning: what stood in `<think>` and `</think>`, or in the analysis channel.
     """
 
     text: str
@@ -26,6 +27,15 @@ class ParsedAnswer(NamedTuple):
 
 
 Read = Callable[[str, Tools], tuple[str, list[ToolCall]]]
+
+
+def _split_reasoning(marked: str) -> tuple[str, str]:
+    """Return what stands in the think tags, and the rest; the first tag may be in the prompt."""
+    head, closed, tail = marked.partition(CLOSE)
+    before, opened, inside = head.partition(OPEN)
+    if opened:
+        return inside.strip(), before + tail
+    return (head.strip(), tail) if closed else ("", marked)
 
 
 class CallFormat(NamedTuple):
@@ -38,6 +48,7 @@ class CallFormat(NamedTuple):
         write: returns the text of calls.
         first_id: the id of an answer's first call; those of the others are counted on from it.
         bare: with which an answer begins that is a call without a marker; empty: there is none.
+        split: takes an answer whose markers are replaced; returns its reasoning and the rest.
     """
 
     markers: tuple[str, ...]
@@ -45,6 +56,7 @@ class CallFormat(NamedTuple):
     write: Callable[[Sequence[ToolCall]], str]
     first_id: str = "call_0"
     bare: str = ""
+    split: Callable[[str], tuple[str, str]] = _split_reasoning
 
     def parse(self, tokens: Sequence[int], tokenizer: Any, tools: Tools = ()) -> ParsedAnswer:
         """Take an answer apart.
@@ -56,7 +68,7 @@ class CallFormat(NamedTuple):
         """
         markers = ("<think>", "</think>", *self.markers)
         marked = mark(tokens, tokenizer, markers)
-        reasoning, body = _split_reasoning(marked)
+        reasoning, body = self.split(marked)
         text, calls = self.read(unmark(body, markers[:2]), tools)
         if calls or reasoning:
             text = text.strip()
@@ -120,15 +132,6 @@ def unmark(text: str, markers: Sequence[str]) -> str:
     return text
 
 
-def _split_reasoning(marked: str) -> tuple[str, str]:
-    """Return what stands in the think tags, and the rest; the first tag may be in the prompt."""
-    head, closed, tail = marked.partition(CLOSE)
-    before, opened, inside = head.partition(OPEN)
-    if opened:
-        return inside.strip(), before + tail
-    return (head.strip(), tail) if closed else ("", marked)
-
-
 def split_reasoning(tokens: Sequence[int], tokenizer: Any) -> ParsedAnswer:
     """Take an answer apart in which no calls are looked for.
 
@@ -152,6 +155,9 @@ FORMATS: Mapping[str, CallFormat] = {
         formats.MISTRAL, formats.read_mistral, formats.write_mistral, first_id="call00000"
     ),
     "deepseek": CallFormat(formats.DEEPSEEK, formats.read_deepseek, formats.write_deepseek),
+    "harmony": CallFormat(
+        harmony.HARMONY, harmony.read_harmony, harmony.write_harmony, split=harmony.split_analysis
+    ),
 }
 """The formats by name."""
 

@@ -8,11 +8,13 @@ messages at its end, and cutting that after the token that closes the assistant'
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.chat import Message, encode_prompt, render_prompt
+from jaxrl_llm.data.harmony import as_told, is_harmony
+from jaxrl_llm.data.probes import REPLY, USER, Turn, probe_turns
 from jaxrl_llm.data.special_texts import SpecialTexts
 from jaxrl_llm.data.tool_calls import (
     FORMATS,
@@ -29,8 +31,6 @@ from jaxrl_llm.data.tool_calls import (
 
 log = logging.getLogger(__name__)
 
-USER, REPLY = {"role": "user", "content": "Hello."}, "Sure."
-
 
 class Cut(NamedTuple):
     """A neutral chat with new messages, cut after the assistant's turn.
@@ -42,10 +42,6 @@ class Cut(NamedTuple):
     close: str
     told: str
     inside: bool
-
-
-Turn = tuple[ParsedAnswer, list[Message]]
-"""An answer and what is told after it."""
 
 
 class TurnTemplate:
@@ -79,8 +75,9 @@ class TurnTemplate:
         self._stops = stops
         self._tools = list(tools)
         self._kwargs = dict(template_kwargs or {})
-        if call_format is None and tools:
-            call_format = choose_format(tokenizer, self._kwargs)
+        self._is_harmony = is_harmony(tokenizer)
+        if call_format is None and (tools or self._is_harmony):
+            call_format = "harmony" if not tools else choose_format(tokenizer, self._kwargs)
         if call_format is not None and call_format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ValueError(f"call_format: got {call_format!r}, expected one of {known}")
@@ -142,7 +139,7 @@ class TurnTemplate:
         hidden, signs = self._special.hide(self._as_told(messages, calls))
         cut = self._cut(hidden)
         ids = self._special.encode(cut.told, signs, after=cut.close)
-        close = self._stop_texts[cut.close]
+        close = self._stop_texts.get(cut.close) or self._ids(cut.close)[0]
         return ids if closed and (stop is None or stop == close) else [close, *ids]
 
     def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> ParsedAnswer:
@@ -185,13 +182,15 @@ class TurnTemplate:
         chat = self.as_rendered(messages)
         waits = bool(chat) and chat[-1]["role"] != "assistant"
         rendered = self._render(chat, generation=waits, **self.told_tools)
-        added = sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
-        split = re.compile("|".join(f"({re.escape(text)})" for text in added) or "(?!)")
-        unwritten = () if self._closes else self._stop_texts
+        split = re.compile("|".join(f"({re.escape(text)})" for text in self._added) or "(?!)")
+        unwritten = () if self._usual.inside else self._stop_texts
         stream, whole = (
             [p.strip() for p in split.split(text) if p and p.strip() and p not in unwritten]
             for text in (self._tokenizer.decode(list(tokens)), rendered)
         )
+        if (close := self._usual.close) not in self._stop_texts:  # a drawn one stands before it
+            pairs = zip(stream, [*stream[1:], ""], strict=True)
+            stream = [p for p, after in pairs if p not in self._stop_texts or after != close]
         opens = len(stream) == len(whole) + 1 and stream[-1] in self._stop_texts
         if opens and whole and whole[-1] not in self._stop_texts:
             stream.pop()  # a stop token that begins the next message
@@ -207,7 +206,8 @@ class TurnTemplate:
         Raises:
             ValueError: the template refuses a chat, or writes a message otherwise when more follow.
         """
-        rewritten = [name for name, turn in self._probes() if self._rewrites(name, turn)]
+        probes = probe_turns(calls=self.call_format is not None, several=self._several)
+        rewritten = [name for name, turn in probes if self._rewrites(name, turn)]
         if rewritten:
             log.warning(
                 "the chat template rewrites an answer when more follows (%s): the stream keeps what"
@@ -219,19 +219,6 @@ class TurnTemplate:
                 "the chat template moves the tools or the system prompt when the user speaks again:"
                 " the stream keeps them where they were"
             )
-
-    def _probes(self) -> Iterator[tuple[str, Turn]]:
-        if self.call_format is not None:
-            both = [PROBE, PROBE._replace(id="call00001")]
-            yield "one call", _turn("18 degrees", [PROBE])
-            yield "two calls", _turn("18 degrees", both if self._several else both[:1])
-            yield "no argument", _turn("noon", [ToolCall("clock", {}, PROBE.id)])
-            yield "unicode", _turn("naïve 東京 🙂", [PROBE])
-            yield "code", _turn('def f(x):\n    return {"x": x}\n', [PROBE])
-            yield "an error", _turn("Error: no such place: 'Zürich'", [PROBE])
-            yield "thinking and a call", _turn("18 degrees", [PROBE], "I look it up.")
-        yield "a user turn", _turn("And tomorrow?")
-        yield "thinking", _turn("And tomorrow?", reasoning="That is easy.")
 
     def _rewrites(self, name: str, turn: Turn) -> bool:
         """Return whether an answer is written otherwise when more follows.
@@ -301,8 +288,12 @@ class TurnTemplate:
         return False
 
     @functools.cached_property
-    def _closes(self) -> bool:
-        return self._cut([{"role": "user", "content": "More."}]).inside
+    def _usual(self) -> Cut:
+        return self._cut([{"role": "user", "content": "More."}])
+
+    @functools.cached_property
+    def _added(self) -> list[str]:
+        return sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
 
     @functools.cached_property
     def _asked(self) -> str:
@@ -335,7 +326,7 @@ class TurnTemplate:
     ) -> list[dict[str, Any]]:
         """Return messages with all that templates ask for; tools' as the user's where need be."""
         told, waiting, joins = list[dict[str, Any]](), iter(calls), False
-        for message in messages:
+        for message in map(as_told, messages) if self._is_harmony else messages:
             role, joined = message["role"], joins
             joins = role == "tool" and not self._tool_role
             if role == "tool" and not joins:
@@ -384,17 +375,14 @@ class TurnTemplate:
         if position >= 0:
             return Cut(close, text[position + len(close) :], inside=True)
         before = self._render(neutral, generation=False)
+        for stop in filter(before.endswith, self._stop_texts):  # in history it ends otherwise
+            kept = before.removesuffix(stop)
+            close = next(filter(text[len(kept) :].startswith, self._added), None)
+            if text.startswith(kept) and close is not None:
+                return Cut(close, text[len(kept) + len(close) :], inside=True)
         if not text.startswith(before):
             raise ValueError(
                 f"chat template: it is not append-only: got {text!r}, expected this to begin with "
                 f"{before!r}"
             )
         return Cut(next(iter(self._stop_texts)), text[len(before) :], inside=False)
-
-
-def _turn(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> Turn:
-    new: list[Message] = [
-        {"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c in calls
-    ]
-    answer = ParsedAnswer("" if calls else REPLY, tuple(calls), reasoning)
-    return answer, new or [{"role": "user", "content": text}]

@@ -197,11 +197,11 @@ def plan_role(
         weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
         coefs["balance_weights"] = weights
 
+    def micro(names: set[str], bucket: RowShape) -> MicroBatch:
+        return abstract_microbatch(names, config, bucket, layout.mesh, settings.route_shape)
+
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
-        micro = abstract_microbatch(
-            update.objective.asks_for(), config, bucket, layout.mesh, settings.route_shape
-        )
-        return params, frozen, micro, coefs
+        return params, frozen, micro(update.objective.asks_for(), bucket), coefs
 
     total = learner.total_like(*inputs(of_updates))
     metrics = total[1]
@@ -213,9 +213,7 @@ def plan_role(
             state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
         ),
         StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.trace(
-            params,
-            frozen,
-            abstract_microbatch(set(), config, bucket, layout.mesh, settings.route_shape).rows,
+            params, frozen, micro(set(), bucket).rows
         ),
     }
     needed = needs_inference(name, functions, has_adapter=spec.lora is not None)

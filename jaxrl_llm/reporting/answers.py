@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.data.call_formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, PYTHONIC
+from jaxrl_llm.data.harmony import HARMONY
 from jaxrl_llm.reporting.curves import short
 from jaxrl_llm.reporting.tokens import TokenTexts, decoder
 from jaxrl_llm.runs.files import RunFiles
@@ -20,6 +21,7 @@ STEPS = 24
 CALLS = [
     *(HERMES, PYTHONIC[:2], PYTHONIC[2:], DEEPSEEK[:2]),
     *((marker, "") for marker in (LLAMA[0], MISTRAL[0])),
+    (f"{HARMONY[0]}commentary to=", HARMONY[4]),
 ]
 """Beginning and end of a tool's call in an answer; without an end it goes on to the turn's end."""
 

@@ -89,6 +89,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         **_of_experts("router_max_load", "tokens of the busiest expert over the mean; 1 is best"),
         **_of_experts("router_idle", "share of experts that no token chose"),
         **_of_experts("router_entropy", "how undecided the router is, in nats"),
+        "actor/router_replaced": "share of replayed choices of experts that the routers would "
+        "not have made",
     },
     "Engine and trainer": {
         "training/rollout_logprobs_diff_mean": "mean difference of the engine's and the trainer's "

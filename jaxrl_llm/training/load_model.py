@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec
@@ -14,7 +15,7 @@ from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import with_reward_head, with_value_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
-from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_arrays, load_params
 from jaxrl_llm.models.lora import (
     combine_params,
@@ -100,6 +101,7 @@ def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedMode
         spec = read_spec(config.path)
         if spec.reward_head:
             return read_model(config.path, spec, layout)
+        _check_can_be_saved(config.path, dataclasses.replace(spec, reward_head=True))
         base = open_model(config, layout, seed=seed)
         params, spec = with_reward_head(base.params, spec, key=jax.random.key(seed))
         log.info("a reward model starts from %s, with a new head", config.path)
@@ -120,6 +122,8 @@ def open_step_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> Loade
         spec = read_spec(config.path)
         if spec.value_head:
             return read_model(config.path, spec, layout)
+        headed = dataclasses.replace(spec, value_head=True, reward_head=False)
+        _check_can_be_saved(config.path, headed)
         scores = spec.reward_head
         base = (
             read_model(config.path, spec, layout)
@@ -129,6 +133,11 @@ def open_step_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> Loade
         params, spec = with_value_head(base.params, spec)
         log.info("a process reward model starts from %s, with a new head", config.path)
         return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
+
+
+def _check_can_be_saved(path: str, spec: ModelSpec) -> None:
+    """Refuse a head for which transformers' code of the family has no class."""
+    config_to_save(spec, path, np.dtype(np.float32))
 
 
 def open_own_model(

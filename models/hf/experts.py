@@ -31,10 +31,9 @@ def experts_as_stored(declarations: Declarations, names: Container[str]) -> Decl
 
     def stored(path: tuple[Any, ...], declaration: ArrayDecl) -> ArrayDecl:
         other = _other_form(jax.tree_util.keystr(path[-1:], simple=True), declaration)
-        is_there = other is not None and next(other.hf_indices())[0] in names
-        if is_there and next(declaration.hf_indices())[0] not in names:
-            return other
-        return declaration
+        if other is None or next(declaration.hf_indices())[0] in names:
+            return declaration
+        return other if next(other.hf_indices())[0] in names else declaration
 
     return jax.tree_util.tree_map_with_path(stored, declarations)
 

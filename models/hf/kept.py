@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations
 from jaxrl_llm.models.hf.config import untouched_prefixes
+from jaxrl_llm.models.hf.experts import experts_as_stored
 from jaxrl_llm.models.hf.files import INDEX, SINGLE, StoredArray, find_arrays
 from jaxrl_llm.models.hf.quantized import ReadableArray, read_quantization, restore_arrays
 
@@ -30,10 +31,12 @@ class Kept(NamedTuple):
     Attributes:
         float32: Names of the model's arrays that are saved in float32, whatever the others are.
         untouched: Arrays that are no part of it, by name.
+        names: Of all arrays that are there.
     """
 
     float32: frozenset[str] = frozenset()
     untouched: Mapping[str, ReadableArray] = {}
+    names: frozenset[str] = frozenset()
 
     def is_wide(self, declaration: ArrayDecl) -> bool:
         """Tell whether an array is saved in float32."""
@@ -53,21 +56,25 @@ def find_kept(directory: Path | None, declarations: Declarations) -> Kept:
     Raises:
         ValueError: A file is damaged, or scales of quantized arrays are missing.
     """
+    stored: dict[str, ReadableArray] = {}
+    if directory is not None and any((directory / name).exists() for name in (SINGLE, INDEX)):
+        stored, problems = restore_arrays(find_arrays(directory), read_quantization(directory))
+        if problems:
+            raise ValueError(f"{directory}:\n  " + "\n  ".join(problems))
+        declarations = experts_as_stored(declarations, stored)
     declared = {
         name: leaf.float32
         for leaf in jax.tree.leaves(declarations)
         for name, _ in leaf.hf_indices()
     }
     precise = {name for name, is_precise in declared.items() if is_precise}
-    if directory is None or not any((directory / name).exists() for name in (SINGLE, INDEX)):
+    if directory is None or not stored:
         return Kept(frozenset(precise))
-    stored, problems = restore_arrays(find_arrays(directory), read_quantization(directory))
-    if problems:
-        raise ValueError(f"{directory}:\n  " + "\n  ".join(problems))
-    ours = {name for name in stored if name in declared}
+    ours = stored.keys() & declared.keys()
     wide = {name for name in ours if _type(stored[name]) == "F32"}
     float32 = (precise - (ours - wide)) | (wide if wide < ours else set())
-    return Kept(frozenset(float32), find_untouched(stored, untouched_prefixes(directory)))
+    untouched = find_untouched(stored, untouched_prefixes(directory))
+    return Kept(frozenset(float32), untouched, frozenset(stored))
 
 
 def find_untouched(

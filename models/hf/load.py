@@ -18,7 +18,13 @@ from jaxrl_llm.models.hf.experts import experts_as_stored
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.kept import find_untouched, log_untouched
-from jaxrl_llm.models.hf.quantized import ReadableArray, read_quantization, restore_arrays
+from jaxrl_llm.models.hf.quantized import (
+    BlockScaled,
+    MicroScaled,
+    ReadableArray,
+    read_quantization,
+    restore_arrays,
+)
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -154,9 +160,22 @@ def _read_part(
             if isinstance(array, StoredArray):
                 values[at] = from_hf(declaration, array.map())[inner]
             else:
-                restored = array.read(hf_entries(declaration, inner))
-                values[at] = part_from_hf(declaration, inner, restored)
+                _restore(declaration, array, inner, values[at])
     return values
+
+
+def _restore(
+    declaration: ArrayDecl, array: BlockScaled | MicroScaled, part: Part, values: np.ndarray
+) -> None:
+    """Restore a part of a quantized array; where all experts are in one, an expert at a time."""
+    pieces = [part]
+    if declaration.hf_axes[0] == ("experts",):
+        experts = range(part[0].start, part[0].stop)
+        pieces = [(slice(expert, expert + 1), *part[1:]) for expert in experts]
+    for piece in pieces:
+        first, size = piece[0].start - part[0].start, piece[0].stop - piece[0].start
+        restored = array.read(hf_entries(declaration, piece))
+        values[first : first + size] = part_from_hf(declaration, piece, restored)
 
 
 def _check_arrays(

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.config import SCORING, config_to_save
 from jaxrl_llm.models.hf.convert import check_parts, join_parts, to_hf
+from jaxrl_llm.models.hf.experts import experts_as_stored
 from jaxrl_llm.models.hf.files import (
     STORED_TYPES,
     StoredArray,
@@ -88,14 +89,15 @@ def save_params(
     run_on_first(lambda: check_new_directory(Path(directory), dtype))
     config = config_to_save(spec, path, np.dtype(dtype))
     declarations = declare(spec)
+    kept = find_kept(path, declarations)
     save_arrays(
         directory,
         params,
-        declarations,
+        experts_as_stored(declarations, kept.names),
         config=config | ({SCORING: scoring} if scoring else {}),
         source=path,
         dtype=dtype,
-        kept=find_kept(path, declarations),
+        kept=kept,
         max_shard_bytes=max_shard_bytes,
     )
 

@@ -76,8 +76,7 @@ def mixture(
         lora_scale: What products of low-rank factors are multiplied by.
         layout: How rows and experts are split over a mesh; tokens then go to their experts'
             devices and back (`models.moe.expert_parallel`). Its `grouped_kernels` multiply them.
-        routes: Experts to take instead of the router's choice, as for
-            `models.moe.routing.replay_routes`.
+        routes: Experts to take instead, as for `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, the router's statistics, and each token's experts.

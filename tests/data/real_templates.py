@@ -20,6 +20,7 @@ STOPS = {
     "gemma": ("<end_of_turn>", "<eos>"),
     "glm": ("<|endoftext|>", "<|user|>", "<|observation|>"),
     "phi": ("<|end|>", "<|endoftext|>"),
+    "gptoss": ("<|return|>", "<|call|>", "<|endoftext|>"),
     "mistral": ("</s>",),
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
 }

@@ -13,6 +13,8 @@ from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, m
 from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
+from jaxrl_llm.models.delta import DeltaSpec
+from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.heads import head_matrix
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, init_params
@@ -158,6 +160,15 @@ def test_layers_with_a_window_do_not_grow_with_the_square():
     assert model_cost(mixed).breakeven == 2 * model_cost(spec).breakeven
     windowed = ModelSpec(**SIZES, **REST, tied_embeddings=True, window=16)
     assert model_cost(windowed)(np.array([3, 4000])).tolist() == [3, 4000]
+
+
+def test_layers_with_a_delta_net_cost_by_the_token():
+    delta = DeltaSpec(key_heads=2, value_heads=4, key_width=8, value_width=6)
+    parts = {"delta": delta, "delta_layers": (True, False)}
+    spec = ModelSpec(**SIZES, **REST, tied_embeddings=True, **parts)
+    products = sum(active_parameters(spec)) + 3 * 4 * 8 * 6
+    one_layer = spec.heads * spec.head_dim
+    assert model_cost(spec) == Cost(products / one_layer, 6.0 * products)
 
 
 def test_the_square_of_a_long_sequence_does_not_overflow():

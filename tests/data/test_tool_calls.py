@@ -15,6 +15,7 @@ TOKENIZERS = {
     "pythonic": "lfm2_v2",
     "mistral": "mistral",
     "deepseek": "deepseekv31",
+    "harmony": "gptoss",
 }
 TEMPLATES = {
     **dict.fromkeys(["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"], "hermes"),
@@ -24,6 +25,7 @@ TEMPLATES = {
     **dict.fromkeys(["lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2"], "pythonic"),
     **dict.fromkeys(["mistral", "mistral_named"], "mistral"),
     **dict.fromkeys(["deepseekv3", "deepseekv31"], "deepseek"),
+    "gptoss": "harmony",
 }
 SCHEMA = [
     {
@@ -99,7 +101,7 @@ def test_formats_read_what_real_templates_write(template, arguments):
     assert (read.name, read.arguments, read.error) == ("look_up", arguments, None)
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "deepseek"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "deepseek", "harmony"])
 def test_markers_spelt_in_ordinary_pieces_forge_no_call(name):
     tokenizer, _ = build(TOKENIZERS[name])
     text = FORMATS[name].write([ToolCall("erase", {})])
@@ -263,3 +265,47 @@ def test_two_formats_that_read_the_same(monkeypatch):
     monkeypatch.setattr(tool_calls, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"got hermes, twin of the known formats .* name it"):
         choose_format(build("qwen2_5")[0], {})
+
+
+LOOK = '{"text": "sun"}'
+SUN = ToolCall("look_up", {"text": "sun"}, "call_0")
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CALL = "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("drawn", "text", "calls", "reasoning"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>Moon.<|return|>", "Moon.", (), "Hm."),
+        (f"{THOUGHT}{CALL}{LOOK}<|call|>", "", (SUN,), "Hm."),
+        (f"{THOUGHT}{CALL}{LOOK}", "", (SUN,), "Hm."),  # without its stop token
+        # the recipient in the role, as the template writes it; words for the user before a call
+        (f" to=functions.look_up<|channel|>commentary json<|message|>{LOOK}", "", (SUN,), ""),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}{LOOK}<|call|>",
+            "I look.",
+            (SUN,),
+            "",
+        ),
+        (f"{THOUGHT}<|channel|>analysis<|message|>And", "", (), "Hm.\n\nAnd"),  # cut off
+        ("Moon.", "Moon.", (), ""),
+    ],
+)
+def test_harmony_s_channels_are_told_apart(drawn, text, calls, reasoning):
+    assert parse("harmony", drawn, SCHEMA) == (text, calls, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "reason"),
+    [
+        (f"{CALL}{LOOK[:-1]}<|call|>", "no JSON"),
+        (f"{CALL}[1]<|call|>", "expected an object"),
+        ("<|channel|>commentary to=functions.look_up json", "breaks off"),
+        ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", "'browser.search'"),
+        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "got a call to 'python'"),
+    ],
+)
+def test_harmony_mends_no_call(drawn, reason):
+    answer = parse("harmony", drawn, SCHEMA)
+    assert answer.text == answer.reasoning == ""
+    assert reason in answer.calls[0].error

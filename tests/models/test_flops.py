@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.delta import DeltaSpec
+from jaxrl_llm.models.delta_rule import gated_delta_rule
 from jaxrl_llm.models.flops import active_parameters, causal_pairs, forward_flops, update_flops
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
@@ -45,6 +47,23 @@ def test_a_forward_pass_has_the_flops_that_xla_counts(tied):
     np.testing.assert_allclose(
         counted_by_xla(spec, length), needed, rtol=0.05
     )  # and norms, softmax
+
+
+def test_a_delta_layer_has_the_flops_that_xla_counts_and_no_pairs():
+    delta = DeltaSpec(key_heads=4, value_heads=8, key_width=64, value_width=32)
+    spec = dataclasses.replace(SPEC, layers=3, delta=delta, delta_layers=(True, True, False))
+    active = active_parameters(spec)
+    of_layer = (forward_flops(spec, 1, 0) - 2 * (active.layers + active.head)) / 2
+
+    def shape(*sizes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((1, 1, *sizes), dtype)
+
+    tokens = shape(4, 64), shape(4, 64), shape(8, 32), shape(8), shape(8), shape(dtype=jnp.int32)
+    counted = jax.jit(gated_delta_rule).lower(*tokens).cost_analysis()["flops"]
+    decay = 8 * 64 * 32
+    np.testing.assert_allclose(counted - decay, of_layer, rtol=0.02)
+    pairs = forward_flops(spec, 1, 5) - forward_flops(spec, 1, 0)
+    assert pairs == forward_flops(SPEC, 1, 5) - forward_flops(SPEC, 1, 0)
 
 
 @pytest.mark.parametrize(("layers", "experts", "active"), [(24, 32, 3.61e9), (36, 128, 5.13e9)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import weakref
 
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.arrays import NORMAL, ArrayDecl, HfPart
 from jaxrl_llm.models.delta import DeltaSpec
+from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.hf.convert import from_hf, hf_entries, join_parts, part_from_hf, to_hf
 from jaxrl_llm.models.hf.fp8 import blocked_host_arrays, is_blocked, quantize_blocks
 from jaxrl_llm.models.hf.load import load_arrays, load_params
@@ -258,6 +260,10 @@ def test_experts_are_loaded_in_both_forms(draw, tmp_path):
         for declared in (apart, together):
             loaded = load_arrays(tmp_path / directory, declared)
             chex.assert_trees_all_equal(loaded, params)
+    (tmp_path / "together" / "config.json").write_text(json.dumps(make_config(spec)))
+    save_params(tmp_path / "x", params, spec, source=tmp_path / "together", dtype=np.float32)
+    again = load_file(tmp_path / "x" / "model.safetensors")
+    chex.assert_trees_all_equal(again, stored)  # in the form of its source
     del stored["model.layers.0.mlp.experts.gate_up_proj"]
     stored["model.layers.1.mlp.experts.0.up_proj.weight"] = np.ones((6, 4), np.float32)
     save_file(stored, tmp_path / "together" / "model.safetensors")

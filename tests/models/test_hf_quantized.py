@@ -21,6 +21,7 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.rollout.vllm.environment import language_model
 from jaxrl_llm.sharding.rules import shardings
 from tests.quantize import FP8, quantize_fp8
 from tests.specs import tiny_spec
@@ -87,6 +88,7 @@ def test_what_is_saved_is_no_longer_quantized(case, tmp_path):
     assert saved == source
     chex.assert_trees_all_equal(load_params(tmp_path / "x", spec), params)
     assert not any("scale" in name for name in load_file(tmp_path / "x" / "model.safetensors"))
+    assert "quantization_config" not in language_model(spec, str(folder / "fp8"), "bfloat16")[1]
     if spec.latent is None:  # of which transformers has no token classifier
         critic, critic_spec = with_value_head(params, spec)
         save_params(tmp_path / "y", critic, critic_spec, source=folder / "fp8", dtype="bfloat16")

@@ -29,7 +29,7 @@ from jaxrl_llm.models.lora import (
 )
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.transformer import forward
@@ -479,7 +479,7 @@ def test_merged_is_unmerged(spec, params):
     assert bits(split_adapter(whole)[1]) == bits(params)
 
 
-@pytest.mark.parametrize("kind", ["latent attention", "shared experts"])
+@pytest.mark.parametrize("kind", ["latent attention", "shared experts", "gpt-oss"])
 def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
     """Routers can have no adapter; what stands beside them can."""
     changes, expected = {
@@ -501,6 +501,17 @@ def test_attention_and_dense_parts_of_other_families(spec, draw, kind):
             },
             "down expert_down expert_gate expert_up gate key output query shared_down shared_gate "
             "shared_up up value",
+        ),
+        "gpt-oss": (
+            {
+                "qkv_bias": True,
+                "attention_sinks": True,
+                "moe": MoeSpec(
+                    **dict(experts=4, experts_per_token=2, ff_width=5, biases=True),
+                    **dict(swiglu=ClippedSwiglu(alpha=1.7, limit=7.0), hf_joined=True),
+                ),
+            },
+            "key output query value",  # a checkpoint joins its experts
         ),
     }[kind]
     both = adapted(dataclasses.replace(spec, vocab_size=61, **changes), "all-linear")

@@ -51,10 +51,16 @@ def expected(q, k, v, cotangent, segments, options, window):
     allowed = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
     allowed &= (distance >= 0) & (distance < window)
     scores = scores.masked_fill(~torch.tensor(allowed)[:, None], -1e30)
-    mixed = torch.einsum("rnij,rjnh->rinh", scores.softmax(-1), values)
+    given = [q, k, v]
+    if options.sinks is not None:  # one more score, without a value
+        given.append(torch.tensor(np.asarray(options.sinks, float), requires_grad=True))
+        beside = given[-1][None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, beside], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    mixed = torch.einsum("rnij,rjnh->rinh", weights, values)
     real = torch.tensor(segments > 0)[:, :, None, None]
     (mixed * torch.tensor(cotangent) * real).sum().backward()
-    return [x.detach().numpy() for x in (mixed * real, q.grad, k.grad, v.grad)]
+    return [x.detach().numpy() for x in (mixed * real, *(x.grad for x in given))]
 
 
 def run_on(layout, options):
@@ -62,13 +68,14 @@ def run_on(layout, options):
 
     @jax.jit
     def run(q, k, v, cotangent, segments, window):
-        def mix(q, k, v):
+        def mix(q, k, v, sinks):
             pieces = map(layout.split_context, (q, k, v, segments))
-            mixed = attend_pieces(*pieces, options._replace(window=window), layout=layout)
-            return layout.merge_context(mixed)
+            own = options._replace(window=window, sinks=sinks)
+            return layout.merge_context(attend_pieces(*pieces, own, layout=layout))
 
-        mixed, backward = jax.vjp(mix, q, k, v)
-        return mixed, *backward(jnp.where((segments > 0)[:, :, None, None], cotangent, 0.0))
+        mixed, backward = jax.vjp(mix, q, k, v, options.sinks)
+        gradients = backward(jnp.where((segments > 0)[:, :, None, None], cotangent, 0.0))
+        return jax.tree.leaves((mixed, gradients))
 
     return run
 
@@ -76,7 +83,8 @@ def run_on(layout, options):
 @pytest.mark.parametrize(
     ("sizes", "piece", "options"),
     [
-        ({"context": 2, "tensor": 4}, 8, PLAIN),  # more devices than heads of keys
+        # more devices than heads of keys
+        ({"context": 2, "tensor": 4}, 8, Attending(sinks=jnp.array([-2.0, 0.5, 1.0, 3.0]))),
         ({"context": 4, "data": 2}, 6, Attending(scale=0.7, softcap=1.5)),
         ({"context": 8}, 5, PLAIN),  # blocks of two tokens, the last ones of a piece padding
     ],

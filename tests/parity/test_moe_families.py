@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import extend, init_cache
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
@@ -520,3 +520,15 @@ def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
     add_layer(tmp_path / "qwen", 2)
     with pytest.raises(ValueError, match=r"surplus: model\.layers\.2\.eh_proj\.weight"):
         load_params(tmp_path / "qwen", read_spec(tmp_path / "qwen"))
+
+
+def test_those_of_glm_are_passed_over_too(tmp_path):
+    build("Glm4Moe", GLM_4_MOE).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    before = load_params(tmp_path, spec)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.3.eh_proj.weight"] = np.ones((24, 48), np.float32)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    chex.assert_trees_all_equal(load_params(tmp_path, spec), before)
+    config = config_to_save(spec, tmp_path, np.dtype("float32"))
+    assert config["num_nextn_predict_layers"] == 0

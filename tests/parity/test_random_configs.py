@@ -242,6 +242,13 @@ FAMILIES |= {
         | {"use_sliding_window": True, "no_rope_layers": [draw.one(0, 1) for _ in range(3)]}
         | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
     ),
+    "gpt_oss": lambda draw: (
+        draw.common()
+        | draw.experts("num_local_experts", "intermediate_size")
+        | draw.window()
+        | {"hidden_act": "silu", "attention_bias": draw.maybe()}
+        | {"swiglu_alpha": draw.one(1.0, 1.702), "swiglu_limit": draw.one(0.5, 2.0, 7.0)}
+    ),
 }
 BY_DEFAULT = ("llama", "gemma3_text", "glm4_moe_lite", "phi3")
 SEEDS = 4

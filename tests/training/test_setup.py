@@ -1,6 +1,7 @@
 """Files made on demand, models and optimizers from a config."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,11 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.models.attention import attend
+from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.directory import recipe_of
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
@@ -32,7 +37,13 @@ from jaxrl_llm.training.layouts import (
     packed_shape,
     takes_long_rows,
 )
-from jaxrl_llm.training.load_model import adapted_spec, open_model
+from jaxrl_llm.training.load_model import (
+    LoadedModel,
+    adapted_spec,
+    open_model,
+    open_scorer,
+    open_step_scorer,
+)
 from jaxrl_llm.training.optimizer import make_optimizer
 
 
@@ -455,6 +466,38 @@ def test_rows_may_be_longer_than_sequences_where_attention_is_cheap(
     assert takes_long_rows(forward, layout, longest) is expected
     kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
     assert not takes_long_rows(kernel, layout, longest)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (open_scorer, "no sequence classifier for Glm4Moe"),
+        (open_step_scorer, "no token classifier for Glm4Moe"),
+    ],
+)
+def test_a_head_that_can_not_be_saved_is_refused_before_weights_are_read(tmp_path, load, message):
+    router = SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0)
+    experts = MoeSpec(experts=4, experts_per_token=2, ff_width=8, router=router, dense_layers=0)
+    glm = dataclasses.replace(SPEC, hidden_size=8, head_dim=4, moe=experts, qkv_bias=True)
+    glm = dataclasses.replace(glm, rotary_fraction=0.5)
+    (tmp_path / "config.json").write_text(json.dumps(make_config(glm)))
+    layout = open_layouts(MeshConfig()).train
+    assert message in refusal(load, PolicyConfig(path=str(tmp_path)), layout, seed=0)
+
+
+def test_longrope_is_chosen_by_the_longest_sequence():
+    scaling = LongRopeScaling(
+        short_factors=(1.0,) * (SPEC.head_dim // 2),
+        long_factors=(4.0,) * (SPEC.head_dim // 2),
+        original_positions=32,
+        attention_factor=1.1,
+    )
+    spec = dataclasses.replace(SPEC, rope_scaling=scaling)
+    loaded = LoadedModel(model_of(spec), params=None, like=None)
+    assert loaded.for_length(32).model == loaded.model
+    assert loaded.for_length(33).spec.rope_scaling.long
+    plain = LoadedModel(model_of(SPEC), params=None, like=None)
+    assert plain.for_length(1000).model == plain.model
 
 
 def test_a_model_that_can_not_be_read(tmp_path):

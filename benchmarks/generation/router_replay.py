@@ -1,0 +1,146 @@
+"""How far the engine's log-probs are from the trainer's, with and without its choices of experts.
+
+    python -m benchmarks.generation.router_replay [--dtype bfloat16] [--answers 32]
+
+A random mixture of 64 experts, 2 for each token, in 4 layers samples answers in `--dtype`. The
+trainer's forward pass computes the same tokens' log-probs in float32: by the experts that its own
+routers choose, and by those that the engine recorded (`model.router_replay: rollout`). The table
+tells tokens apart that were drawn from a state for which the trainer's routers choose otherwise
+than the engine's, in a layer at least. The last line is of the same model with 2 experts, which all
+tokens take, so that there is nothing to choose: what is left there is rounding.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.tables import describe_run, markdown_table
+from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.transformer import PackedTokens, forward_rows
+from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+
+PROMPT, ANSWER, EXPERTS, TOP, VOCAB = 16, 48, 64, 2, 256
+
+
+def mixture_of(experts: int) -> ModelSpec:
+    """Return a small model with so many experts."""
+    return ModelSpec(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ff_width=64,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied_embeddings=False,
+        max_positions=PROMPT + ANSWER,
+        moe=MoeSpec(experts=experts, experts_per_token=TOP, ff_width=64),
+    )
+
+
+def draw_params(spec: ModelSpec) -> Any:
+    """Draw weights under which most of the residual stream is what experts have added."""
+    rng = np.random.default_rng(0)
+
+    def one(path: Any, decl: Any) -> jax.Array:
+        inputs = spec.hidden_size if len(decl.shape) < 2 else decl.shape[-2]
+        scale = 3.0 if "expert_down" in jax.tree_util.keystr(path) else 1.0
+        values = scale * inputs**-0.5 * rng.normal(size=decl.shape)
+        return jnp.asarray(values + (decl.axes[-1] in ("norm", "head_dim")), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(one, declare(spec))
+
+
+def sample_answers(spec: ModelSpec, params: Any, answers: int, dtype: str) -> list[Completion]:
+    """Sample answers to random prompts, with the experts of each token."""
+    settings = EngineSettings(answers, PROMPT + ANSWER, dtype=dtype, record_routes=True)
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    sampling = SamplingParams(ANSWER)
+    try:
+        engine.load(params, version=0)
+        return engine.sample([Request(prompt(i), sampling, seed=i) for i in range(answers)])
+    finally:
+        engine.close()
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    """Return the tokens of a prompt."""
+    return tuple(np.random.default_rng(number).integers(0, VOCAB, PROMPT).tolist())
+
+
+def compare(
+    spec: ModelSpec, params: Any, answers: list[Completion], *, replays: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return |engine's - trainer's log-prob| of every token, and whether its experts differ."""
+
+    @jax.jit
+    def run(params: Any, row: jax.Array, routes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        positions = jnp.arange(row.size)[None]
+        packed = PackedTokens(row[None], positions, jnp.ones_like(positions), routes[None])
+        hidden, router = forward_rows(params, spec, packed)
+        after = jax.nn.log_softmax(logits(params, spec, hidden[0, PROMPT - 1 : -1]))
+        drawn = jnp.take_along_axis(after, row[PROMPT:, None], axis=1)[:, 0]
+        return drawn, jnp.moveaxis(router["experts"][:, 0], 0, 1)
+
+    off, others = [], []
+    for number, answer in enumerate(answers):
+        assert answer.routes is not None
+        routes = np.pad(answer.routes, [(0, 1), (0, 0), (0, 0)], constant_values=-1)
+        given = routes if replays else np.full_like(routes, -1)
+        drawn, experts = run(params, jnp.array([*prompt(number), *answer.tokens]), given)
+        off.append(np.abs(np.asarray(drawn) - answer.logprobs))
+        same = (np.asarray(experts)[:-1, :, :, None] == answer.routes[:, :, None]).any(-1)
+        others.append(~same[PROMPT - 1 :].all((1, 2)))
+    return np.concatenate(off), np.concatenate(others)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description="Measure what replaying the experts changes.")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--answers", type=int, default=32)
+    options = parser.parse_args()
+    rows = []
+    for experts in (EXPERTS, TOP):
+        spec = mixture_of(experts)
+        params = draw_params(spec)
+        answers = sample_answers(spec, params, options.answers, options.dtype)
+        own, others = compare(spec, params, answers, replays=False)
+        kinds = {"none": own}
+        if experts > TOP:
+            kinds["rollout"], _ = compare(spec, params, answers, replays=True)
+        for replay, off in kinds.items():
+            parts = [off[others].mean()] if others.any() else []
+            figures = [f"{x:.2g}" for x in (*parts, off[~others].mean(), off.max())]
+            figures = ["–"] * (3 - len(figures)) + figures
+            rows.append([f"{TOP} of {experts}", replay, f"{others.mean():.1%}", *figures])
+    print(describe_run("generation.router_replay", sys.argv[1:]))
+    print(f"\n{options.answers} answers of {ANSWER} tokens, {options.dtype}\n")
+    header = [
+        "experts",
+        "router_replay",
+        "other experts",
+        "mean of these",
+        "of the rest",
+        "largest",
+    ]
+    print(markdown_table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
