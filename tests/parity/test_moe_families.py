@@ -171,7 +171,10 @@ def build(family, changes, **more):
     return randomize(model)
 
 
-LESS_OFTEN = ("gpt-oss, no biases in attention, all layers slide, plain rotation, tied",)
+LESS_OFTEN = {
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied",
+    *(name for name in CASES if name.startswith("Qwen3.5-MoE")),  # as Qwen3-Next, but for names
+}
 
 
 @pytest.fixture(
