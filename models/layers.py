@@ -201,14 +201,13 @@ def feed_forward(
     if spec.moe is None or "router" not in weights:
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
-    scale = spec.lora.scale if spec.lora else 0.0
     out, stats, experts = mixture(
         weights,
         spec.moe,
         h,
         real,
         activation=activation,
-        lora_scale=scale,
+        lora_scale=spec.lora.scale if spec.lora else 0.0,
         layout=layout,
         routes=routes,
     )
