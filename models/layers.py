@@ -177,8 +177,7 @@ def feed_forward(
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
         layout: How activations are split over a mesh.
-        routes: Experts that tokens go to instead of the router's choice, as for
-            `models.moe.routing.replay_routes`.
+        routes: Experts to take instead, as for `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of

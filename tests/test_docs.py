@@ -629,6 +629,7 @@ def written(tmp_path_factory):
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1
+        model.router_replay=rollout
         validation.before=false validation.temperature=1 checkpoint.every=0
     """
     with pytest.MonkeyPatch.context() as patch:  # one device compiles sooner than eight
@@ -646,6 +647,7 @@ def test_the_run_has_every_model_and_an_agent(written):
         rollout_corr/rejected batch/generation_batches timing_s/gen_max timing_s/ref timing_s/values
         timing_s/implicit_reward_model timing_s/update_critic timing_s/update_implicit_reward_model
         actor/kl_loss actor/router_loss critic/router_idle implicit_reward_model/router_entropy
+        actor/router_replaced
         rollout/template_drift episode/finish/broken tools/environment/calls
         tools/go_wrong/failed tools/go_wrong/timeout tools/go_wrong/died tools/go_wrong/broken"""
     assert [name for name in expected.split() if name not in written] == []
