@@ -123,8 +123,8 @@ def measure(length: int, heads: int, width: int, repeats: int) -> list[list[str]
     tokens, token_scratch = jax_functions(scan_tokens, arrays)
     functions = {
         CHUNKS: chunks,
-        "token by token": tokens,
-        "torch's chunks": torch_functions(arrays),
+        "scan": tokens,
+        "torch": torch_functions(arrays),
     }
     sizes = [f"{scratch:,.0f}", f"{token_scratch:,.0f}", "–"]
     took: dict[str, list[list[float]]] = {name: [[], []] for name in functions}
