@@ -171,13 +171,16 @@ def build(family, changes, **more):
     return randomize(model)
 
 
-SLOW = {name for name in CASES if name.startswith("Qwen3.5-MoE")}  # as Qwen3-Next, but for names
+LESS_OFTEN = {
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied",
+    *(name for name in CASES if name.startswith("Qwen3.5-MoE")),  # as Qwen3-Next, but for names
+}
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in LESS_OFTEN else ())
         for name, case in CASES.items()
     ],
 )
@@ -282,11 +285,11 @@ def compare_continuations(model, directory, spec, params, *, in_form):
 @pytest.mark.parametrize(
     ("case", "kernel"),
     [
-        pytest.param(CASES[name], kernel, id=f"{name}, {form}")
-        for name, form, kernel in (
-            ("gpt-oss", "rows", None),
-            ("gpt-oss", "pages", attend_gathered),
-            ("Qwen3.5", "rows", None),
+        pytest.param(CASES[name], kernel, id=f"{name}, {form}", marks=marks)
+        for name, form, kernel, marks in (
+            ("gpt-oss", "rows", None, pytest.mark.slow),
+            ("gpt-oss", "pages", attend_gathered, ()),
+            ("Qwen3.5", "rows", None, ()),
         )
     ],
     indirect=["case"],

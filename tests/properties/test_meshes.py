@@ -176,7 +176,7 @@ PAIRWISE = list(pairwise())
     [
         pytest.param(
             *case,
-            marks=() if case in [OWN_ARRAYS[0], *PAIRWISE[:3]] else pytest.mark.slow,
+            marks=() if case in PAIRWISE[:3] else pytest.mark.slow,
             id=" ".join([case[0], *(f"{axis}={n}" for axis, n in case[1].items())]),
         )
         for case in [*ALONE, *OWN_ARRAYS, *PAIRWISE]
