@@ -36,9 +36,13 @@ from jaxrl_llm.sharding.mesh import BATCH
 
 def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
     """Yield each layer's weights, from stacked arrays or from those of `by_layer`."""
+    places = {
+        number: (name, index)
+        for name, layers in spec.stacks.items()
+        for index, number in enumerate(layers)
+    }
     for number in range(spec.layers):
-        name = spec.stack_of(number)
-        index = spec.stacks[name].index(number)
+        name, index = places[number]
         weights = {key: arrays[index] for key, arrays in params[name].items()}
         kinds = (spec.windowed_layers, spec.rotary_layers)
         yield weights, Layer(*(flags[number] if flags else None for flags in kinds))

@@ -251,19 +251,28 @@ _Layers = tuple[Params, Layer]
 
 
 def _of_block(stack: _Layers, block: Block, name: str, used: dict[str, int]) -> _Layers:
-    """Take a block's layers from a stack: arrays [repeats, layers of one repeat, …]."""
-    each, first = sum(n for run, n in block.runs if run == name), used[name]
+    """Take a block's layers from a stack: arrays [repeats, …], or [repeats, layers of one, …].
+
+    A stack with one layer of each repeat is taken as it is, so that the scan's backward pass can
+    add gradients where their sum stands: through another shape it would make a second gradient.
+    """
+    each, first = _each(block, name), used[name]
     count = block.repeats * each
     used[name] += count
 
     def taken(array: Array) -> Array:
         some = array if len(array) == count else array[first : first + count]
-        return some.reshape(block.repeats, each, *array.shape[1:])
+        return some if each == 1 else some.reshape(block.repeats, each, *array.shape[1:])
 
     return jax.tree.map(taken, stack)
 
 
-def _repeat_scanned(repeat: Callable[..., Any], rows: "_Row", x: Array, held: Any) -> Any:
+def _each(block: Block, name: str) -> int:
+    """Return how many layers of a stack are in one repeat of a block."""
+    return sum(count for run, count in block.runs if run == name)
+
+
+def _repeat_scanned(repeat: Callable[..., Any], rows: _Row, x: Array, held: Any) -> Any:
     return repeat(x, rows, held)
 
 
@@ -271,17 +280,19 @@ def _run_block(
     step: Callable[[Array, Any, _Layers], tuple[Array, Router]],
     block: Block,
     x: Float[Array, "P l D"],
-    rows: "_Row",
+    rows: _Row,
     held: dict[str, _Layers],
 ) -> tuple[Float[Array, "P l D"], Router]:
     """Run one repeat of a block; return what the experts report, stacked over its layers."""
     used, reports = dict.fromkeys(held, 0), list[Router]()
     for name, count in block.runs:
-        some = slice(used[name], used[name] + count)
+        run, some = held[name], slice(used[name], used[name] + count)
         used[name] += count
-        run = jax.tree.map(lambda array, some=some: array[some], held[name])
+        if _each(block, name) > 1:
+            at = some if count > 1 else some.start
+            run = jax.tree.map(lambda array, at=at: array[at], run)
         if count == 1:
-            x, router = step(x, rows, jax.tree.map(lambda array: array[0], run))
+            x, router = step(x, rows, run)
             reports += [jax.tree.map(lambda report: report[None], router)]
         else:
             x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, run)

@@ -132,7 +132,8 @@ def with_routes(batch: Batch, shape: RouteShape) -> Batch:
     if ROUTES in batch.fields:
         return batch
     each = *batch.tokens.shape, shape.layers, shape.top
-    return batch.add(**{ROUTES: np.full(each, NO_ROUTE, shape.dtype)})
+    none = np.asarray(NO_ROUTE, shape.dtype)
+    return batch.add(**{ROUTES: np.broadcast_to(none, each)})  # which takes no memory
 
 
 def balance_pass(

@@ -170,9 +170,9 @@ def _products(
     )
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def group_rows(
-    vectors: Float[Array, "E F"], sizes: Int[Array, " E"], like: Float[Array, "M _"]
+    vectors: Float[Array, "E F"], sizes: Int[Array, " E"], rows: int
 ) -> Float[Array, "M F"]:
     """Return for each row of consecutive groups the vector of its group, as a bias of experts is.
 
@@ -181,12 +181,12 @@ def group_rows(
     Args:
         vectors: One per group.
         sizes: Rows of each group; the rows after the last group get zeros.
-        like: Any array with as many rows.
+        rows: Their number M.
 
-    >>> group_rows(jnp.array([[1.0], [5.0]]), jnp.array([2, 1]), jnp.zeros((4, 1)))[:, 0].tolist()
+    >>> group_rows(jnp.array([[1.0], [5.0]]), jnp.array([2, 1]), 4)[:, 0].tolist()
     [1.0, 1.0, 5.0, 0.0]
     """
-    return vectors.at[_groups(sizes, len(like))].get(mode="fill", fill_value=0)
+    return vectors.at[_groups(sizes, rows)].get(mode="fill", fill_value=0)
 
 
 def _groups(sizes: Int[Array, " E"], rows: int) -> Int[Array, " M"]:
@@ -195,20 +195,17 @@ def _groups(sizes: Int[Array, " E"], rows: int) -> Int[Array, " M"]:
     return jnp.repeat(jnp.arange(len(sizes) + 1), with_rest, total_repeat_length=rows)
 
 
-def _group_rows_forward(
-    vectors: Array, sizes: Array, like: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return group_rows(vectors, sizes, like), (sizes, like)
+def _group_rows_forward(vectors: Array, sizes: Array, rows: int) -> tuple[Array, Array]:
+    return group_rows(vectors, sizes, rows), sizes
 
 
 def _group_rows_backward(
-    saved: tuple[Array, Array], gradient: Float[Array, "M F"]
-) -> tuple[Array, None, Array]:
-    sizes, like = saved
-    member = jax.nn.one_hot(_groups(sizes, len(like)), len(sizes), dtype=jnp.float32)
+    rows: int, sizes: Array, gradient: Float[Array, "M F"]
+) -> tuple[Array, None]:
+    member = jax.nn.one_hot(_groups(sizes, rows), len(sizes), dtype=jnp.float32)
     precise = jax.lax.Precision.HIGHEST
     total = jnp.matmul(member.T, gradient.astype(jnp.float32), precision=precise)
-    return total.astype(gradient.dtype), None, jnp.zeros_like(like)
+    return total.astype(gradient.dtype), None
 
 
 group_rows.defvjp(_group_rows_forward, _group_rows_backward)

@@ -125,7 +125,7 @@ def _grouped_linear(
         low = multiply(rows, weights[f"{name}_lora_a"], sizes)
         y = y + multiply(low, weights[f"{name}_lora_b"], sizes) * lora_scale
     if f"{name}_bias" in weights:
-        y = y + group_rows(weights[f"{name}_bias"], sizes, y).astype(y.dtype)
+        y = y + group_rows(weights[f"{name}_bias"], sizes, len(y)).astype(y.dtype)
     return y
 
 
