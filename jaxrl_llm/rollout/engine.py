@@ -26,8 +26,8 @@ class EngineSettings:
     Attributes:
         max_running_sequences: sequences decoded at once, in all.
         max_tokens: the longest sequence, prompt and answer.
-        cache_gb: GB of each device for keys and values at most; None is enough for the longest
-            sequence in every slot.
+        cache_gb: GB of each device for keys, values and states at most; None is enough for the
+            longest sequence in every slot.
         record_routes: whether answers say which experts their tokens went to, where the native
             engine samples from a mixture of experts.
         cached_sequences: of how many sequences of the longest length the native engine keeps keys

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm import plan as planner
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import make_config, read_spec
@@ -72,6 +73,14 @@ rollout: {samples_per_prompt: 2, max_new_tokens: 16, max_running_sequences: 16}
 batch: {prompts_per_step: 16, max_tokens_per_device: 512}
 mesh: {train: {fsdp: 4, tensor: 2}, rollout: {data: 4, tensor: 2}}
 """
+HYBRID = dataclasses.replace(
+    DENSE,
+    layers=4,
+    unit_offset_norms=True,
+    gated_attention=True,
+    delta=DeltaSpec(key_heads=2, value_heads=4, key_width=8, value_width=8),
+    delta_layers=(True, False) * 2,
+)
 
 
 @pytest.fixture
@@ -164,20 +173,35 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     assert own.alias_size_in_bytes == on_first_device(total)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_the_plan_of_the_engine_is_what_it_holds(configure, kv_cache_dtype):
-    config = configure(f"rollout.kv_cache_dtype={kv_cache_dtype}")
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "spec"),
+    [("auto", DENSE), ("int8", DENSE), ("auto", HYBRID)],
+    ids=["auto", "int8", "states"],
+)
+def test_the_plan_of_the_engine_is_what_it_holds(configure, kv_cache_dtype, spec):
+    config = configure(f"rollout.kv_cache_dtype={kv_cache_dtype}", spec=spec)
     shapes = plan_shapes(config)
     settings = EngineSettings(16, 32, kv_cache_dtype=kv_cache_dtype)
-    engine = NativeEngine(model_of(DENSE), settings, layout=shapes.layouts.rollout)
+    engine = NativeEngine(model_of(spec), settings, layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
     pool, (rows, width) = engine._runner._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)
-    gathered = engine.programs.gather_pages(pool, engine._runner._no_pages(rows, width // PAGE))
+    slots = np.zeros(rows, np.int32) if pool.states else None
+    table = engine._runner._no_pages(rows, width // PAGE)
+    gathered = engine.programs.gather_pages(pool, table, slots)
     engine.close()
     assert shapes.cache == on_first_device((pool, gathered)) == bytes_per_device(cache)
     held = {held.label: held.size for held in shapes.throughout}
     assert held["engine weights"] == bytes_per_device(weights)
+
+
+def test_a_step_of_decoding_reads_and_writes_states(configure):
+    shapes = plan_shapes(configure(spec=HYBRID))
+    pages = shapes.engine.pages
+    without = shapes._replace(engine=shapes.engine._replace(pages=pages._replace(states=())))
+    whole, rest = (workload(each, DECODE_STEP).touched for each in (shapes, without))
+    state = 2 * (4 * 8 * 8 + 2 * (8 + 8 + 2 * 8) * 3) * 4  # of two layers
+    assert whole - rest == 2 * (16 / 4) * (state / 2)
 
 
 def test_a_plan_for_gpus_holds_pages_alone(configure):

@@ -126,6 +126,19 @@ def test_a_second_turn_reads_what_is_new(engine, check, weights):
     check([second], answers, 1)
 
 
+def test_an_answer_that_stops_within_a_chunk_is_gone_on_with(engine, check):
+    request = Request(prompt(10, 4), SamplingParams(12, temperature=0.0), 0)
+    (whole,) = engine.sample([request])
+    sampling = dataclasses.replace(request.sampling, stop_ids=(int(whole.tokens[1]),))
+    first = dataclasses.replace(request, sampling=sampling)
+    (answer,) = engine.sample([first])
+    assert len(answer.tokens) == 2  # of chunks of four and of five
+    second = Request((*first.prompt, *answer.tokens.tolist(), 8, 8), SamplingParams(5), 0)
+    answers, read, _ = counted(engine, [second])
+    check([second], answers)
+    assert read == 2
+
+
 STEM = prompt(30)
 
 
