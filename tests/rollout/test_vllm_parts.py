@@ -561,7 +561,7 @@ def test_a_gpu_is_shared_and_sleep_is_for_gpus():
     assert not on_cpu["enable_sleep_mode"]
     assert on_gpu["enable_prefix_caching"] and on_cpu["enable_prefix_caching"]
     delta = DeltaSpec(key_heads=1, value_heads=1, key_width=4, value_width=4)
-    hybrid = dataclasses.replace(SPEC, delta=delta, delta_layers=(True, False))
+    hybrid = dataclasses.replace(SPEC, delta=delta, delta_layers=(True, False, True))
     on_cpu = environment.engine_arguments(hybrid, config, settings, cpu=True, **options)
     assert not on_cpu["enable_prefix_caching"]
     config = VllmConfig(engine_args={"gpu_memory_utilization": 0.5})
