@@ -105,9 +105,8 @@ class Draw:
             linear_value_head_dim=self.one(3, 6),
             linear_conv_kernel_dim=self.one(2, 4),
             layer_types=["linear_attention", *linear, FULL],
-            rope_parameters=self.rope("default", "linear", partial_rotary_factor=self.one(0.5, 1)),
             attention_bias=self.maybe(),
-            hidden_act="silu",
+            **self.part_of_head(),
         )
 
     def shared_expert(self):
