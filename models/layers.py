@@ -177,8 +177,7 @@ def feed_forward(
         h: Normed residual stream.
         real: Which positions are not padding; None means all. Only what is reported depends on it.
         layout: How activations are split over a mesh.
-        routes: Experts that tokens go to instead of the router's choice, as for
-            `models.moe.routing.replay_routes`.
+        routes: Experts to take instead, as for `models.moe.routing.replay_routes`.
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
@@ -202,14 +201,13 @@ def feed_forward(
     if spec.moe is None or "router" not in weights:
         return plain(""), {}
     real = jnp.ones(h.shape[:2], jnp.bool_) if real is None else real
-    scale = spec.lora.scale if spec.lora else 0.0
     out, stats, experts = mixture(
         weights,
         spec.moe,
         h,
         real,
         activation=activation,
-        lora_scale=scale,
+        lora_scale=spec.lora.scale if spec.lora else 0.0,
         layout=layout,
         routes=routes,
     )

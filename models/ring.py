@@ -6,8 +6,8 @@ row's keys, its own and those of one other device, which it hands on while it at
 A causal token attends to what is before it, so the first piece of a row has least to do and the
 last one most. In the ring the pieces are therefore cut in halves, 2c of them for c devices, and
 device i works on halves i and 2c - 1 - i (Llama 3, https://arxiv.org/abs/2407.21783, section
-3.3.2). Halves that came from device j are wholly in the past of own ones or wholly in their future,
-for i = j apart from themselves: each hop brings two products of halves, the same on all devices.
+3.3.2). Halves of another device are wholly in the past of own ones or wholly in their future: at
+each hop every device attends with halves to halves twice.
 """
 
 import functools

@@ -211,6 +211,8 @@ def forward_rows(
     >>> forward_rows(init_params(spec, key=jax.random.key(0)), spec, packed)[1]["experts"].tolist()
     [[[[3], [0]]]]
     """
+    if layout and layout.stages > 1:
+        _check_stages(spec, layout.stages)
     constrain = layout.constrain if layout else lambda x: x
     step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, packed.positions), packed.segment_ids, packed.routes)
@@ -230,6 +232,19 @@ def forward_rows(
     if len(joined) > 1:
         joined = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)]
     return final_norm(params, spec, x), joined[0] if joined else {}
+
+
+def _check_stages(spec: ModelSpec, stages: int) -> None:
+    """Check that stages can share the layers where these repeat a pattern of several kinds."""
+    patterns = [(block.repeats, sum(count for _, count in block.runs)) for block in spec.blocks]
+    mixed = [(repeats, layers) for repeats, layers in patterns if repeats > 1 and layers > 1]
+    for repeats, layers in mixed if any(r > 1 for r, _ in patterns) else patterns:
+        if repeats % stages:
+            divisors = [n for n in range(1, repeats + 1) if repeats % n == 0]
+            raise ValueError(
+                f"stage={stages} can't share layers that repeat a pattern of {layers} {repeats} "
+                f"times; expected one of {divisors}"
+            )
 
 
 _Layers = tuple[Params, Layer]

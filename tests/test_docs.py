@@ -51,6 +51,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.sharding.layout import CONTEXTS
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
@@ -373,7 +374,8 @@ def test_the_meshes_of_the_page_are_of_as_many_devices_as_it_says():
 
 def test_the_page_has_a_row_for_every_axis_and_names_every_dimension():
     text = read("docs/parallelism.md")
-    assert [row[0].strip("`") for row in rows("docs/parallelism.md") if row[0][0] == "`"] == [
+    named = [row[0].strip("`") for row in rows("docs/parallelism.md") if row[0][0] == "`"]
+    assert [name for name in named if name not in CONTEXTS] == [
         "data",
         "fsdp",
         "tensor",
@@ -629,6 +631,7 @@ def written(tmp_path_factory):
         algorithm.advantage={folder}/asking.py:everything algorithm.correction=[truncated_token]
         algorithm.group_filter={folder}/asking.py:all_groups
         algorithm.kl_loss=k3 algorithm.entropy_coef=0.01 validation.samples=2 validation.every=1
+        model.router_replay=rollout
         validation.before=false validation.temperature=1 checkpoint.every=0
     """
     with pytest.MonkeyPatch.context() as patch:  # one device compiles sooner than eight
@@ -646,6 +649,7 @@ def test_the_run_has_every_model_and_an_agent(written):
         rollout_corr/rejected batch/generation_batches timing_s/gen_max timing_s/ref timing_s/values
         timing_s/implicit_reward_model timing_s/update_critic timing_s/update_implicit_reward_model
         actor/kl_loss actor/router_loss critic/router_idle implicit_reward_model/router_entropy
+        actor/router_replaced
         rollout/template_drift episode/finish/broken tools/environment/calls
         tools/go_wrong/failed tools/go_wrong/timeout tools/go_wrong/died tools/go_wrong/broken"""
     assert [name for name in expected.split() if name not in written] == []
@@ -732,7 +736,7 @@ def test_every_documented_metric_exists(written):
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")
     files += ("training/window", "training/stages/models", "training/prompted_teacher")
-    files += ("training/selection",)
+    files += ("training/selection", "training/router")
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)
     assert [name for name in nowhere if f'"{name}"' not in source] == []
     elsewhere = ("train/", "cluster/", "async/", "pairs/")  # the last in runs on pairs

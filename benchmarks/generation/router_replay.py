@@ -125,20 +125,15 @@ def main() -> None:
         if experts > TOP:
             kinds["rollout"], _ = compare(spec, params, answers, replays=True)
         for replay, off in kinds.items():
-            parts = [off[others].mean()] if others.any() else []
-            figures = [f"{x:.2g}" for x in (*parts, off[~others].mean(), off.max())]
-            figures = ["–"] * (3 - len(figures)) + figures
-            rows.append([f"{TOP} of {experts}", replay, f"{others.mean():.1%}", *figures])
+            parts = (
+                f"{np.median(part):.2g}, {part.mean():.2g}" if part.size else "–"
+                for part in (off[others], off[~others])
+            )
+            rows.append([f"{TOP} of {experts}", replay, f"{others.mean():.1%}", *parts])
     print(describe_run("generation.router_replay", sys.argv[1:]))
     print(f"\n{options.answers} answers of {ANSWER} tokens, {options.dtype}\n")
-    header = [
-        "experts",
-        "router_replay",
-        "other experts",
-        "mean of these",
-        "of the rest",
-        "largest",
-    ]
+    print("|difference of log-probs| in nats, median and mean:\n")
+    header = ["experts", "router_replay", "other experts", "of these tokens", "of the rest"]
     print(markdown_table(header, rows))
 
 

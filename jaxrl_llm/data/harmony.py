@@ -88,12 +88,12 @@ def write_harmony(calls: Sequence[ToolCall]) -> str:
     )
 
 
-def as_told(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return an assistant's message as gpt-oss's template asks for it, reasoning as `thinking`.
 
     Beside a call it takes either text or reasoning, and writes both in the analysis channel.
 
-    >>> as_told({"role": "assistant", "content": "Yes.", "reasoning_content": "Why not?"})
+    >>> with_thinking({"role": "assistant", "content": "Yes.", "reasoning_content": "Why not?"})
     {'role': 'assistant', 'content': 'Yes.', 'thinking': 'Why not?'}
     """
     told = {key: value for key, value in message.items() if key != "reasoning_content"}

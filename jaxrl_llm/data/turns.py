@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.chat import Message, encode_prompt, render_prompt
-from jaxrl_llm.data.harmony import as_told, is_harmony
+from jaxrl_llm.data.harmony import is_harmony, with_thinking
 from jaxrl_llm.data.probes import REPLY, USER, Turn, probe_turns
 from jaxrl_llm.data.special_texts import SpecialTexts
 from jaxrl_llm.data.tool_calls import (
@@ -326,7 +326,7 @@ class TurnTemplate:
     ) -> list[dict[str, Any]]:
         """Return messages with all that templates ask for; tools' as the user's where need be."""
         told, waiting, joins = list[dict[str, Any]](), iter(calls), False
-        for message in map(as_told, messages) if self._is_harmony else messages:
+        for message in map(with_thinking, messages) if self._is_harmony else messages:
             role, joined = message["role"], joins
             joins = role == "tool" and not self._tool_role
             if role == "tool" and not joins:

@@ -105,7 +105,7 @@ class Episode:
     seconds: float = 0.0
     last_answer: str | None = None
     chats: tuple[tuple[dict[str, Any], ...], ...] = ()
-    routes: tuple[Int[np.ndarray, "N M experts"] | None, ...] = ()
+    routes: tuple[Int[np.ndarray, "_ M experts"] | None, ...] = ()
 
     @classmethod
     def of(cls, prompt: Sequence[int], completion: Completion) -> "Episode":

@@ -41,7 +41,7 @@ class EpisodeLog:
     last_finish: str = "end"
     last_answer: str = ""
     chats: list[list[dict[str, Any]]] = field(default_factory=list)
-    routes: list[Int[np.ndarray, "N M experts"] | None] = field(default_factory=list)
+    routes: list[Int[np.ndarray, "_ M experts"] | None] = field(default_factory=list)
     newest: int = 0
     end: str = ""
     is_generating: bool = False
@@ -73,10 +73,10 @@ class EpisodeLog:
             answer: its text.
         """
         self.rewards.append(0.0)
-        known, told = self.routes[chain], completion.routes
-        if known is not None and told is not None:  # tokens keep what they were drawn with
-            told = np.concatenate([known, told[len(known) :]])
-        self.routes[chain] = told
+        known, recorded = self.routes[chain], completion.routes
+        if known is not None and recorded is not None:  # tokens keep what they were drawn with
+            recorded = np.concatenate([known, recorded[len(known) :]])
+        self.routes[chain] = recorded
         self.newest, self.last_answer = chain, answer
         self.stopped_by = completion.stopped_by
         self.last_finish = completion.finish

@@ -31,10 +31,14 @@ STORED_TYPES = FLOAT_TYPES | {
     "I32": "int32",
     "I16": "int16",
     "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
     "U8": "uint8",
     "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 """What arrays that are no weights of ours may be, and quantized ones."""
 CHECKSUMS = "jaxrl_llm.crc32"
@@ -56,13 +60,26 @@ class StoredArray:
     end: int
     checksum: str | None
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Return what numpy calls its type.
+
+        Raises:
+            ValueError: Numpy has no such numbers.
+        """
+        if self.type not in STORED_TYPES:
+            raise ValueError(
+                f"{self.path} has numbers of type {self.type}; expected one of {[*STORED_TYPES]}"
+            )
+        return np.dtype(STORED_TYPES[self.type])
+
     def map(self, dtype: DTypeLike | None = None) -> np.ndarray:
         """Map the array into memory, read-only: only the parts that are used will be read.
 
         Args:
             dtype: To take its numbers for; None: its own.
         """
-        kind = np.dtype(STORED_TYPES[self.type] if dtype is None else dtype)
+        kind = self.dtype if dtype is None else np.dtype(dtype)
         if self.end == self.offset:  # of which there is no map
             return np.empty(self.shape, kind)
         return np.memmap(self.path, kind, "r", offset=self.offset, shape=self.shape)

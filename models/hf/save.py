@@ -18,7 +18,6 @@ from jaxrl_llm.models.hf.config import SCORING, config_to_save
 from jaxrl_llm.models.hf.convert import check_parts, join_parts, to_hf
 from jaxrl_llm.models.hf.experts import experts_as_stored
 from jaxrl_llm.models.hf.files import (
-    STORED_TYPES,
     StoredArray,
     check_new_directory,
     whole_directory,
@@ -179,7 +178,7 @@ def _of_model(parts: list[tuple[ArrayDecl, Any, Any]]) -> _Saved:
 
 
 def _taken_over(name: str, array: ReadableArray, dtype: np.dtype) -> _Saved:
-    own = np.dtype(STORED_TYPES[array.type]) if isinstance(array, StoredArray) else dtype
+    own = array.dtype if isinstance(array, StoredArray) else dtype
     return _Saved(own, {name: array.shape}, map(read_untouched, [array]))
 
 

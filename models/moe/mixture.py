@@ -66,9 +66,8 @@ def mixture(
 
     Args:
         weights: One layer's arrays: `router`, perhaps `router_bias`, `expert_gate` [E D F],
-            `expert_up` [E D F], `expert_down` [E F D], each with a bias `{name}_bias` and low-rank
-            factors `{name}_lora_a` and `{name}_lora_b` where it has them. All but the router's are
-            used in the dtype of x.
+            `expert_up` [E D F], `expert_down` [E F D], perhaps with `{name}_bias`, `{name}_lora_a`
+            and `{name}_lora_b`. All but the router's are used in the dtype of x.
         spec: The experts.
         x: Normed rows.
         real: False at padding, which is left out of the statistics.

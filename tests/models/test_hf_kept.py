@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 from tests.specs import tiny_spec
 
 PREFIX = "model.language_model."
-SPEC = tiny_spec(layers=2, hf_prefix=PREFIX, vocab_size=10)
+SPEC = tiny_spec(layers=2, hf_prefix=PREFIX, vocab_size=10, hidden_size=5)
 RNG = np.random.default_rng(0)
 BESIDE = {
     "model.visual.patch_embed.proj.weight": RNG.normal(size=(3, 5, 2)).astype(ml_dtypes.bfloat16),

@@ -86,6 +86,11 @@ JOINED = {  # arrays of ours are parts of one that has an adapter
         | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
         | dict(shared_expert_intermediate_size=14),
     ),
+    "phi3": (
+        transformers.Phi3ForCausalLM,
+        transformers.Phi3Config,
+        dict(head_dim=6, pad_token_id=None, original_max_position_embeddings=64),
+    ),
 }
 KINDS = {
     "queries and values": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -231,17 +236,37 @@ def test_an_adapter_of_peft_is_ours(family, kind, tmp_path):
     assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
 
 
-@pytest.mark.parametrize("family", JOINED)
-def test_an_adapter_of_joined_matrices_is_pefts(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "targets", "first", "other"),
+    [
+        pytest.param(
+            "qwen3_5",
+            ("q_proj", "in_proj_*", "out_proj"),
+            "delta_query",
+            "delta_value",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "qwen3_next",
+            ("q_proj", "in_proj_*", "shared_expert_gate"),
+            "delta_query",
+            "delta_gate",
+        ),
+        pytest.param(
+            "phi3", ("qkv_proj", "gate_up_proj"), "query", "value", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_an_adapter_of_joined_matrices_is_pefts(family, targets, first, other, tmp_path):
     """One A for all parts of a matrix, there and back."""
     model = their_model(family)
     model.save_pretrained(tmp_path / "base")
     base = read_spec(tmp_path / "base")
-    names = ["q_proj", "in_proj_*", "out_proj", "shared_expert_gate"][: 4 if base.moe else 3]
-    spec = adapted(base, *names, rank=3, rslora=True)
-    adapter = random_adapter(spec)
-    assert "attention_gate_lora_b" in adapter["layers"]
-    assert "attention_gate_lora_a" not in adapter["layers"]
+    spec = adapted(base, *targets, rank=3, rslora=True)
+    adapter = random_adapter(spec, scale=0.1)
+    names = {name for stack in adapter.values() for name in stack}
+    assert {f"{first}_lora_a", f"{first}_lora_b", f"{other}_lora_b"} <= names
+    assert f"{other}_lora_a" not in names
     save_adapter(tmp_path / "ours", adapter, spec, base=str(tmp_path / "base"), dtype=np.float32)
     frozen = load_params(tmp_path / "base", base)
     params = combine_params(adapter, frozen)

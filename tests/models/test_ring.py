@@ -16,6 +16,7 @@ from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 
 HEADS, KEYS, WIDTH = 4, 2, 8
+SINKS = jnp.array([-2.0, 0.5, 1.0, 3.0])
 
 
 def layout_of(sizes, by="ring", **options):
@@ -83,9 +84,8 @@ def run_on(layout, options):
 @pytest.mark.parametrize(
     ("sizes", "piece", "options"),
     [
-        # more devices than heads of keys
-        ({"context": 2, "tensor": 4}, 8, Attending(sinks=jnp.array([-2.0, 0.5, 1.0, 3.0]))),
-        ({"context": 4, "data": 2}, 6, Attending(scale=0.7, softcap=1.5)),
+        ({"context": 2, "tensor": 4}, 8, Attending(sinks=SINKS)),  # more devices than heads of keys
+        ({"context": 4, "data": 2}, 6, Attending(scale=0.7, softcap=1.5, sinks=SINKS)),
         ({"context": 8}, 5, PLAIN),  # blocks of two tokens, the last ones of a piece padding
     ],
     ids=["2 devices", "4 devices", "8 devices"],

@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm.models.cache import extend, init_cache
+from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.decoding import extend
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -171,7 +172,19 @@ def build(family, changes, **more):
     return randomize(model)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+LESS_OFTEN = {
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied",
+    *(name for name in CASES if name.startswith("Qwen3.5-MoE")),  # as Qwen3-Next, but for names
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in LESS_OFTEN else ())
+        for name, case in CASES.items()
+    ],
+)
 def case(request, tmp_path_factory):
     """A model of transformers, its directory, and our spec and parameters read from there."""
     directory = tmp_path_factory.mktemp("source")
@@ -273,11 +286,11 @@ def compare_continuations(model, directory, spec, params, *, in_form):
 @pytest.mark.parametrize(
     ("case", "kernel"),
     [
-        pytest.param(CASES[name], kernel, id=f"{name}, {form}")
-        for name, form, kernel in (
-            ("gpt-oss", "rows", None),
-            ("gpt-oss", "pages", attend_gathered),
-            ("Qwen3.5", "rows", None),
+        pytest.param(CASES[name], kernel, id=f"{name}, {form}", marks=marks)
+        for name, form, kernel, marks in (
+            ("gpt-oss", "rows", None, pytest.mark.slow),
+            ("gpt-oss", "pages", attend_gathered, ()),
+            ("Qwen3.5", "rows", None, ()),
         )
     ],
     indirect=["case"],

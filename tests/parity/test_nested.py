@@ -1,5 +1,6 @@
 """The language model of one that sees images, against `transformers`: read, saved whole, scored."""
 
+import copy
 import dataclasses
 import json
 
@@ -8,10 +9,14 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as torch_file
+from safetensors.torch import save_file as save_torch_file
 
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.rollout.vllm.environment import language_model
+from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 from tests.parity.reference import (
     assert_near,
     load,
@@ -116,6 +121,48 @@ def test_an_export_is_the_whole_model(dense, tmp_path):
     )
     assert not any(report.values()), report
     assert type(loaded) is type(model)
+
+
+def test_an_export_in_bfloat16_has_the_dtypes_of_published_files(dense, tmp_path):
+    """The decays and a norm of DeltaNets in float32; `mtp.*` and the tower to the last bit."""
+    model, source = dense[0], tmp_path / "source"
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(source)
+    before = torch_file(source / "model.safetensors")
+    for name, value in before.items():
+        if name.endswith(("A_log", "linear_attn.norm.weight")):
+            before[name] = value.float() + 1e-4
+    before["mtp.fc.weight"] = torch.randn(16, 32, dtype=torch.bfloat16)
+    save_torch_file(before, source / "model.safetensors", metadata={"format": "pt"})
+    params, spec = load(source)
+    save_params(tmp_path / "x", params, spec, source=source, dtype="bfloat16", max_shard_bytes=9000)
+    after = {}
+    for path in (tmp_path / "x").glob("*.safetensors"):
+        after |= torch_file(path)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype and torch.equal(value, after[name]), name
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "x")
+    image = {
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, dtype=loaded.dtype),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0]]),
+    }
+    seen, start, end = (TOKENS[NAMES[i]] for i in (0, 2, 3))
+    with torch.no_grad():
+        tokens = torch.tensor([[5, start, *[seen] * 4, end, 7]])
+        assert torch.isfinite(loaded(input_ids=tokens, **image).logits).all()
+
+
+def test_vllm_gets_the_language_model_alone(dense, tmp_path):
+    alone, config = language_model(read_spec(dense[1]), str(dense[1]), "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    )
+    buffer = WeightBuffer(alone, "bfloat16")
+    sent = {entry.name: entry.shape for entry in buffer.entries}
+    buffer.close()
+    assert sent == {name: tuple(value.shape) for name, value in theirs.named_parameters()}
 
 
 def test_parts_of_a_config_say_the_dtype_too(dense, tmp_path):

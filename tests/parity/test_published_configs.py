@@ -1,5 +1,6 @@
 """The `config.json` of published models: read, counted, compared with what transformers reads."""
 
+import dataclasses
 import json
 import math
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.parameters import parameter_count
@@ -556,6 +558,112 @@ QWEN_YARN = YarnScaling(factor=4.0, original_positions=32768)
 OSS_YARN = YarnScaling(factor=32.0, original_positions=4096, truncate=False)
 # name: config, number of parameters as published or as transformers counts them, and fields of the
 # spec
+QWEN_3_5_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3584,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+QWEN_3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5",
+    "text_config": QWEN_3_5_TEXT,
+    "tie_word_embeddings": True,
+    "video_token_id": 248057,
+    "vision_config": {"depth": 12, "hidden_size": 768, "model_type": "qwen3_5", "num_heads": 12},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+QWEN_3_5_MOE_TEXT = {k: v for k, v in QWEN_3_5_TEXT.items() if k != "intermediate_size"} | {
+    "hidden_size": 2048,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "linear_num_value_heads": 32,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+QWEN_3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 PUBLISHED = {
     "Qwen2.5-0.5B": (
         QWEN_2_5
@@ -801,6 +909,50 @@ PUBLISHED |= {
         },
     ),
 }
+PUBLISHED |= {
+    "Qwen3.5-0.8B, its language model": (
+        QWEN_3_5,
+        752_393_024,
+        {
+            "delta_layers": (True, True, True, False) * 6,
+            "delta": DeltaSpec(key_heads=16, value_heads=16, key_width=128, value_width=128),
+            "rotary_width": 64,
+            "rope_theta": 1e7,
+            "hf_prefix": "model.language_model.",
+            "tied_embeddings": True,
+            "unit_offset_norms": True,
+        },
+    ),
+    "Qwen3.5-27B, its language model": (
+        QWEN_3_5
+        | {"tie_word_embeddings": False}
+        | {
+            "text_config": QWEN_3_5_TEXT
+            | sized(5120, 17408, 64, 24, 4, linear_num_value_heads=48, tie_word_embeddings=False)
+            | {"layer_types": None}
+        },
+        26_895_998_464,
+        {"delta_layers": (True, True, True, False) * 16, "gated_attention": True},
+    ),
+    "Qwen3.5-35B-A3B, its language model": (
+        QWEN_3_5
+        | {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+        | {"text_config": QWEN_3_5_MOE_TEXT, "tie_word_embeddings": False},
+        34_660_610_688,
+        {"delta_layers": (True, True, True, False) * 10, "hf_prefix": "model.language_model."},
+    ),
+    "Qwen3-Next-80B-A3B": (
+        QWEN_3_NEXT,
+        79_674_391_296,
+        {
+            "delta_layers": (True, True, True, False) * 12,
+            "delta": DeltaSpec(
+                key_heads=16, value_heads=32, key_width=128, value_width=128, joined_by_head=True
+            ),
+            "rotary_width": 64,
+        },
+    ),
+}
 ROUTERS = {
     "Qwen3-30B-A3B": (128, 8, 768, SoftmaxRouter(normalize=True)),
     "Mixtral-8x7B-v0.1": (8, 2, 14336, SoftmaxRouter(normalize=True)),
@@ -810,6 +962,8 @@ ROUTERS = {
         2048,
         SigmoidRouter(groups=8, top_groups=4, normalize=True, scale=2.5),
     ),
+    "Qwen3.5-35B-A3B, its language model": (256, 8, 512, SoftmaxRouter(normalize=True)),
+    "Qwen3-Next-80B-A3B": (512, 10, 512, SoftmaxRouter(normalize=True)),
     "gpt-oss-20b, converted to bfloat16": (32, 4, 2880, SoftmaxRouter(normalize=True)),
 }
 
@@ -830,7 +984,8 @@ def test_a_published_config_is_read(name, tmp_path):
         moe = spec.moe
         router = (moe.experts, moe.experts_per_token, moe.ff_width, moe.router)
         assert router == ROUTERS[name]
-    assert read_spec(write(tmp_path / "ours", make_config(spec))) == spec
+    alone = dataclasses.replace(spec, hf_prefix="model.")  # one that no larger model holds
+    assert read_spec(write(tmp_path / "ours", make_config(spec))) == alone
 
     if config["model_type"] == "kimi_k2":  # which transformers has as DeepSeek-V3, as we save it
         write(tmp_path, config_to_save(spec, tmp_path, np.dtype("float32")))
@@ -935,6 +1090,17 @@ def test_a_published_config_is_read(name, tmp_path):
             "quantized by 'fp8' with weight_block_size=None and fmt='e4m3'; expected 'fp8'",
         ),
         ("gpt-oss-20b", {"num_local_experts": None}, "'num_local_experts' is missing"),
+        ("Qwen3-Next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2; supported is 1"),
+        (
+            "Qwen3-Next",
+            {"layer_types": ["sliding_attention"] * 48},
+            "expected 48 of 'full_attention' and 'linear_attention'",
+        ),
+        (
+            "Qwen3-Next",
+            {"layer_types": ["linear_attention"] * 48},
+            "both kinds of layers",
+        ),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
     ids=str,

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
@@ -45,6 +46,7 @@ HEADS = {  # queries, keys, width, dtype, options
     "a width of two parts": (32, 32, 80, "bfloat16", Attending()),
     "Gemma 2": (16, 8, 256, "bfloat16", Attending(256**-0.5, 4096, 50.0)),
     "groups of seven": (28, 4, 64, "bfloat16", Attending()),
+    "gpt-oss": (64, 8, 64, "bfloat16", Attending(window=128, sinks=np.zeros(64, np.float32))),
     "float32": (16, 8, 128, "float32", Attending()),
 }
 

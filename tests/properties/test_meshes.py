@@ -176,7 +176,7 @@ PAIRWISE = list(pairwise())
     [
         pytest.param(
             *case,
-            marks=() if case in [OWN_ARRAYS[0], *PAIRWISE[:3]] else pytest.mark.slow,
+            marks=() if case in PAIRWISE[:3] else pytest.mark.slow,
             id=" ".join([case[0], *(f"{axis}={n}" for axis, n in case[1].items())]),
         )
         for case in [*ALONE, *OWN_ARRAYS, *PAIRWISE]
@@ -260,6 +260,41 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts(sizes, favoured):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(np.abs(b).max()))
 
 
+# ----------------------------------------------------------------------------------- DeltaNets
+
+
+@pytest.mark.parametrize("by", ["heads", pytest.param("ring", marks=pytest.mark.slow)])
+def test_devices_that_share_rows_share_the_key_heads_of_deltanets(by):
+    """Packed rows whose sequences lie across the devices, in layers that are computed again."""
+    spec = dataclasses.replace(DELTA, moe=None, layers=2, delta_layers=(True, False))
+    params, mesh = draw(spec), make_mesh({"context": 2, "tensor": 2, "fsdp": 2})
+    rng = np.random.default_rng(4)
+    segments = np.array([[1] * 5 + [2] * 6 + [3] * 4 + [0], [1] * 13 + [2] * 3])
+    positions = np.concatenate(
+        [[*range(5), *range(6), *range(4), 0], [*range(13), *range(3)]]
+    ).reshape(2, 16)
+    rows = tuple(
+        jnp.asarray(x, jnp.int32) for x in (rng.integers(1, 32, (2, 16)), positions, segments)
+    )
+    weights = jnp.asarray(rng.normal(size=(2, 16)) * (segments > 0))
+
+    def loss(params, layout=None):
+        cut = layout.split_context if layout else lambda x: x
+        run = partial(forward, params, spec, *map(cut, rows), layout=layout, remat="dots")
+        return (run() ** 2 * cut(weights)[..., None]).sum()
+
+    value, expected = jax.jit(jax.value_and_grad(loss))(params)
+    layout = Layout(mesh, by)
+    placed = jax.device_put(params, layout.of(declare(spec)))
+    run = jax.jit(jax.value_and_grad(partial(loss, layout=layout)))
+    again, gradient = run(placed)
+    np.testing.assert_allclose(again, value, rtol=1e-4)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    chex.assert_trees_all_close(
+        jax.device_get(gradient), jax.device_get(expected), rtol=1e-3, atol=2e-4 * scale
+    )
+
+
 # ------------------------------------------------------------------------- what does not divide
 
 
@@ -299,6 +334,17 @@ def changed(**fields):
             changed(moe=MoeSpec(experts=6, experts_per_token=2, ff_width=16)),
             {"expert": 4, "data": 2},
             r"expert=4 can't share 6 experts; expected one of \[1, 2, 3, 6\]",
+        ),
+        (
+            dataclasses.replace(DELTA, delta=dataclasses.replace(DELTA.delta, key_heads=2)),
+            {"context": 4, "data": 2},
+            r"2 key heads of a DeltaNet can't be split over tensor=1 times context=4 devices; "
+            "expected a divisor of 2 as their product",
+        ),
+        (
+            dataclasses.replace(DELTA, delta_layers=(True, True, False, False)),
+            {"stage": 2, "data": 4},
+            r"stage=2 can't share layers that repeat a pattern of 4 1 times; expected one of \[1\]",
         ),
     ],
 )

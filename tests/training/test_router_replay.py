@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import PackedTokens, forward_rows
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
+from jaxrl_llm.rollout.episode_log import EpisodeLog
+from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
@@ -245,6 +248,26 @@ def test_records_of_several_chains_lie_on_their_tokens():
     assert numbers[0] == [0, 1, 2, 3, 30, 31, NO_ROUTE, 4, 5, *none[:3]]
     assert numbers[1] == [50, 51, 52, *none[:9]]
     assert numbers[2] == none
+
+
+def test_a_later_turn_does_not_change_what_earlier_tokens_were_drawn_with():
+    """It records them again where it has read them again."""
+    log, arrays = EpisodeLog(), (np.zeros(2, np.int32), np.zeros(2, np.float32))
+    chain = log.begin_chain((5, 6), [])
+    for first, count in ((0, 3), (40, 7)):
+        turn = Completion(*arrays, arrays[0], "stop", routes=record(first, count))
+        log.end_turn(chain, turn, "")
+    (joined,) = log.episode((), [], 0.0, None).routes
+    assert joined[:, 0, 0].tolist() == [0, 1, 2, 43, 44, 45, 46]
+
+
+def test_a_completion_is_packed_with_its_record():
+    arrays = np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32)
+    for routes in (None, record(3, 4), record(3, 4).astype(np.int16)):
+        packed = json.loads(json.dumps(packed_completion(Completion(*arrays, "", routes=routes))))
+        again = unpacked_completion(packed).routes
+        np.testing.assert_array_equal(again, routes)
+        assert routes is None or again.dtype == routes.dtype
 
 
 @pytest.mark.parametrize(
