@@ -27,12 +27,16 @@ POLICIES = {"none": None, "dots": "dots_with_no_batch_dims_saveable", "full": "n
 """The names in `jax.checkpoint_policies`."""
 
 
-def rematerialize(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def rematerialize(
+    layer: Callable[..., Any], policy: str, *, looks_up: bool = False
+) -> Callable[..., Any]:
     """Make the backward pass of a scan's body store what a policy names, and recompute the rest.
 
     Args:
         layer: Body of a scan over layers.
         policy: A key of `POLICIES`.
+        looks_up: Whether the body takes its weights out of a stack that it closes over. Then no
+            policy stores them, as they would be copies of the stack.
 
     Returns:
         A function with the same values and gradients.
@@ -46,10 +50,15 @@ def rematerialize(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
     """
     if policy not in POLICIES:
         raise ValueError(f"remat policy {policy!r}; expected one of {', '.join(POLICIES)}")
-    if policy == "none":
+    if policy == "none" and not looks_up:
         return layer
     import jax  # here, so that a config can be checked without it
 
-    saved = getattr(jax.checkpoint_policies, POLICIES[policy])
+    saved = getattr(jax.checkpoint_policies, POLICIES[policy]) if POLICIES[policy] else _no_slice
     # a scan body needs no barrier against common-subexpression elimination
     return jax.checkpoint(layer, policy=saved, prevent_cse=False)
+
+
+def _no_slice(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Store everything but layers of a stack."""
+    return primitive.name not in ("dynamic_slice", "squeeze")

@@ -214,16 +214,20 @@ def forward_rows(
     if layout and layout.stages > 1:
         _check_stages(spec, layout.stages)
     constrain = layout.constrain if layout else lambda x: x
-    step = _layer_step(spec, dtype, remat, layout)
     rows = _Row(rotations(spec, packed.positions), packed.segment_ids, packed.routes)
     x = constrain(embed(params, spec, packed.tokens, dtype=dtype, layout=layout))
     stacks = stacked_layers(params, spec, replays=packed.routes is not None)
     reports = list[Router]()
     used = dict.fromkeys(stacks, 0)
     for block in spec.blocks:
-        held = {name: _of_block(stacks[name], block, name, used) for name, _ in block.runs}
-        repeat = functools.partial(_run_block, step, block)
-        if layout and layout.stages > 1 and block.repeats > 1:
+        in_stages = layout is not None and layout.stages > 1 and block.repeats > 1
+        held, steps = dict[str, _Layers](), dict[str, _Step]()
+        for name in dict(block.runs):
+            held[name], looked_up = _of_block(stacks[name], block, name, used, in_stages)
+            steps[name] = _layer_step(spec, dtype, remat, layout, looked_up)
+        repeat = functools.partial(_run_block, steps, block)
+        if in_stages:
+            assert layout is not None  # for pyright
             x, router = run_stages(repeat, x, rows, held, layout)
         else:
             x, router = jax.lax.scan(functools.partial(_repeat_scanned, repeat, rows), x, held)
@@ -247,14 +251,19 @@ def _check_stages(spec: ModelSpec, stages: int) -> None:
             )
 
 
-_Layers = tuple[Params, Layer]
+_Layers = tuple[Any, Layer]  # weights, or their numbers in a stack
+_Step = Callable[[Array, Any, _Layers], tuple[Array, Router]]
 
 
-def _of_block(stack: _Layers, block: Block, name: str, used: dict[str, int]) -> _Layers:
+def _of_block(
+    stack: tuple[Params, Layer], block: Block, name: str, used: dict[str, int], in_stages: bool
+) -> tuple[_Layers, Params | None]:
     """Take a block's layers from a stack: arrays [repeats, …], or [repeats, layers of one, …].
 
-    A stack with one layer of each repeat is taken as it is, so that the scan's backward pass can
-    add gradients where their sum stands: through another shape it would make a second gradient.
+    A stack with one layer of each repeat is scanned as it is. Of one with several the scan has
+    their numbers, and a layer looks its weights up in the stack, which is returned beside them:
+    through another shape the loop would copy all weights, and its backward pass would make a second
+    gradient instead of adding to the sum of gradients where that stands.
     """
     each, first = _each(block, name), used[name]
     count = block.repeats * each
@@ -264,7 +273,10 @@ def _of_block(stack: _Layers, block: Block, name: str, used: dict[str, int]) -> 
         some = array if len(array) == count else array[first : first + count]
         return some if each == 1 else some.reshape(block.repeats, each, *array.shape[1:])
 
-    return jax.tree.map(taken, stack)
+    if each == 1 or in_stages:
+        return jax.tree.map(taken, stack), None
+    numbers = first + jnp.arange(count).reshape(block.repeats, each)
+    return (numbers, jax.tree.map(taken, stack[1])), stack[0]
 
 
 def _each(block: Block, name: str) -> int:
@@ -277,7 +289,7 @@ def _repeat_scanned(repeat: Callable[..., Any], rows: _Row, x: Array, held: Any)
 
 
 def _run_block(
-    step: Callable[[Array, Any, _Layers], tuple[Array, Router]],
+    steps: dict[str, _Step],
     block: Block,
     x: Float[Array, "P l D"],
     rows: _Row,
@@ -286,7 +298,7 @@ def _run_block(
     """Run one repeat of a block; return what the experts report, stacked over its layers."""
     used, reports = dict.fromkeys(held, 0), list[Router]()
     for name, count in block.runs:
-        run, some = held[name], slice(used[name], used[name] + count)
+        run, step, some = held[name], steps[name], slice(used[name], used[name] + count)
         used[name] += count
         if _each(block, name) > 1:
             at = some if count > 1 else some.start
@@ -295,15 +307,22 @@ def _run_block(
             x, router = step(x, rows, run)
             reports += [jax.tree.map(lambda report: report[None], router)]
         else:
-            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, run)
+            x, router = jax.lax.scan(lambda x, layer, step=step: step(x, rows, layer), x, run)
             reports += [router]
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
 
 def _layer_step(
-    spec: ModelSpec, dtype: DTypeLike, remat: str, layout: Layout | None
-) -> Callable[[Array, _Row, tuple[Params, Layer]], tuple[Array, Router]]:
-    """Return the body of the scan over layers: `(x, rows, layer) -> (x, router)`."""
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    remat: str,
+    layout: Layout | None,
+    looked_up: Params | None = None,
+) -> _Step:
+    """Return the body of the scan over layers: `(x, rows, layer) -> (x, router)`.
+
+    The weights of a layer are given, or their number in the arrays in which they are looked up.
+    """
     constrain = layout.constrain if layout else lambda x: x
     attention = functools.partial(attend_pieces, layout=layout) if layout else attend
     gather = (
@@ -312,8 +331,11 @@ def _layer_step(
         else lambda weights: weights
     )
 
-    def body(x: Array, rows: _Row, of_layer: tuple[Params, Layer]) -> tuple[Array, Router]:
-        weights, layer = gather(of_layer[0]), of_layer[1]
+    def body(x: Array, rows: _Row, of_layer: _Layers) -> tuple[Array, Router]:
+        weights, layer = of_layer
+        if looked_up is not None:
+            weights = jax.tree.map(lambda array: _layer_of(array, of_layer[0]), looked_up)
+        weights = gather(weights)
         options = attending(spec, layer, weights)
         x, _, router = decoder_layer(
             weights,
@@ -332,4 +354,8 @@ def _layer_step(
             router.pop("experts", None)  # what stages report is added up
         return constrain(x), router
 
-    return rematerialize(body, remat)
+    return rematerialize(body, remat, looks_up=looked_up is not None)
+
+
+def _layer_of(stack: Array, number: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.heads import head_matrix, logits
 from jaxrl_llm.models.layers import rms_norm
 from jaxrl_llm.models.linear import linear
@@ -238,3 +239,43 @@ def test_activations_stay_with_their_rows(spec, params, packed):
 
     one_device = memory(params, jax.device_put(batch, jax.devices()[0]))
     assert memory(placed, batch, layout=Layout(mesh)) < one_device / 5
+
+
+PATTERNS = {
+    "alike": {},
+    "three and one": {
+        "delta": DeltaSpec(key_heads=1, value_heads=1, key_width=64, value_width=64),
+        "delta_layers": (True, True, True, False),
+    },
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("kinds", PATTERNS.values(), ids=PATTERNS.keys())
+def test_neither_weights_nor_gradients_are_there_twice(spec, kinds, remat):
+    """A pass copies no layer but the one that it is at; gradients are added to their sum."""
+    tokens = jnp.ones((1, 2), jnp.int32)
+    large = dataclasses.replace(spec, hidden_size=128, ff_width=256)
+
+    def scratch(repeats):
+        layers = {k: v * repeats if type(v) is tuple else v for k, v in kinds.items()}
+        own = dataclasses.replace(large, layers=4 * repeats, **layers)
+        shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declare(own))
+
+        def total(params):
+            return forward(params, own, tokens, tokens, tokens, remat=remat).sum()
+
+        def accumulate(sums, params):
+            value, backward = jax.vjp(total, params)
+            sums = jax.tree.map(jax.new_ref, sums)
+            backward.with_refs(sums)(jnp.ones_like(value))
+            return jax.tree.map(jax.freeze, sums)
+
+        run = jax.jit(accumulate, donate_argnums=0)
+        programs = jax.jit(total).lower(shapes), run.lower(shapes, shapes)
+        size = sum(x.size for x in jax.tree.leaves(shapes)) * 4
+        return [p.compile().memory_analysis().temp_size_in_bytes for p in programs], size
+
+    (few, small), (many, larger) = scratch(2), scratch(4)
+    grown = [(after - before) / (larger - small) for before, after in zip(few, many, strict=True)]
+    assert max(grown) < 0.4, grown
