@@ -251,14 +251,17 @@ _Layers = tuple[Params, Layer]
 
 
 def _of_block(stack: _Layers, block: Block, name: str, used: dict[str, int]) -> _Layers:
-    """Take a block's layers from a stack: arrays [repeats, layers of one repeat, …]."""
-    each, first = sum(n for run, n in block.runs if run == name), used[name]
+    """Take a block's layers from a stack: arrays [repeats, layers of one repeat, …].
+
+    Where a repeat has one, there is no such axis.
+    """
+    each, first = block.layers_of(name), used[name]
     count = block.repeats * each
     used[name] += count
 
     def taken(array: Array) -> Array:
         some = array if len(array) == count else array[first : first + count]
-        return some.reshape(block.repeats, each, *array.shape[1:])
+        return some if each == 1 else some.reshape(block.repeats, each, *array.shape[1:])
 
     return jax.tree.map(taken, stack)
 
@@ -277,14 +280,16 @@ def _run_block(
     """Run one repeat of a block; return what the experts report, stacked over its layers."""
     used, reports = dict.fromkeys(held, 0), list[Router]()
     for name, count in block.runs:
-        some = slice(used[name], used[name] + count)
+        layers, first = held[name], used[name]
         used[name] += count
-        run = jax.tree.map(lambda array, some=some: array[some], held[name])
+        if count < block.layers_of(name):
+            some = first if count == 1 else slice(first, used[name])
+            layers = jax.tree.map(lambda array, some=some: array[some], layers)
         if count == 1:
-            x, router = step(x, rows, jax.tree.map(lambda array: array[0], run))
+            x, router = step(x, rows, layers)
             reports += [jax.tree.map(lambda report: report[None], router)]
         else:
-            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, run)
+            x, router = jax.lax.scan(lambda x, layer: step(x, rows, layer), x, layers)
             reports += [router]
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
