@@ -41,7 +41,8 @@ def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
         index = spec.stacks[name].index(number)
         weights = {key: arrays[index] for key, arrays in params[name].items()}
         kinds = (spec.windowed_layers, spec.rotary_layers)
-        yield weights, Layer(*(flags[number] if flags else None for flags in kinds))
+        windowed, rotary = (flags[number] if flags else None for flags in kinds)
+        yield weights, Layer(windowed, rotary)
 
 
 def extend(
