@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models import heads, parameters, quantization, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.cache import Cache, PageTables, extend, extend_pages, init_cache
+from jaxrl_llm.models.cache import Cache, PageTables, init_cache
+from jaxrl_llm.models.decoding import extend, extend_pages
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.moe.spec import RouteShape
@@ -131,7 +132,7 @@ class Decoder:
         dtype: DTypeLike,
         layout: Layout | None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """See `models.cache.extend`."""
+        """See `models.decoding.extend`."""
         spec = self.spec.for_decoding
         return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
 
@@ -146,7 +147,7 @@ class Decoder:
         dtype: DTypeLike,
         layout: Layout | None,
     ) -> tuple[Float[Array, "B D"], Cache]:
-        """See `models.cache.extend_pages`."""
+        """See `models.decoding.extend_pages`."""
         spec = self.spec.for_decoding
         return extend_pages(
             params, spec, pool, tables, tokens, positions, dtype=dtype, layout=layout

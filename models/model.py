@@ -240,7 +240,7 @@ class PagedModel(Model, Protocol):
         dtype: DTypeLike,
         layout: Layout | None,
     ) -> tuple[Float[Array, "B D"], Cache]:
-        """Run the next token of each row over pages; see `models.cache.extend_pages`."""
+        """Run the next token of each row over pages; see `models.decoding.extend_pages`."""
         ...
 
 

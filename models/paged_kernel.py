@@ -39,8 +39,9 @@ class PagedHeads(NamedTuple):
         keys: heads of the cache.
         width: of a key.
         latent: width of the values where they are the first numbers of the keys, else None.
-        options: of each kind of layer; sinks, if there are any, are some that serve the trial.
+        options: of each kind of layer, without its sinks.
         is_int8: whether keys and values are in int8.
+        has_sinks: whether query heads have sinks.
     """
 
     queries: int
@@ -49,6 +50,7 @@ class PagedHeads(NamedTuple):
     latent: int | None
     options: tuple[Attending, ...]
     is_int8: bool = False
+    has_sinks: bool = False
 
 
 class PagedChoice(NamedTuple):
@@ -82,13 +84,13 @@ def paged_heads(spec: ModelSpec, layout: Layout) -> PagedHeads | str:
     if spec.heads % parts or (spec.kv_heads % parts and spec.kv_heads > 1):
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
     kinds, heads = sorted(set(spec.windowed_layers)) or [None], spec.heads // parts
-    given = {"sinks": np.linspace(-2, 2, heads, dtype=np.float32)} if spec.attention_sinks else {}
     return PagedHeads(
         heads,
         max(1, spec.kv_heads // parts),
         spec.head_dim,
         None if spec.latent is None else spec.latent.kv_rank,
-        tuple(attending(spec, Layer(windowed), given) for windowed in kinds),
+        tuple(attending(spec, Layer(windowed), {}) for windowed in kinds),
+        has_sinks=spec.attention_sinks,
     )
 
 
@@ -156,7 +158,8 @@ def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> flo
         return np.asarray(run(*given).astype(jnp.float32))[:-1]
 
     furthest = 0.0
-    for options in heads.options:
+    sinks = jnp.linspace(-2, 2, heads.queries) if heads.has_sinks else None
+    for options in (options._replace(sinks=sinks) for options in heads.options):
         with jax.default_matmul_precision("float32"):
             expected = results(attend_gathered, jnp.float32, options)
         off = np.linalg.norm(results(kernel, dtype, options) - expected, axis=2)

@@ -208,7 +208,7 @@ def laid_out_routes(
     if not recorded:
         return {}
     routes = np.full((*chain_ids.shape, *recorded[0].shape[1:]), NO_ROUTE, recorded[0].dtype)
-    for i in np.flatnonzero(usable):
+    for i in np.flatnonzero(usable).tolist():
         for chain, known in enumerate(episodes[i].routes):
             if known is not None:
                 places = np.flatnonzero(chain_ids[i] == chain)[: len(known)]

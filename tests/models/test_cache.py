@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.cache import Cache, extend, init_cache
+from jaxrl_llm.models.cache import Cache, init_cache
+from jaxrl_llm.models.decoding import extend
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.rope import YarnScaling
 from jaxrl_llm.models.transformer import forward

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.attention import Attending, attend
-from jaxrl_llm.models.cache import extend, init_cache
+from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.decoding import extend
 from jaxrl_llm.models.mla import LatentSpec, absorb, expand, mixed_values
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.rope import rotation

@@ -47,6 +47,18 @@ def test_the_kernel_agrees_where_it_can_be_interpreted(is_int8):
     assert paged_difference(kernel, heads, "float32") < 1e-5
 
 
+def test_sinks_are_tried():
+    """A kernel that knows of none is found out, where a model has them."""
+
+    def without(q, pages, positions, options, **more):
+        return attend_gathered(q, pages, positions, options._replace(sinks=None), **more)
+
+    heads = paged_heads(tiny_spec(heads=4, head_dim=32, attention_sinks=True), on())
+    assert hash(heads) == hash(heads._replace())  # decisions are kept by it
+    assert paged_difference(without, heads, "float32") > 0.1
+    assert paged_difference(attend_gathered, heads, "float32") == 0
+
+
 @pytest.mark.parametrize("latent", [None, 16])
 def test_scales_are_tried_with_int8(latent):
     """A kernel that knows of no scales is right without int8, and is found out with it."""

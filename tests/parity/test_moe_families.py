@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm.models.cache import extend, init_cache
+from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.decoding import extend
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params

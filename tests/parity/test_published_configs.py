@@ -1109,3 +1109,9 @@ def test_what_would_change_the_model_unread_is_refused(name, changes, message, t
     config = next(entry[0] for full, entry in PUBLISHED.items() if full.startswith(name))
     with pytest.raises(ValueError, match=message):
         read_spec(write(tmp_path, config | changes))
+
+
+def test_float8_in_blocks_is_the_same_model(tmp_path):
+    config = next(entry[0] for full, entry in PUBLISHED.items() if full.startswith("DeepSeek"))
+    plain = read_spec(write(tmp_path, config))
+    assert read_spec(write(tmp_path, config | {"quantization_config": FP8})) == plain

@@ -250,7 +250,7 @@ FAMILIES |= {
     ),
 }
 BY_DEFAULT = ("llama", "gemma3_text", "glm4_moe_lite", "phi3")
-SEEDS = 4
+SEEDS = 3
 CASES = [
     pytest.param(
         family,

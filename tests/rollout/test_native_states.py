@@ -322,8 +322,8 @@ def test_a_cache_without_room_for_a_state_is_refused(hollow):
     with pytest.raises(ValueError) as error:
         hollow(model="hybrid", cache_gb=2 * 4 * PAGE_BYTES / 1e9)
     assert str(error.value) == (
-        "a cache of 8.192e-06 GB holds 0 tokens and 2 states of 0.00202 MB: expected at least "
-        "1.63e-05 GB, for a sequence of 40 tokens"
+        "a cache of 8.192e-06 GB holds 0 tokens: expected at least 1.63e-05 GB, for a sequence of "
+        "40 tokens and 2 states of 0.00202 MB"
     )
 
 

@@ -30,6 +30,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import init_params
@@ -558,6 +559,11 @@ def test_a_gpu_is_shared_and_sleep_is_for_gpus():
     on_cpu = environment.engine_arguments(SPEC, config, settings, cpu=True, **options)
     assert "gpu_memory_utilization" not in on_cpu
     assert not on_cpu["enable_sleep_mode"]
+    assert on_gpu["enable_prefix_caching"] and on_cpu["enable_prefix_caching"]
+    delta = DeltaSpec(key_heads=1, value_heads=1, key_width=4, value_width=4)
+    hybrid = dataclasses.replace(SPEC, delta=delta, delta_layers=(True, False, True))
+    on_cpu = environment.engine_arguments(hybrid, config, settings, cpu=True, **options)
+    assert not on_cpu["enable_prefix_caching"]
     config = VllmConfig(engine_args={"gpu_memory_utilization": 0.5})
     arguments = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
     assert arguments["gpu_memory_utilization"] == 0.5

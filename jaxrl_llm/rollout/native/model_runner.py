@@ -235,6 +235,7 @@ class ModelRunner:
                 if s is not None:
                     pages = self.scheduler.pages[s.part]
                     _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+            assert self.pool is not None  # it holds what is cached
             recorded = distributed.fetch(self._programs.gather_routes(self.pool, self._put(table)))
             for i, s in enumerate(placed):
                 if s is not None:

@@ -53,10 +53,10 @@ def sizes_with_cache(
     sizes = sizes._replace(pages=min((room - slots * slot_bytes) // page_bytes, pages), slots=slots)
     if sizes.pages < needed:
         least = needed * page_bytes + (FEWEST_SLOTS * slot_bytes if slots else 0)
-        states = f" and {slots} states of {slot_bytes / copies / 1e6:.3g} MB" if slots else ""
+        states = f" and {FEWEST_SLOTS} states of {slot_bytes / copies / 1e6:.3g} MB"
         raise ValueError(
-            f"a cache of {settings.cache_gb} GB holds {max(0, sizes.pages) * PAGE} tokens{states}: "
+            f"a cache of {settings.cache_gb} GB holds {max(0, sizes.pages) * PAGE} tokens: "
             f"expected at least {least / 1e9:.3g} GB, for a sequence of {settings.max_tokens} "
-            "tokens"
+            f"tokens{states if slots else ''}"
         )
     return sizes

@@ -206,6 +206,8 @@ def engine_arguments(
             "block_size": BLOCK_ON_CPU,
             # vLLM takes back what it drew after a part of a prompt; torch's CPU generators can't
             "enable_chunked_prefill": False,
+            # without which vLLM shares no prefixes of layers with a state
+            "enable_prefix_caching": spec.delta is None,
         }
     else:
         # of all memory, which must be free at the start, though the cache has its own size
