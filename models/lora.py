@@ -135,9 +135,9 @@ def merge_adapter(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
             if isinstance(value, dict):
                 result[name] = merged(value, declared[name])
             elif name + B in group:
-                names = name, first_parts(declared)[name] + A, name + B
-                matrices = [(group[n], declared[n].axes) for n in names]
-                result[name] = _add(*matrices, scale)
+                first = first_parts(declared)[name] + A
+                a, b = ((group[n], declared[n].axes) for n in (first, name + B))
+                result[name] = _add((value, declared[name].axes), a, b, scale)
             elif not name.endswith((A, B)):
                 result[name] = value
         return result

@@ -50,6 +50,10 @@ class Block(NamedTuple):
     repeats: int
     runs: tuple[tuple[str, int], ...]
 
+    def layers_of(self, name: str) -> int:
+        """Return how many layers of a stack one repeat has."""
+        return sum(count for stack, count in self.runs if stack == name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:

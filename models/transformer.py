@@ -265,7 +265,7 @@ def _of_block(
     through another shape the loop would copy all weights, and its backward pass would make a second
     gradient instead of adding to the sum of gradients where that stands.
     """
-    each, first = _each(block, name), used[name]
+    each, first = block.layers_of(name), used[name]
     count = block.repeats * each
     used[name] += count
 
@@ -277,11 +277,6 @@ def _of_block(
         return jax.tree.map(taken, stack), None
     numbers = first + jnp.arange(count).reshape(block.repeats, each)
     return (numbers, jax.tree.map(taken, stack[1])), stack[0]
-
-
-def _each(block: Block, name: str) -> int:
-    """Return how many layers of a stack are in one repeat of a block."""
-    return sum(count for run, count in block.runs if run == name)
 
 
 def _repeat_scanned(repeat: Callable[..., Any], rows: _Row, x: Array, held: Any) -> Any:
@@ -298,16 +293,16 @@ def _run_block(
     """Run one repeat of a block; return what the experts report, stacked over its layers."""
     used, reports = dict.fromkeys(held, 0), list[Router]()
     for name, count in block.runs:
-        run, step, some = held[name], steps[name], slice(used[name], used[name] + count)
+        layers, step, first = held[name], steps[name], used[name]
         used[name] += count
-        if _each(block, name) > 1:
-            at = some if count > 1 else some.start
-            run = jax.tree.map(lambda array, at=at: array[at], run)
+        if count < block.layers_of(name):
+            some = first if count == 1 else slice(first, used[name])
+            layers = jax.tree.map(lambda array, some=some: array[some], layers)
         if count == 1:
-            x, router = step(x, rows, run)
+            x, router = step(x, rows, layers)
             reports += [jax.tree.map(lambda report: report[None], router)]
         else:
-            x, router = jax.lax.scan(lambda x, layer, step=step: step(x, rows, layer), x, run)
+            x, router = jax.lax.scan(lambda x, layer, step=step: step(x, rows, layer), x, layers)
             reports += [router]
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
