@@ -115,6 +115,16 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 GEMMA_COMMON = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True}
+OF_HEADS = {"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query}
+LATENT: dict[str, Any] = {
+    "defaults": {"hidden_act": "silu"},
+    "derived": OF_HEADS | {"head_dim": lambda config: config["qk_rope_head_dim"]},
+    "common": {"qk_norm": False},
+    "layer_types": _all_full,
+    "mixed_layers": False,
+    "rope_theta": 1e4,
+}
+NO_CLASSIFIERS: dict[str, Any] = {"token_classifier": False, "sequence_classifier": None}
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -138,10 +148,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="llama",
         keys={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
         defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        derived={
-            "head_dim": _width_per_head,
-            "num_key_value_heads": _one_key_per_query,
-        },
+        derived=OF_HEADS,
         common={"qk_norm": False},
         layer_types=_all_full,
         mixed_layers=False,
@@ -198,10 +205,7 @@ FAMILIES: tuple[Family, ...] = (
         name="Mixtral",
         model_type="mixtral",
         defaults={"hidden_act": "silu", "sliding_window": None},
-        derived={
-            "head_dim": _width_per_head,
-            "num_key_value_heads": _one_key_per_query,
-        },
+        derived=OF_HEADS,
         common={"qk_norm": False},
         layer_types=_all_alike,
         mixed_layers=False,
@@ -213,36 +217,19 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="DeepseekV3",
         model_type="deepseek_v3",
-        defaults={"hidden_act": "silu"},
-        derived={
-            "head_dim": lambda config: config["qk_rope_head_dim"],
-            "num_key_value_heads": _one_key_per_query,
-        },
-        common={"qk_norm": False},
-        layer_types=_all_full,
-        mixed_layers=False,
         unread=frozenset(SIGMOID_EXPERTS_KEYS | LATENT_KEYS | BALANCE_KEYS),
-        rope_theta=1e4,
         read_parts=read_deepseek_v3,
         write_parts=write_deepseek_v3,
+        **LATENT,
     ),
     Family(
         name="Glm4MoeLite",
         model_type="glm4_moe_lite",
-        defaults={"hidden_act": "silu"},
-        derived={
-            "head_dim": lambda config: config["qk_rope_head_dim"],
-            "num_key_value_heads": _one_key_per_query,
-        },
-        common={"qk_norm": False},
-        layer_types=_all_full,
-        mixed_layers=False,
         unread=frozenset(SIGMOID_EXPERTS_KEYS | LATENT_KEYS | BALANCE_KEYS | {"mlp_layer_types"}),
-        rope_theta=1e4,
-        token_classifier=False,
-        sequence_classifier=None,
         read_parts=read_glm4_moe_lite,
         write_parts=write_glm4_moe_lite,
+        **LATENT,
+        **NO_CLASSIFIERS,
     ),
     Family(
         name="Glm4Moe",
@@ -257,10 +244,9 @@ FAMILIES: tuple[Family, ...] = (
         unread=frozenset(SIGMOID_EXPERTS_KEYS | BALANCE_KEYS),
         rope_theta=1e4,
         partial_rotary=True,
-        token_classifier=False,
-        sequence_classifier=None,
         read_parts=read_glm4_moe,
         write_parts=write_glm4_moe,
+        **NO_CLASSIFIERS,
     ),
     Family(
         name="MiniMaxM2",
@@ -273,17 +259,16 @@ FAMILIES: tuple[Family, ...] = (
         unread=frozenset(MINIMAX_M2_KEYS | MINIMAX_M2_ONLY.keys() | BALANCE_KEYS),
         rope_theta=5e6,
         partial_rotary=True,
-        token_classifier=False,
-        sequence_classifier=None,
         read_parts=read_minimax_m2,
         write_parts=write_minimax_m2,
+        **NO_CLASSIFIERS,
     ),
     Family(
         name="Phi3",
         model_type="phi3",
         defaults={"hidden_act": "silu", "sliding_window": None}
         | {"original_max_position_embeddings": 4096},
-        derived={"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query},
+        derived=OF_HEADS,
         common={"qk_norm": False, "hf_joined": True},
         layer_types=_all_alike,
         mixed_layers=False,
@@ -296,7 +281,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="olmo3",
         keys={"attention_bias": "qkv_bias"},
         defaults={"hidden_act": "silu", "attention_bias": False, "sliding_window": 4096},
-        derived={"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query},
+        derived=OF_HEADS,
         common={"qk_norm": True, "whole_qk_norm": True, "pre_norms": False, "post_norms": True},
         layer_types=_every_fourth_is_full,
         rope_theta=5e5,
@@ -311,7 +296,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
         | {"tie_word_embeddings": True, "no_rope_layer_interval": 4}
         | {"use_sliding_window": False, "sliding_window": None},
-        derived={"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query},
+        derived=OF_HEADS,
         common={"qk_norm": False},
         layer_types=_unrotated_slide,
         unread=frozenset(NO_ROPE_KEYS | {"max_window_layers"}),
