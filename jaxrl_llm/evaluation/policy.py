@@ -23,8 +23,16 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, model_of
+from jaxrl_llm.models.model import (
+    Model,
+    base_model,
+    decoder_spec,
+    for_length,
+    is_adapted,
+    model_of,
+)
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.tables import TokenTable
@@ -92,8 +100,10 @@ class Policy:
             layout: where it is; by default each device has all weights and a part of the sequences.
 
         Raises:
-            ConfigError: the model has fewer positions, or there can be no such engine.
+            ConfigError: the model has fewer positions, or was loaded for shorter ones, or there
+                can be no such engine.
         """
+        _check_factors(self.model, max_tokens)
         config, devices = MeshConfig(), list(self.layout.mesh.devices.flat)
         layout = layout or open_layout(config, "rollout", config.rollout, devices)
         rules = {**self.layout.rules, **layout.rules}  # a model's own axes have rules here only
@@ -157,7 +167,8 @@ class Policy:
                 is left out.
 
         Raises:
-            ValueError: there is no token to give a log-prob to, or more than the model's positions.
+            ValueError: there is no token to give a log-prob to, or more than the model's positions,
+                or than it was loaded for.
         """
         before = as_prompts([prompt], self.tokenizer)[0].tokens if prompt else ()
         if isinstance(text, str):
@@ -187,9 +198,11 @@ class Policy:
                 for the devices is trained in parts: `take` some sequences, and add up gradients.
 
         Raises:
-            ValueError: the devices that share a row can't share T columns.
+            ValueError: the devices that share a row can't share T columns, or a sequence is longer
+                than the model was loaded for.
         """
         count, width = batch.tokens.shape
+        _check_factors(self.model, int(np.max(batch.sequence_lengths, initial=0)))
         share = self.layout.pieces * self.layout.stages
         if width % share:
             raise ValueError(f"got a batch of {width} columns, expected a multiple of {share}")
@@ -231,6 +244,7 @@ def load_policy(
     step: int | None = None,
     on_host: bool = False,
     function_from: str | None = None,
+    max_tokens: int | None = None,
 ) -> Policy:
     """Load the policy of a Hugging Face directory, or of a run.
 
@@ -243,6 +257,8 @@ def load_policy(
             copy of its own. No computation can use them there.
         function_from: module or file that has the function which a notebook gave a run as
             `model.function`.
+        max_tokens: the longest sequence, by which the factors of LongRoPE are chosen; None: within
+            the model's original context, and longer ones are refused.
 
     Raises:
         ConfigError: nothing there can be read, it is no language model, or a directory has steps.
@@ -269,7 +285,7 @@ def load_policy(
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         policy = Policy(
-            model=model,
+            model=model if max_tokens is None else for_length(model, max_tokens),
             params=params,
             tokenizer=tokenizer,
             stops=stop_ids(tokenizer, source),
@@ -280,6 +296,19 @@ def load_policy(
     if not on_host:
         _ = policy.forward  # kernels are tried out now, as this can't be done inside of `jax.jit`
     return policy
+
+
+def _check_factors(model: Model, longest: int) -> None:
+    """Refuse sequences for which LongRoPE has other factors than those that were chosen."""
+    scaling = model.spec.rope_scaling if isinstance(model, Decoder) else None
+    if isinstance(scaling, LongRopeScaling) and not scaling.long:
+        original = scaling.original_positions
+        if longest > original:
+            raise ConfigError(
+                f"got sequences of up to {longest} tokens, but the policy was loaded for at most "
+                f"{original}, the original context of its LongRoPE: expected "
+                f"load_policy(…, max_tokens={longest})"
+            )
 
 
 def with_rules_of_run(path: str, model: Model, layout: Layout) -> Layout:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.hf.family import FULL, LINEAR, Family
+from jaxrl_llm.models.hf.family import FULL, LINEAR, Family, check_whole
 from jaxrl_llm.models.hf.parts import BALANCE_KEYS
 from jaxrl_llm.models.hf.rope import FRACTION_KEY
 from jaxrl_llm.models.moe.routing import SoftmaxRouter
@@ -34,15 +34,23 @@ DENSE_KEYS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 def every_nth_attends(config: Config) -> list[str]:
     """Return the kinds of layers that transformers takes where none are given.
 
+    Raises:
+        ValueError: The interval is no whole number.
+
     >>> every_nth_attends({"num_hidden_layers": 2, "full_attention_interval": 2})
     ['linear_attention', 'full_attention']
     """
     period = config["full_attention_interval"]
+    if type(period) is not int or period < 1:
+        raise ValueError(f"full_attention_interval={period!r}; expected a whole number of layers")
     return [LINEAR if (i + 1) % period else FULL for i in range(config["num_hidden_layers"])]
 
 
 def read_delta(config: Config) -> dict[str, Any]:
     """Read the DeltaNet of a Qwen3.5 model; there is none where all layers have attention.
+
+    Raises:
+        ValueError: A size is none.
 
     >>> sizes = dict.fromkeys(DELTA_KEYS, 4)
     >>> read_delta({"layer_types": ["linear_attention", "full_attention"], **sizes})["delta"]
@@ -51,6 +59,7 @@ joined_by_head=False)
     """
     if LINEAR not in config["layer_types"]:
         return {}
+    check_whole(config, DELTA_KEYS)
     return {"delta": DeltaSpec(**{ours: config[key] for key, ours in DELTA_KEYS.items()})}
 
 
@@ -72,6 +81,7 @@ def read_delta_moe(config: Config) -> dict[str, Any]:
     >>> read_delta_moe({"layer_types": ["full_attention"], **sizes})["moe"].shared_ff_width
     4
     """
+    check_whole(config, EXPERTS_KEYS)
     return read_delta(config) | {
         "moe": MoeSpec(
             **{ours: config[key] for key, ours in EXPERTS_KEYS.items()},

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ SIZES = {
     "tie_word_embeddings": "tied_embeddings",
     "initializer_range": "init_std",
 }
+WHOLE = SIZES.keys() - {"rms_norm_eps", "tie_word_embeddings", "initializer_range"}
 FLOATS = {"norm_eps", "init_std", "query_scalar", "logit_softcap", "score_softcap"}
 NULLABLE = {"final_logit_softcapping", "attn_logit_softcapping"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -176,6 +177,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
     """
     _refuse_unknown(family, config)
     filled = _fill(family, config)
+    check_whole(filled, WHOLE)
     values = {ours: filled[theirs] for theirs, ours in (SIZES | family.keys).items()}
     for name in FLOATS & values.keys():
         values[name] = None if values[name] is None else float(values[name])
@@ -192,6 +194,18 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
         activation=ACTIVATIONS[activation],
         value_head=value_head,
     )
+
+
+def check_whole(config: Config, keys: Iterable[str]) -> None:
+    """Refuse keys that are no whole numbers; specs say which of these they can have.
+
+    >>> check_whole({"head_dim": "8"}, ["head_dim"])
+    Traceback (most recent call last):
+    ValueError: {'head_dim': '8'}: expected whole numbers
+    """
+    given = {key: config.get(key) for key in sorted(keys)}
+    if wrong := {key: value for key, value in given.items() if type(value) is not int}:
+        raise ValueError(f"{wrong}: expected whole numbers")
 
 
 def _refuse_unknown(family: Family, config: Config) -> None:
@@ -225,6 +239,7 @@ def _fill(family: Family, config: Config) -> dict[str, Any]:
     missing = sorted(k for k in expected - family.derived.keys() if filled.get(k) is None)
     if missing:
         raise ValueError(f"the keys {missing} are missing")
+    check_whole(filled, WHOLE - family.derived.keys())  # what others are derived from
     for key, derive in family.derived.items():
         if filled.get(key) is None:
             filled[key] = derive(filled)
@@ -233,11 +248,12 @@ def _fill(family: Family, config: Config) -> dict[str, Any]:
 
 def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     """Return the spec's fields on windows and rotations, which may differ between layers."""
-    types = family.layer_types(config)
     given = config.get("layer_types")
+    if given is not None and not isinstance(given, list):
+        raise ValueError(f"layer_types={given!r}; expected a list with the kind of each layer")
+    types = given if given is not None and family.mixed_layers else family.layer_types(config)
     if given is not None and not family.mixed_layers and given != types:
         raise ValueError(f"layer_types={given}; the code of {family.name} takes {types}")
-    types = types if given is None else given
     if len(types) != config["num_hidden_layers"] or not set(types) <= family.layer_kinds:
         kinds = " and ".join(map(repr, sorted(family.layer_kinds)))
         raise ValueError(f"layer_types={types}; expected {config['num_hidden_layers']} of {kinds}")

@@ -109,9 +109,12 @@ def check_quantization(config: Mapping[str, Any]) -> None:
     >>> check_quantization({"quantization_config": {"quant_method": "mxfp4"}})
     """
     quantization = config.get(QUANTIZATION) or {}
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"{QUANTIZATION}={quantization!r}; expected an object")
     method, form = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     block = quantization.get("weight_block_size")
     in_blocks = isinstance(block, list | tuple) and len(block) == 2
+    in_blocks = in_blocks and all(type(side) is int and side > 0 for side in block)
     if not quantization or method == "mxfp4" or (method == "fp8" and in_blocks and form == "e4m3"):
         return
     how = f"{method!r}"
@@ -156,6 +159,9 @@ def restore_arrays(
         high, wide = quantization["weight_block_size"]
         for name in [name for name, array in stored.items() if array.type == "F8_E4M3"]:
             scales, shape = arrays.pop(name + SCALE_SUFFIX, None), stored[name].shape
+            if len(shape) < 2:
+                problems.append(f"misshapen: {name} is {shape}, expected a matrix, as it is in F8")
+                continue
             expected = (*shape[:-2], -(-shape[-2] // high), -(-shape[-1] // wide))
             problems += _check_scales(name + SCALE_SUFFIX, scales, expected, [*FLOAT_TYPES])
             if isinstance(scales, StoredArray):

@@ -267,6 +267,28 @@ def test_parameters_can_be_computed_with(policy, directory):
     assert hosts != kinds
 
 
+def test_longrope_of_a_policy_is_chosen_by_its_longest_sequence(directory, tmp_path, one_device):
+    """As in a run of that length; sequences that want the other factors are refused."""
+    stretched = shutil.copytree(directory, tmp_path / "stretched")
+    config = json.loads((stretched / "config.json").read_text())
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [9.0] * 4, "original_max_position_embeddings": 8, "factor": 1.0}
+    (stretched / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    short, long = load_policy(stretched), load_policy(stretched, max_tokens=9)
+    assert not short.model.spec.rope_scaling.long
+    assert long.model.spec.rope_scaling.long
+    assert len(long.logprobs(range(9))) == 8
+    near, far = (np.array(policy.logprobs(range(8)))[:, 1] for policy in (short, long))
+    assert near.tolist() != far.tolist()
+    for use in (
+        lambda: short.logprobs(range(9)),
+        lambda: short.open_engine(9),
+        lambda: short.pack(some_batch([9], 9, 8)),
+    ):
+        with pytest.raises(ValueError, match=r"up to 9 tokens.* at most 8.*max_tokens=9"):
+            use()
+
+
 # ------------------------------------------------------------------------------------------ sample
 
 

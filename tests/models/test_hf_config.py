@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
+from jaxrl_llm.models.hf.delta import DELTA_KEYS, every_nth_attends, read_delta
 from jaxrl_llm.models.rope import LinearScaling, YarnScaling
 
 GEMMA = {
@@ -143,7 +144,11 @@ def test_the_config_of_a_critic_is_kept(spec, source):
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             r"weights are quantized by 'gptq'; expected 'fp8' .e4m3. with .* or a copy of the mod",
         ),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8'; expected an object"),
         ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "expected 3 of"),
+        ({"layer_types": 3}, "layer_types=3; expected a list"),
+        ({"hidden_size": 2.5}, "{'hidden_size': 2.5}: expected whole numbers"),
+        ({"num_hidden_layers": "3"}, "{'num_hidden_layers': '3'}: expected whole numbers"),
         (
             CRITIC | {"id2label": {"0": "a", "1": "b", "2": "c"}},
             "Qwen3ForTokenClassification with 3 labels; supported is 1",
@@ -161,6 +166,14 @@ def test_read_spec_refuses(source, changes, message):
     edit_config(source, **changes)
     with pytest.raises(ValueError, match=message):
         read_spec(source)
+
+
+@pytest.mark.parametrize("key", [*DELTA_KEYS, "full_attention_interval"])
+def test_sizes_of_a_deltanet_are_whole_numbers(key):
+    config = dict.fromkeys([*DELTA_KEYS, "full_attention_interval"], 2)
+    config = config | {"num_hidden_layers": 2} | {key: None}
+    with pytest.raises(ValueError, match=f"{key}'?[=:] ?None.*expected .*whole number"):
+        read_delta(config | {"layer_types": every_nth_attends(config)})
 
 
 def test_read_spec_refuses_broken_files(tmp_path):

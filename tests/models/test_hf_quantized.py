@@ -167,6 +167,7 @@ def test_float8_that_the_config_does_not_say_is_refused(fp8):
         ({"quant_method": "awq", "bits": 4}, "awq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         (FP8 | {"weight_block_size": None}, "'fp8' with weight_block_size=None and fmt='e4m3'"),
+        (FP8 | {"weight_block_size": [0, 128]}, r"with weight_block_size=\[0, 128\]"),
         (FP8 | {"weight_block_size": [1, 32], "fmt": "e5m2"}, r"=\[1, 32\] and fmt='e5m2'"),
     ],
 )
