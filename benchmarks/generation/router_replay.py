@@ -1,13 +1,17 @@
 """How far the engine's log-probs are from the trainer's, with and without its choices of experts.
 
-    python -m benchmarks.generation.router_replay [--dtype bfloat16] [--answers 32]
+    python -m benchmarks.generation.router_replay [--answers 32]
 
-A random mixture of 64 experts, 2 for each token, in 4 layers samples answers in `--dtype`. The
-trainer's forward pass computes the same tokens' log-probs in float32: by the experts that its own
-routers choose, and by those that the engine recorded (`model.router_replay: rollout`). The table
-tells tokens apart that were drawn from a state for which the trainer's routers choose otherwise
-than the engine's, in a layer at least. The last line is of the same model with 2 experts, which all
-tokens take, so that there is nothing to choose: what is left there is rounding.
+A random mixture of 64 experts, 2 for each token, in 4 layers samples answers. The trainer's forward
+pass computes the same tokens' log-probs in float32: by the experts that its own routers choose, and
+by those that the engine recorded (`model.router_replay: rollout`). The table tells tokens apart
+that were drawn from a state for which the trainer's routers choose otherwise than the engine's, in
+a layer at least. The engine differs from the trainer in one of two ways:
+
+- its routers' weights are off by a thousandth or a hundredth, each by a random share, and all else
+  is the same in float32, so that routers alone disagree;
+- it computes in bfloat16, so that all of it is rounded, too. The last line is of such a model with
+  2 experts, which all tokens take: nothing is chosen there, and rounding is what is left.
 """
 
 import argparse
@@ -65,6 +69,18 @@ def draw_params(spec: ModelSpec) -> Any:
     return jax.tree_util.tree_map_with_path(one, declare(spec))
 
 
+def disturb_routers(params: Any, share: float) -> Any:
+    """Change each of the routers' weights by a normal random share of it."""
+    rng = np.random.default_rng(1)
+
+    def one(path: Any, array: jax.Array) -> jax.Array:
+        if "router" not in jax.tree_util.keystr(path):
+            return array
+        return array * jnp.asarray(1 + share * rng.normal(size=array.shape), array.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 def sample_answers(spec: ModelSpec, params: Any, answers: int, dtype: str) -> list[Completion]:
     """Sample answers to random prompts, with the experts of each token."""
     settings = EngineSettings(answers, PROMPT + ANSWER, dtype=dtype, record_routes=True)
@@ -112,29 +128,34 @@ def compare(
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description="Measure what replaying the experts changes.")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--answers", type=int, default=32)
     options = parser.parse_args()
     rows = []
-    for experts in (EXPERTS, TOP):
+    for experts, dtype, noise in (
+        (EXPERTS, "float32", 1e-3),
+        (EXPERTS, "float32", 1e-2),
+        (EXPERTS, "bfloat16", 0.0),
+        (TOP, "bfloat16", 0.0),
+    ):
         spec = mixture_of(experts)
         params = draw_params(spec)
-        answers = sample_answers(spec, params, options.answers, options.dtype)
+        answers = sample_answers(spec, disturb_routers(params, noise), options.answers, dtype)
         own, others = compare(spec, params, answers, replays=False)
         kinds = {"none": own}
         if experts > TOP:
             kinds["rollout"], _ = compare(spec, params, answers, replays=True)
+        engine = f"{dtype}, routers off by {noise:g}" if noise else dtype
         for replay, off in kinds.items():
             parts = (
-                f"{np.median(part):.2g}, {part.mean():.2g}" if part.size else "–"
+                f"{np.median(part):.2g}, {part.mean():.2g}, {part.max():.2g}" if part.size else "–"
                 for part in (off[others], off[~others])
             )
-            rows.append([f"{TOP} of {experts}", replay, f"{others.mean():.1%}", *parts])
+            rows.append([engine, f"{TOP} of {experts}", replay, f"{others.mean():.1%}", *parts])
     print(describe_run("generation.router_replay", sys.argv[1:]))
-    print(f"\n{options.answers} answers of {ANSWER} tokens, {options.dtype}\n")
-    print("|difference of log-probs| in nats, median and mean:\n")
-    header = ["experts", "router_replay", "other experts", "of these tokens", "of the rest"]
-    print(markdown_table(header, rows))
+    print(f"\n{options.answers} answers of {ANSWER} tokens\n")
+    print("|difference of log-probs| in nats, median, mean and largest:\n")
+    header = ["engine", "experts", "router_replay", "other experts", "of these tokens"]
+    print(markdown_table([*header, "of the rest"], rows))
 
 
 if __name__ == "__main__":
