@@ -113,8 +113,8 @@ def check_quantization(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{QUANTIZATION}={quantization!r}; expected an object")
     method, form = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     block = quantization.get("weight_block_size")
-    in_blocks = isinstance(block, list | tuple) and len(block) == 2
-    in_blocks = in_blocks and all(type(side) is int and side > 0 for side in block)
+    sides = block if isinstance(block, list | tuple) else ()
+    in_blocks = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
     if not quantization or method == "mxfp4" or (method == "fp8" and in_blocks and form == "e4m3"):
         return
     how = f"{method!r}"
