@@ -151,11 +151,14 @@ def _run(
         )
         x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x)
-        (states if isinstance(after, DeltaState) else kept).append(after)
+        if isinstance(after, DeltaState):
+            states.append(after)
+        else:
+            kept.append(after)
         experts += [router["experts"]] if router else []
-    arrays = [tuple(of_layers) for of_layers in zip(*kept, strict=True)]
-    arrays = [() if of_layers[0] is None else of_layers for of_layers in arrays]
-    return final_norm(params, spec, x), Cache(*arrays, tuple(states)), experts
+    fields = zip(LayerCache._fields, zip(*kept, strict=True), strict=True)
+    held: dict[str, Any] = {name: () if arrays[0] is None else arrays for name, arrays in fields}
+    return final_norm(params, spec, x), Cache(**held, states=tuple(states)), experts
 
 
 def extend_pages(

@@ -275,8 +275,8 @@ def _token_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
     def empty(*shape: int, of: DTypeLike) -> tuple[Array]:
         return (jnp.zeros((batch, 1, *shape), of),)
 
-    nothing = {"key_scales": empty(0, length, of=dtype), "value_scales": empty(length, 0, of=dtype)}
-    return Cache(empty(1, length, of=jnp.int32), empty(length, 0, of=jnp.int32), **nothing)
+    keys, values = empty(1, length, of=jnp.int32), empty(length, 0, of=jnp.int32)
+    return Cache(keys, values, empty(0, length, of=dtype), empty(length, 0, of=dtype))
 
 
 def _write_tokens(

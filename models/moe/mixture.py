@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,8 @@ def _grouped_linear(
         low = multiply(rows, weights[f"{name}_lora_a"], sizes)
         y = y + multiply(low, weights[f"{name}_lora_b"], sizes) * lora_scale
     if f"{name}_bias" in weights:
-        y = y + group_rows(weights[f"{name}_bias"], sizes, len(y)).astype(y.dtype)
+        bias: Any = group_rows(weights[f"{name}_bias"], sizes, len(y))
+        y = y + bias.astype(y.dtype)
     return y
 
 

@@ -51,22 +51,23 @@ def test_rms_norm_with_unit_offset():
 
 def test_linear_adds_bias_and_low_rank_term(spec):
     rng = np.random.default_rng(0)
-    shapes = {"out": (4, 6, 16), "out_bias": (16,), "out_lora_a": (4, 6, 2), "out_lora_b": (2, 16)}
+    shapes = {"output": (4, 6, 16), "output_bias": (16,)}
+    shapes |= {"output_lora_a": (4, 6, 2), "output_lora_b": (2, 16)}
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     x = rng.normal(size=(2, 3, 4, 6)).astype(np.float32)
     adapted = dataclasses.replace(
-        spec, lora=LoraSpec(rank=2, alpha=6.0, targets=("out",), rslora=True)
+        spec, lora=LoraSpec(rank=2, alpha=6.0, targets=("output",), rslora=True)
     )
-    plain = np.einsum("rlnh,nhd->rld", x, weights["out"]) + weights["out_bias"]
-    inner = np.einsum("rlnh,nhk->rlk", x, weights["out_lora_a"])
-    expected = plain + inner @ weights["out_lora_b"] * 6 / np.sqrt(2)
+    plain = np.einsum("rlnh,nhd->rld", x, weights["output"]) + weights["output_bias"]
+    inner = np.einsum("rlnh,nhk->rlk", x, weights["output_lora_a"])
+    expected = plain + inner @ weights["output_lora_b"] * 6 / np.sqrt(2)
     ours = jax.tree.map(jnp.array, weights)
-    got = linear(ours, adapted, "out", jnp.array(x), inputs=2)
+    got = linear(ours, adapted, "output", jnp.array(x), inputs=2)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
-        linear(ours, spec, "out", jnp.array(x), inputs=2), plain, rtol=1e-4, atol=1e-4
+        linear(ours, spec, "output", jnp.array(x), inputs=2), plain, rtol=1e-4, atol=1e-4
     )
-    narrow = linear(ours, adapted, "out", jnp.array(x, jnp.bfloat16), inputs=2)
+    narrow = linear(ours, adapted, "output", jnp.array(x, jnp.bfloat16), inputs=2)
     assert narrow.dtype == jnp.bfloat16
 
 
