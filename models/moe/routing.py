@@ -84,7 +84,10 @@ def route_softmax(
     if routes is not None:
         weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if normalize:
-        weights = weights / weights.sum(-1, keepdims=True)
+        total = weights.sum(-1, keepdims=True)
+        if routes is not None:  # they may have lost all of their probability since
+            total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        weights = weights / total
     return Routing(experts, weights, probabilities, None if routes is None else own)
 
 
