@@ -82,8 +82,9 @@ def find_untouched(
 ) -> dict[str, ReadableArray]:
     """Return the arrays whose names begin with one of some prefixes.
 
-    >>> find_untouched({"mtp.norm.weight": None, "model.norm.weight": None}, ("mtp.",))
-    {'mtp.norm.weight': None}
+    >>> array = StoredArray(Path("model.safetensors"), "F32", (4,), 0, 16, None)
+    >>> [*find_untouched({"mtp.norm.weight": array, "model.norm.weight": array}, ("mtp.",))]
+    ['mtp.norm.weight']
     """
     return {name: array for name, array in stored.items() if name.startswith(prefixes)}
 

@@ -16,7 +16,7 @@ from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter
-from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import StepKind
@@ -107,6 +107,23 @@ SPECS = {
         "window": 8,
         "windowed_layers": (True, False),
         "local_rope_theta": 1e4,
+    },
+    "GptOss": {
+        "qk_norm": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "tied_embeddings": False,
+        "ff_width": 24,
+        "window": 8,
+        "windowed_layers": (True, False),
+        "moe": dataclasses.replace(
+            MOE,
+            biases=True,
+            swiglu=ClippedSwiglu(alpha=1.702, limit=7.0),
+            hf_router="router",
+            hf_joined=True,
+        ),
     },
     "Phi3": {"qk_norm": False, "hf_joined": True, "rotary_fraction": 0.5},
     "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},

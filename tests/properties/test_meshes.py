@@ -403,12 +403,10 @@ def test_fsdp_divides_the_optimizer_s_state():
     "remat",
     ["none", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("dots", "full"))],
 )
-@pytest.mark.parametrize("name", ["dense", "moe", "delta"])
+@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_no_device_ever_holds_all_layers(name, remat):
     """The backward pass gathers weights again, whatever else of a layer is stored."""
     spec = dataclasses.replace(SPECS[name], hidden_size=256, ff_width=512, layers=8)
-    if spec.delta_layers:
-        spec = dataclasses.replace(spec, delta_layers=(True, True, True, False) * 2)
     if spec.moe:
         spec = dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, ff_width=64))
     mesh = make_mesh({"fsdp": 8})
