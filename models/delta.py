@@ -94,11 +94,24 @@ def empty_state(spec: DeltaSpec, batch: int, dtype: jax.typing.DTypeLike) -> Del
     )
 
 
+class LayerFunctions(NamedTuple):
+    """What a layer takes from its model.
+
+    Attributes:
+        apply: `(name, input) -> output` of a projection.
+        norm: `(x, scale) -> x` normed over the last axis.
+        activation: Of what the convolution gives; the model's, SiLU in the published ones.
+    """
+
+    apply: Callable[[str, Array], Array]
+    norm: Callable[[Array, Array], Array]
+    activation: Callable[[Array], Array]
+
+
 def delta_mix(
     spec: DeltaSpec,
     weights: Params,
-    apply: Callable[[str, Array], Array],
-    norm: Callable[[Array, Array], Array],
+    functions: LayerFunctions,
     h: Float[Array, "R L D"],
     segment_ids: Int[Array, "R L"],
     state: DeltaState | None = None,
@@ -106,7 +119,7 @@ def delta_mix(
 ) -> tuple[Float[Array, "R L N W"], DeltaState]:
     r"""Mix the tokens of each sequence by the gated delta rule.
 
-    With $x$ the SiLU of a causal convolution of the projections, $q, k$ of length 1,
+    With $x$ the activation of a causal convolution of the projections, $q, k$ of length 1,
     $\beta = \sigma(h W_\beta)$ and
     $\alpha = \exp(-e^A\,\mathrm{softplus}(h W_\alpha + b))$, the memory is
     $S_t = \alpha_t S_{t-1} + k_t\,(\beta_t (v_t - \alpha_t S_{t-1}^\top k_t))^\top$ and the
@@ -116,8 +129,7 @@ def delta_mix(
     Args:
         spec: Of the DeltaNet.
         weights: One layer's arrays.
-        apply: `(name, input) -> output` of a projection.
-        norm: `(x, scale) -> x` normed over the last axis.
+        functions: Of the model.
         h: Normed residual stream.
         segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
         state: Of the sequence that the first token of each row continues; None: it begins there.
@@ -130,7 +142,7 @@ def delta_mix(
     Raises:
         ValueError: Devices share rows, and can't share the key heads.
     """
-    names = ("delta_query", "delta_key", "delta_value")
+    apply, names = functions.apply, ("delta_query", "delta_key", "delta_value")
     joined = jnp.concatenate([apply(name, h) for name in names], axis=-1)
     taps = jnp.concatenate([weights[f"{name}_taps"] for name in names], axis=1)
     rate = jax.nn.softplus(apply("delta_decay", h).astype(jnp.float32) + weights["delta_step_bias"])
@@ -140,11 +152,11 @@ def delta_mix(
     taps = taps[:, :, 0].astype(h.dtype)
     if layout is not None and layout.pieces > 1:
         inputs, segment_ids = _whole_rows(spec, inputs, segment_ids, layout)
-    mixed, state = _along_rows(spec, inputs, taps, segment_ids, state)
+    mixed, state = _along_rows(spec, functions.activation, inputs, taps, segment_ids, state)
     if layout is not None and layout.pieces > 1:
         own = layout.sharding(BATCH, "context", "tensor", None)
         mixed = layout.split_context(jax.lax.with_sharding_constraint(mixed, own))
-    normed = norm(mixed, weights["delta_norm"])
+    normed = functions.norm(mixed, weights["delta_norm"])
     normed = normed.reshape(*h.shape[:2], spec.key_heads, -1)
     gate = apply("delta_gate", h).astype(jnp.float32)
     out = normed * jax.nn.silu(gate)
@@ -161,6 +173,7 @@ class _Inputs(NamedTuple):
 
 def _along_rows(
     spec: DeltaSpec,
+    activation: Callable[[Array], Array],
     inputs: _Inputs,
     taps: Float[Array, "N C W"],
     segment_ids: Int[Array, "R L"],
@@ -169,7 +182,7 @@ def _along_rows(
     """Do what needs whole rows: the convolution and the rule."""
     tail, memory = (None, None) if state is None else state
     x, tail = causal_conv(inputs.joined, taps, segment_ids, tail)
-    q, k, v = jnp.split(jax.nn.silu(x), (spec.key_width, 2 * spec.key_width), axis=-1)
+    q, k, v = jnp.split(activation(x), (spec.key_width, 2 * spec.key_width), axis=-1)
     by_value_head = (*segment_ids.shape, spec.value_heads)
     mixed, memory = gated_delta_rule(
         _unit(q) * spec.key_width**-0.5,

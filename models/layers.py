@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.delta import DeltaState, delta_mix
+from jaxrl_llm.models.delta import DeltaState, LayerFunctions, delta_mix
 from jaxrl_llm.models.linear import adapted_matrix, linear
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
 from jaxrl_llm.models.moe.mixture import mixture
@@ -343,14 +343,14 @@ def _delta_output(
 ) -> tuple[Float[Array, "R L D"], Any]:
     delta = spec.delta
     assert delta is not None
-    norm = functools.partial(rms_norm, eps=spec.norm_eps)
-
-    def apply(name: str, x: Array) -> Array:
-        return linear(weights, spec, name, x)
-
+    functions = LayerFunctions(
+        apply=lambda name, x: linear(weights, spec, name, x),
+        norm=functools.partial(rms_norm, eps=spec.norm_eps),
+        activation=ACTIVATION_FUNCTIONS[spec.activation],
+    )
     mixed, state = mixers.delta(
         lambda segment_ids, state=None: delta_mix(
-            delta, weights, apply, norm, h, segment_ids, state, layout
+            delta, weights, functions, h, segment_ids, state, layout
         )
     )
     return linear(weights, spec, "delta_output", mixed, inputs=2), state
