@@ -214,9 +214,15 @@ def feed_forward(
     if spec.moe.shared_ff_width:
         shared = plain("shared_")
         if spec.moe.shared_gate:
-            shared = shared * jax.nn.sigmoid(linear(weights, spec, "shared_expert_gate", h))
+            shared = _gated(shared, linear(weights, spec, "shared_expert_gate", h))
         out = out + shared
     return out, stats._asdict() | {"experts": experts}
+
+
+@_recomputed
+def _gated(x: Float[Array, "R L D"], gate: Float[Array, "R L 1"]) -> Float[Array, "R L D"]:
+    """Multiply by a sigmoid, in float32: the gate's gradient is a sum over all of D."""
+    return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 def queries_keys_values(

@@ -23,6 +23,9 @@ FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_MAX = 448.0
 """The largest float8_e4m3fn."""
 
+PRECISE_AXES = {"routes", "delta_heads", "_one"}
+"""Axes of the matrices that are never in float8: routers, DeltaNets and gates of one output."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ def declare_quantized(spec: ModelSpec) -> Declarations:
     """
 
     def quantized(path: tuple[Any, ...], decl: ArrayDecl) -> ArrayDecl | QuantizedMatrix:
-        kept = {"routes", "experts", "delta_heads", "_one"} & set(decl.axes)
+        kept = (PRECISE_AXES | {"experts"}) & set(decl.axes)
         if not decl.is_stack or len(decl.hf_axes) != 2 or kept or path[-1].key == "kv_b":
             return decl
         sizes = dict(zip(decl.axes, decl.shape, strict=True))

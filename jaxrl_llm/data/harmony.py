@@ -55,9 +55,9 @@ def read_harmony(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     for piece in re.split(f"[{INNER}{MIDDLE}]", marked):
         before, begun, rest = piece.partition(BEGIN)
         header, parted, body = rest.partition(END)
-        said = before.partition(LAST)[0]
+        text = before.partition(LAST)[0]
         recipient = _RECIPIENT.search(f"{before} {header}") if begun else None
-        texts.append(_RECIPIENT.sub("", said).strip() if begun else said)
+        texts.append(_RECIPIENT.sub("", text).strip() if begun else text)
         if recipient is not None:
             whole = body if parted else None
             calls.append(attempt(lambda to=recipient[1], body=whole: _call(to, body)))

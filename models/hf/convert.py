@@ -197,7 +197,7 @@ def hf_entries(declaration: ArrayDecl, part: Sequence[slice]) -> tuple[np.ndarra
     own = declaration.axes[len(declaration.stacked) :]
     chosen = dict(zip(own, part, strict=True))
     sizes = dict(zip(declaration.axes, declaration.shape, strict=True))
-    found = []
+    indices = []
     for group, whole in zip(declaration.hf_axes, declaration.hf_groups, strict=True):
         lengths = [size for _, size in whole]
         numbers = np.arange(math.prod(lengths)).reshape(lengths)
@@ -205,8 +205,8 @@ def hf_entries(declaration: ArrayDecl, part: Sequence[slice]) -> tuple[np.ndarra
             at = group.index(declaration.hf_part.axes[0])
             numbers = numbers[(slice(None),) * at + (_entries(declaration),)]
         numbers = numbers.reshape([sizes[axis] for axis in group])
-        found.append(numbers[tuple(chosen[axis] for axis in group)].ravel())
-    return tuple(found)
+        indices.append(numbers[tuple(chosen[axis] for axis in group)].ravel())
+    return tuple(indices)
 
 
 def part_from_hf(declaration: ArrayDecl, part: Sequence[slice], entries: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.family import FULL, LINEAR, Family, check_whole
-from jaxrl_llm.models.hf.parts import BALANCE_KEYS
+from jaxrl_llm.models.hf.parts import BALANCE_KEYS, only_values
 from jaxrl_llm.models.hf.rope import FRACTION_KEY
 from jaxrl_llm.models.moe.routing import SoftmaxRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -113,9 +113,7 @@ def read_qwen3_next(config: Config) -> dict[str, Any]:
     Traceback (most recent call last):
     ValueError: decoder_sparse_step=2; supported is 1
     """
-    for key, supported in DENSE_KEYS.items():
-        if config.get(key) not in (None, supported):
-            raise ValueError(f"{key}={config[key]!r}; supported is {supported!r}")
+    only_values(config, **DENSE_KEYS)
     parts = read_delta_moe(config)
     router = SoftmaxRouter(normalize=config["norm_topk_prob"])
     parts["moe"] = dataclasses.replace(parts["moe"], router=router)

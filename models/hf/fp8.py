@@ -21,7 +21,7 @@ from jaxrl_llm.models.hf.convert import join_parts, to_hf
 from jaxrl_llm.models.hf.quantized import SCALE_SUFFIX
 from jaxrl_llm.models.hf.save import host_arrays, joined
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.quantization import round_to_fp8
+from jaxrl_llm.models.quantization import PRECISE_AXES, round_to_fp8
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import replicate
 
@@ -34,8 +34,7 @@ def is_blocked(declaration: ArrayDecl) -> bool:
     Those of a DeltaNet stay, too, as its state sums up what they lose over all tokens, and so do
     gates of one output, and experts that a checkpoint joins in one array.
     """
-    kept = {"routes", "delta_heads", "_one"} & set(declaration.axes)
-    return _is_matrix(declaration) and not kept
+    return _is_matrix(declaration) and not PRECISE_AXES & set(declaration.axes)
 
 
 def _is_matrix(declaration: ArrayDecl) -> bool:

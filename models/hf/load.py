@@ -103,14 +103,14 @@ def load_arrays(
     """
     where = resolve(directory)
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
-    found = find_arrays(where)
-    stored, problems = restore_arrays(found, read_quantization(where))
+    files = find_arrays(where)
+    stored, problems = restore_arrays(files, read_quantization(where))
     declarations = experts_as_stored(declarations, stored)
     if others := find_untouched(stored, untouched):
         log_untouched(str(where), untouched, len(others))
     ours = {name: array for name, array in stored.items() if name not in others}
     _check_arrays(where, ours, declarations, is_ignored, problems)
-    check_contents(list(found.items())[process_slice(len(found))])
+    check_contents(list(files.items())[process_slice(len(files))])
 
     def load(decl: ArrayDecl, place: Sharding | None) -> jax.Array:
         if place is None:

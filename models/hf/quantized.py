@@ -117,11 +117,11 @@ def check_quantization(config: Mapping[str, Any]) -> None:
     in_blocks = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
     if not quantization or method == "mxfp4" or (method == "fp8" and in_blocks and form == "e4m3"):
         return
-    how = f"{method!r}"
+    kind = f"{method!r}"
     if method == "fp8":
-        how += f" with weight_block_size={block} and fmt={form!r}"
+        kind += f" with weight_block_size={block} and fmt={form!r}"
     raise ValueError(
-        f"the weights are quantized by {how}; expected 'fp8' (e4m3) with a weight_block_size such "
+        f"the weights are quantized by {kind}; expected 'fp8' (e4m3) with a weight_block_size such "
         "as [128, 128], 'mxfp4', or a copy of the model in bfloat16, float16 or float32"
     )
 

@@ -105,9 +105,9 @@ def test_exports_have_them_byte_for_byte(source, tmp_path, dtype, max_shard_byte
     index = saved / "model.safetensors.index.json"
     assert index.exists() == (max_shard_bytes == 200)
     if index.exists():
-        said = json.loads(index.read_text())
-        assert said["weight_map"].keys() == after.keys()
-        assert said["metadata"]["total_size"] == sum(len(x[2]) for x in after.values())
+        listed = json.loads(index.read_text())
+        assert listed["weight_map"].keys() == after.keys()
+        assert listed["metadata"]["total_size"] == sum(len(x[2]) for x in after.values())
     stored = find_arrays(saved)
     assert all(array.is_whole() and array.checksum for array in stored.values())
     assert all(

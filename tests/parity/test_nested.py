@@ -114,8 +114,10 @@ def test_an_export_is_the_whole_model(dense, tmp_path):
     for name, value in before.items():
         moved = name == "model.language_model.embed_tokens.weight"
         np.testing.assert_array_equal(after[name], value + moved)
-    kept, said = (json.loads((p / "config.json").read_text()) for p in (source, tmp_path / "x"))
-    assert said == kept
+    original, exported = (
+        json.loads((p / "config.json").read_text()) for p in (source, tmp_path / "x")
+    )
+    assert exported == original
     loaded, report = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "x", output_loading_info=True
     )

@@ -50,7 +50,7 @@ def build(family, **changes):
     return randomize(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
-def assert_restored_alike(directory, saved, how):
+def assert_restored_alike(directory, saved, quantization):
     """Load a checkpoint here, save it plainly, and compare every bit with transformers' own."""
     spec = read_spec(directory)
     params = load_params(directory, spec)
@@ -60,7 +60,7 @@ def assert_restored_alike(directory, saved, how):
     )
     assert not any(report.values()), report
     theirs = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, quantization_config=how
+        directory, dtype=torch.float32, quantization_config=quantization
     )
     expected = theirs.state_dict()
     assert ours.state_dict().keys() == expected.keys()
@@ -75,8 +75,8 @@ def assert_restored_alike(directory, saved, how):
 def test_float8_is_what_transformers_restores(family, tmp_path):
     build(family, **FAMILIES[family]).save_pretrained(tmp_path / "x")
     quantize_fp8(tmp_path / "x", (8, 8))
-    how = FineGrainedFP8Config(weight_block_size=(8, 8), dequantize=True)
-    assert_restored_alike(tmp_path / "x", tmp_path / "y", how)
+    quantization = FineGrainedFP8Config(weight_block_size=(8, 8), dequantize=True)
+    assert_restored_alike(tmp_path / "x", tmp_path / "y", quantization)
 
 
 def test_mxfp4_is_what_transformers_restores(tmp_path):

@@ -12,10 +12,11 @@ import jax
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models import kernels
+from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -72,6 +73,15 @@ DEEPSEEK = {
         router=SigmoidRouter(groups=2, top_groups=1, normalize=True, scale=1.0),
     ),
 }
+DELTA = DeltaSpec(key_heads=2, value_heads=4, key_width=10, value_width=18)
+HYBRID = {
+    "unit_offset_norms": True,
+    "gated_attention": True,
+    "rotary_fraction": 0.5,
+    "delta": DELTA,
+    "delta_layers": (True, False),
+}
+SHARED = dataclasses.replace(MOE, shared_ff_width=24, shared_gate=True, hf_shared="shared_expert")
 SPECS = {
     "Qwen3": {},
     "Qwen2": {"qk_norm": False, "qkv_bias": True},
@@ -126,6 +136,13 @@ SPECS = {
         ),
     },
     "Phi3": {"qk_norm": False, "hf_joined": True, "rotary_fraction": 0.5},
+    "Qwen3_5": HYBRID,
+    "Qwen3_5Moe": HYBRID | {"moe": SHARED},
+    "Qwen3Next": HYBRID
+    | {
+        "delta": dataclasses.replace(DELTA, joined_by_head=True),
+        "moe": dataclasses.replace(SHARED, router=SoftmaxRouter(normalize=False)),
+    },
     "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
 }
 
@@ -264,7 +281,8 @@ def check_precision(program, spec, kind):
         dtypes = {dtype for dtype, _ in product[:2]}
         exact = {EXPERTS} if spec.moe else set()  # routers and heads of values take float32
         exact |= {1} if spec.value_head or spec.reward_head else set()
-        is_exact = any(exact & {*size} for _, size in product)
+        exact |= {spec.delta.key_width, spec.delta.value_width} if spec.delta else set()
+        is_exact = any(exact & {*size} for _, size in product) or is_of_chunk(product, spec)
         assert dtypes == {"bf16"} or is_exact, f"a product of {product}"
     assert {dtype for dtype, _ in program.logarithms} <= {"f32"}
     narrow = {size[-1] for dtype, size in program.exponentials if dtype == "bf16"}
@@ -276,11 +294,24 @@ def check_precision(program, spec, kind):
         assert not program.widened & matrices(spec), "a weight is made float32"
 
 
+def is_of_chunk(product, spec):
+    """Tell whether a product is of what the tokens of a DeltaNet's chunk do to each other."""
+    sizes = [size for _, size in product[:2]]
+    squares = {size[-1] for size in sizes if size[-2:] == (size[-1],) * 2}
+    return bool(spec.delta) and any({size[-1] for size in sizes} == {n} for n in squares)
+
+
 def activation_widths(spec):
+    """Widths of what activations of the feed-forward, of gates and of convolutions are taken of."""
     widths = {spec.ff_width} | (
         {spec.moe.ff_width, spec.moe.shared_ff_width} if spec.moe else set()
     )
-    return {width // n for width in widths for n in (1, 2, 4, 8) if width}
+    widths = {width // n for width in widths for n in (1, 2, 4, 8) if width}
+    if spec.gated_attention:
+        widths |= {spec.head_dim}
+    if spec.delta:
+        widths |= {2 * spec.delta.key_width + spec.delta.joined_value_width}
+    return widths
 
 
 def matrices(spec):

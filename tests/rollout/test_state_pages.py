@@ -68,12 +68,12 @@ class Pool:
 
     def nodes(self):
         """Return all pages of trees."""
-        found, left = [], list(self.pages._trees.values())
+        nodes, left = [], list(self.pages._trees.values())
         while left:
             node = left.pop()
             left += node.children.values()
-            found += node.children.values()
-        return found
+            nodes += node.children.values()
+        return nodes
 
     def check(self):
         for sequence in self.live:

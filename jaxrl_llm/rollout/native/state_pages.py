@@ -117,28 +117,28 @@ class StatePagePool(PagePool):
 
     def _match(self, table: PageTable, tokens: Sequence[int]) -> int:
         """Use the pages before the last snapshot; note where those of whole pages end."""
-        node, path, found = self._trees[table.epoch], list[Node](), list[Node]()
+        node, path, usable = self._trees[table.epoch], list[Node](), list[Node]()
         while True:
             rest = tuple(tokens[len(path) * self.size : (len(path) + 1) * self.size])
             for length in range(len(rest), 0, -1):
                 child = node.children.get(rest[:length])
                 if child is not None and child.slot is not None:
-                    found = [*path, child]
+                    usable = [*path, child]
                     break
             whole = node.children.get(rest)
             if whole is None or len(rest) < self.size:
                 break
             path.append(whole)
             node = whole
-        if len(path) >= len(found):
+        if len(path) >= len(usable):
             table.branch = len(path) * self.size
-        if not found:
+        if not usable:
             return 0
-        table.shared = [self._acquire(node) for node in found]
-        self._begin_to_read(table, found[-1])
-        if len(found[-1].tokens) < self.size:
+        table.shared = [self._acquire(node) for node in usable]
+        self._begin_to_read(table, usable[-1])
+        if len(usable[-1].tokens) < self.size:
             table.borrowed = table.shared.pop()
-        return sum(len(node.tokens) for node in found)
+        return sum(len(node.tokens) for node in usable)
 
     def _insert_all(self, table: PageTable, tokens: Sequence[int]) -> Node | None:
         """Put the pages of a sequence into the tree if it has a state of just these tokens.
