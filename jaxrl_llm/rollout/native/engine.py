@@ -116,7 +116,10 @@ class NativeEngine:
         if kernel is not None and not isinstance(model, PagedModel):
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
         if settings.record_routes and not model.has_router:
-            raise ValueError(f"expected a model with experts to record their choice, got {model}")
+            raise ValueError(
+                "model.router_replay=rollout: expected a model with experts to record their "
+                "choice, got one without"
+            )
         sizes = sizes_with_cache(model, settings, layout, steps, copies=2 if kernel is None else 1)
         self.model, self.settings = model, settings
         self.programs = Programs(
