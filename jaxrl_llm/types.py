@@ -16,6 +16,9 @@ from jaxtyping import Array, Bool, Int, Num
 ROUTES = "routes"
 """Name of a batch's recorded choices of experts [B T M top], which rows hold for the model."""
 
+VISUALS = "visuals"
+"""Name of a batch's images and videos: an array [B] of tuples of `Visual`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

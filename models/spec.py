@@ -10,6 +10,7 @@ from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import LongRopeScaling, Scaling
+from jaxrl_llm.models.vision.spec import VisionSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -111,6 +112,10 @@ class ModelSpec:
         hf_joined: Whether a checkpoint has the projections of queries, keys and values in one
             array, and those of gate and up in another.
         lora: Low-rank adapters beside the frozen arrays.
+        vision: The vision tower, whose parameters lie under `vision`; None: it reads text alone.
+        mrope_sections: How many of a head's rotary frequencies turn by a token's time, height and
+            width (M-RoPE, https://arxiv.org/abs/2409.12191); None: all turn by its position.
+        mrope_interleaved: Whether these frequencies alternate, and do not lie in three chunks.
 
     Raises:
         ValueError: A size is not positive, `kv_heads` does not divide `heads`, the rotated width is
@@ -165,6 +170,9 @@ class ModelSpec:
     hf_prefix: str = "model."
     hf_joined: bool = False
     lora: LoraSpec | None = None
+    vision: VisionSpec | None = None
+    mrope_sections: tuple[int, int, int] | None = None
+    mrope_interleaved: bool = False
 
     def __post_init__(self) -> None:
         sizes = {k: v for k, v in vars(self).items() if type(v) in (int, float)}

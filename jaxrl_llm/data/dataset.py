@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
+from jaxrl_llm.models.vision.inputs import Visual
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class Prompt:
         ground_truth: the reference answer.
         extra_info: more about the row.
         messages: the chat, if it is one.
+        visuals: images and videos of the chat, in the order of their placeholder tokens.
     """
 
     index: int
@@ -31,6 +33,7 @@ class Prompt:
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    visuals: tuple[Visual, ...] = ()
 
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int
 
+from jaxrl_llm.models.vision.inputs import Visual
+
 
 class Receipt(NamedTuple):
     """What an engine answers when it has loaded weights.
@@ -114,12 +116,15 @@ class Request:
         seed: of the answer.
         drawn: what has been drawn of the answer, if it was begun before: its tokens are read, and
             it goes on after them. The answer holds them, too.
+        visuals: images and videos of the prompt, in the order of their placeholder tokens, of which
+            the prompt has one for each token of a visual.
     """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     drawn: Completion | None = field(default=None, compare=False)
+    visuals: tuple[Visual, ...] = ()
 
 
 class EpisodeLimits(NamedTuple):
