@@ -10,15 +10,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats, token_stats_from_logits
+from jaxrl_llm.algorithms.logprobs import (
+    TokenStats,
+    projected_token_stats,
+    token_stats_from_logits,
+)
+from jaxrl_llm.algorithms.projection import HeadProjection
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.spec import RouteShape
+from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
 from jaxrl_llm.types import ROUTES, Rows
@@ -58,6 +65,11 @@ class ForwardConfig:
         return self.router_replay != "none"
 
     @property
+    def vision(self) -> VisionSpec | None:
+        """Return what the model knows of images; None: it reads text alone."""
+        return self.model.spec.vision if isinstance(self.model, Decoder) else None
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Return the fields of a batch that its rows must hold for the model."""
         return (ROUTES,) if self.replays else ()
@@ -69,6 +81,17 @@ class ForwardConfig:
             return None
         assert isinstance(self.model, RoutedModel), "the config's check has refused others"
         return self.model.route_shape
+
+    def projection(self, head: SplitMatrix, temperature: float = 1.0) -> HeadProjection:
+        """Return how hidden states become logits by an output projection that devices hold."""
+        return HeadProjection(
+            temperature=temperature,
+            softcap=self.model.logit_softcap,
+            chunk=self.logprob_chunk,
+            embed_axes=head.embed_axes,
+            vocab_axes=head.vocab_axes,
+            never=() if self.vision is None else self.vision.never_sampled,
+        )
 
     def over(self, shape: RowShape) -> "ForwardConfig":
         """Return the same for micro-batches of a shape."""
@@ -105,11 +128,7 @@ def token_stats_from_hidden(
         score = functools.partial(token_stats_from_logits, temperature=config.temperature)
     else:
         score = functools.partial(
-            token_stats,
-            temperature=config.temperature,
-            softcap=config.model.logit_softcap,
-            chunk=config.logprob_chunk,
-            head_axes=(head.embed_axes, head.vocab_axes),
+            projected_token_stats, config.projection(head, temperature=config.temperature)
         )
         places.insert(1, head.array)
         specs.insert(1, PartitionSpec(head.embed_axes, head.vocab_axes))
