@@ -186,7 +186,7 @@ def top_pass(
         top = by_sequence(run(states, head, needed), rows, model, axes=1)
         return {"logprobs": logprobs, **dict(zip(OF_TOP, top, strict=True))}
 
-    return Inference(infer, shape, mesh, {})
+    return Inference(infer, shape, mesh, {}, model)
 
 
 def to_rows(values: Num[Array, "b T K"], rows: Rows) -> Num[Array, "X K"]:

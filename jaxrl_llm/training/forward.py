@@ -18,7 +18,6 @@ from jaxrl_llm.algorithms.logprobs import (
 from jaxrl_llm.algorithms.projection import HeadProjection
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.inputs import RowInputs
@@ -26,9 +25,11 @@ from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.inputs import VisualTokens
+from jaxrl_llm.models.vision.rows import PatchRows
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
+from jaxrl_llm.training.visuals import VisualPacker
 from jaxrl_llm.types import ROUTES, Rows
 
 
@@ -43,7 +44,7 @@ class ForwardConfig:
     (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), `rules` how a model of the
     user's own splits its logical axes, and `longest` is the most tokens of a sequence, where rows
     are longer. Where `router_replay`, the config's key, is not none, tokens go to the experts that
-    their rows say.
+    their rows say. `visuals` packs the images and videos that the model reads; None: it reads none.
     """
 
     model: Model
@@ -59,16 +60,12 @@ class ForwardConfig:
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
     longest: int | None = None
     router_replay: str = "none"
+    visuals: VisualPacker | None = field(default=None, hash=False)
 
     @property
     def replays(self) -> bool:
         """Tell whether tokens go to the experts that their rows say."""
         return self.router_replay != "none"
-
-    @property
-    def vision(self) -> VisionSpec | None:
-        """Return what the model knows of images; None: it reads text alone."""
-        return self.model.spec.vision if isinstance(self.model, Decoder) else None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -91,7 +88,7 @@ class ForwardConfig:
             chunk=self.logprob_chunk,
             embed_axes=head.embed_axes,
             vocab_axes=head.vocab_axes,
-            never=() if self.vision is None else self.vision.never_sampled,
+            never=() if self.visuals is None else self.visuals.spec.never_sampled,
         )
 
     def over(self, shape: RowShape) -> "ForwardConfig":
@@ -203,8 +200,8 @@ def _run(
         for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
     given = {}
-    if config.replays:
-        given["inputs"] = RowInputs(routes=layout.split_context(jnp.asarray(rows.routes)))
+    if config.replays or config.visuals is not None:
+        given["inputs"] = _inputs(params, rows, config, layout)
     return config.model.hidden_states(
         params,
         tokens,
@@ -215,6 +212,20 @@ def _run(
         layout=layout,
         **given,
     )
+
+
+def _inputs(params: Params, rows: Rows, config: ForwardConfig, layout: Layout) -> RowInputs:
+    """Return what the rows hold beside tokens, with features of the patches that they have."""
+    routes = layout.split_context(jnp.asarray(rows.routes)) if config.replays else None
+    if config.visuals is None:
+        return RowInputs(routes)
+    assert rows.visual is not None, "the model's own packer has packed the rows"
+    index, given, rotary = rows.visual
+    if isinstance(given, PatchRows):
+        given = config.visuals.model.encode_visuals(
+            params, given, dtype=jnp.dtype(config.dtype), remat=config.remat, layout=layout
+        )
+    return RowInputs(routes, VisualTokens(jnp.asarray(index), given), rotary)
 
 
 def values_from_hidden(
