@@ -13,7 +13,8 @@ import numpy as np
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.model import Model, RoutedModel
+from jaxrl_llm.models.capabilities import RoutedModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
