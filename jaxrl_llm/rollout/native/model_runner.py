@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.rollout.native.decode import DecodeOutput, DecodeState, Extras, PrefillChunk
+from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras, PrefillChunk
+from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row
 from jaxrl_llm.rollout.native.pages import PagePool
-from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
-from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.scheduler import Counts, Scheduler, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE, touched
 from jaxrl_llm.rollout.native.state_pages import StatePagePool
@@ -136,8 +136,8 @@ class ModelRunner:
             if s is not None:
                 tokens[i, : end - s.cached] = s.tokens[s.cached : end]
                 start[i], lengths[i] = s.cached, end - s.cached
-                _fill_row(table[i], pages[s.part].pages_to_read(s.table, s.cached))
-                _fill_row(targets[i], pages[s.part].pages_to_write(s.table, s.cached, end))
+                fill_row(table[i], pages[s.part].pages_to_read(s.table, s.cached))
+                fill_row(targets[i], pages[s.part].pages_to_write(s.table, s.cached, end))
         columns: Any = (table, tokens, start, lengths, targets, self._slots(chosen, ends))
         chunk = self._put(PrefillChunk(*columns))
         self.pool = self._programs.prefill(params, self._take_pool(), chunk)
@@ -162,7 +162,7 @@ class ModelRunner:
             for i, s in enumerate(self._placed):
                 if s is not None:
                     pages = self.scheduler.pages[s.part]
-                    _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+                    fill_row(table[i], pages.pages_to_read(s.table, s.cached))
             self.pool = self._take_pool()  # there is none yet where no prompt had to be read
             slots = self._slots(self._placed)
             source = None if slots is None else slots.source
@@ -186,10 +186,10 @@ class ModelRunner:
         for i, s in enumerate(placed):
             if s is not None:
                 pages = self.scheduler.pages[s.part]
-                _fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
+                fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
         extras = self._extras_of(placed, self._width)
         slots = self._slots(placed, [0 if s is None else self._end(s) for s in placed])
-        inputs = (self._put(_decode_state(placed)), extras, *self._put((targets, slots)))
+        inputs = (self._put(decode_state(placed)), extras, *self._put((targets, slots)))
         pool, rows = self._take_pool(), self.rows
         assert rows is not None  # `_gather_rows` gathers them
         self.rows = None  # donated
@@ -209,12 +209,12 @@ class ModelRunner:
                 if s.table.borrowed is not None:
                     copies[:, i] = s.table.borrowed.page, s.table.own[0]
                 pages.pages_to_write(s.table, s.cached, self._end(s))
-                _fill_row(table[i], pages.pages_to_read(s.table, self._end(s)))
+                fill_row(table[i], pages.pages_to_read(s.table, self._end(s)))
         slots = self._slots(placed, [0 if s is None else self._end(s) for s in placed])
         pool = self._take_pool()
         if np.any(copies < self._programs.sizes.pages):
             pool = self._programs.copy_pages(pool, *map(self._put, copies))
-        inputs = (self._put(_decode_state(placed)), self._extras_of(placed, width))
+        inputs = (self._put(decode_state(placed)), self._extras_of(placed, width))
         at = self._put((table, slots))
         self.pool, output = self._programs.decode_pages(params, pool, *inputs, *at)
         return placed, distributed.fetch(output)
@@ -234,7 +234,7 @@ class ModelRunner:
             for i, s in enumerate(placed):
                 if s is not None:
                     pages = self.scheduler.pages[s.part]
-                    _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+                    fill_row(table[i], pages.pages_to_read(s.table, s.cached))
             assert self.pool is not None  # it holds what is cached
             recorded = distributed.fetch(self._programs.gather_routes(self.pool, self._put(table)))
             for i, s in enumerate(placed):
@@ -248,7 +248,7 @@ class ModelRunner:
     def _extras_of(self, placed: Sequence[SequenceState | None], width: int) -> Extras | None:
         """Return what else the rows ask for, if any does."""
         if any(s is not None and s.request.sampling.asks_for_extras for s in placed):
-            return self._put(_extras(placed, width, self._programs.model.vocab_size))
+            return self._put(extras(placed, width, self._programs.model.vocab_size))
         return None
 
     def _append(
@@ -337,52 +337,3 @@ class ModelRunner:
         scheduler.counts = counts
         scheduler.on_remove = lambda sequence: self._note_routes([sequence])
         return scheduler
-
-
-def _fill_row(row: np.ndarray, pages: Sequence[int]) -> None:
-    row[: len(pages)] = pages
-
-
-def _decode_state(placed: Sequence[SequenceState | None]) -> DecodeState:
-    """Return where each row stands; empty ones have nothing left."""
-
-    def column(dtype: Any, value: Callable[[SequenceState], Any], empty: Any = 0) -> Any:
-        return np.array([empty if s is None else value(s) for s in placed], dtype)
-
-    def number(value: Callable[[SequenceState], int]) -> Any:
-        return column(np.int32, value)
-
-    def setting(name: str, dtype: Any, empty: Any) -> Any:
-        return column(dtype, lambda s: getattr(s.request.sampling, name), empty)
-
-    none = [-1] * STOP_IDS
-    return DecodeState(
-        tokens=number(lambda s: s.tokens[-1]),
-        positions=number(lambda s: s.cached),
-        generated=number(lambda s: s.generated),
-        left=number(lambda s: s.left),
-        stop_ids=column(np.int32, lambda s: [*s.request.sampling.stop_ids, *none][:STOP_IDS], none),
-        sampling=BatchSamplingParams(
-            seeds=column(np.uint32, lambda s: s.request.seed),
-            temperature=setting("temperature", np.float32, 1.0),
-            top_p=setting("top_p", np.float32, 1.0),
-            top_k=number(lambda s: s.request.sampling.top_k),
-            min_p=setting("min_p", np.float32, 0.0),
-        ),
-    )
-
-
-def _extras(placed: Sequence[SequenceState | None], width: int, nothing: int) -> Extras:
-    """Return what else the rows ask for; `nothing` is a number past the vocabulary."""
-    biases = len(placed), BIASES
-    tokens, penalty = np.full((len(placed), width), nothing, np.int32), np.ones(len(placed))
-    bias_ids, bias = np.full(biases, nothing, np.int32), np.zeros(biases, np.float32)
-    for i, s in enumerate(placed):
-        if s is not None:
-            sampling = s.request.sampling
-            tokens[i, : len(s.tokens)] = s.tokens
-            penalty[i] = sampling.repetition_penalty
-            for j, (token, shift) in enumerate(sampling.logit_bias):
-                bias_ids[i, j], bias[i, j] = token, shift
-    columns: Any = (tokens, penalty.astype(np.float32), bias_ids, bias)
-    return Extras(*columns)

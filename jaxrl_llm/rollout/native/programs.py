@@ -1,7 +1,6 @@
 """The programs that the engine runs on devices, for a few shapes, all compiled before they run."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,12 +29,7 @@ from jaxrl_llm.rollout.native.decode import (
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.score import READ_AT_ONCE, TokenScores, score_rows
-from jaxrl_llm.rollout.native.sizes import (
-    FEWEST_ROWS,
-    PAGE,
-    Sizes,
-    touched,
-)
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, program_keys, touched
 from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.rollout.types import ScoredTokens
@@ -181,36 +175,8 @@ class Programs:
         self.weights.close()
 
     def _keys(self, sequences: int) -> Iterable[tuple[Any, ...]]:
-        """Yield what each program is called by, in the order in which they are likely needed.
-
-        As sequences end, fewer rows are decoded; more than at first come with others.
-        """
-        shapes = self.sizes
-        first = next((n for n in shapes.rows if n >= sequences), shapes.rows[-1])
-        fewer = [n for n in reversed(shapes.rows) if n <= first]
-        more = [n for n in shapes.rows if n > first]
-        prefill = sorted(
-            shapes.prefill_shapes,
-            key=lambda shape: (shape[1], shape[0] if sequences <= FEWEST_ROWS else -shape[0]),
-        )
-        decoded = [
-            (rows, width)
-            for rows, width in itertools.product([*fewer, *more], shapes.widths)
-            if shapes.fits(rows, width)
-        ]
-        yield ("pool",)
-        for rows, width in decoded:
-            yield "decode", rows, width, False
-            if self.routes is not None:
-                yield "routes", rows, width // PAGE
-            if shapes.has_rows:
-                yield "gather", rows, width // PAGE
-            elif width == shapes.widths[0]:
-                yield "copy", rows
-            if (rows, width) == decoded[0]:
-                for prompts, length in prefill:
-                    for pages in sorted({shapes.width(length), shapes.widths[-1]}):
-                        yield "prefill", prompts, length, pages // PAGE
+        """Yield what each program is called by, in the order in which they are likely needed."""
+        return program_keys(self.sizes, sequences, records_routes=self.routes is not None)
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""

@@ -176,6 +176,39 @@ class Counts(NamedTuple):
     preemptions: int = 0
 
 
+class EngineStats(NamedTuple):
+    """What an engine does now, and has done since it was made.
+
+    Attributes:
+        running: sequences that hold pages.
+        waiting: sequences that don't yet.
+        cached_tokens: room of the pages in use, in tokens.
+        cache_tokens: room of all pages.
+        cached_states: states in use, where the model has some: of what runs, and those read next.
+        cache_states: room for states.
+        prompt_tokens: tokens of prompts read.
+        generated_tokens: tokens drawn.
+        reused_tokens: tokens of prompts that were in the cache already.
+        preemptions: how often a sequence gave its pages back.
+    """
+
+    running: int
+    waiting: int
+    cached_tokens: int
+    cache_tokens: int
+    cached_states: int
+    cache_states: int
+    prompt_tokens: int
+    generated_tokens: int
+    reused_tokens: int
+    preemptions: int
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many requests have no answer yet."""
+        return self.running + self.waiting
+
+
 class Scheduler:
     """Sequences that wait and that run, and the pages that they hold.
 
