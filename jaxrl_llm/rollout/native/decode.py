@@ -70,26 +70,6 @@ class Extras(NamedTuple):
     bias: Float32[Array, "B biases"]
 
 
-class PrefillChunk(NamedTuple):
-    """Parts of prompts that are read at once, one per row.
-
-    Attributes:
-        table: pages of what was read before, and room for the new ones, as `gather_pages` takes it.
-        tokens: of each prompt, padded on the right.
-        start: position of the first token of each.
-        lengths: tokens of each; 0 for none.
-        targets: where the pages go that they touch, as in `scatter_pages`.
-        slots: of their states, where the model has some.
-    """
-
-    table: Int[Array, "B n"]
-    tokens: Int[Array, "B T"]
-    start: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    targets: Int[Array, "B m"]
-    slots: StateSlots | None = None
-
-
 class DecodeOutput(NamedTuple):
     """What a chunk of steps drew.
 
@@ -217,28 +197,6 @@ def scatter_pages(
         both = zip(getattr(pool, name), getattr(rows, name), strict=True)
         held[name] = tuple(of_all(*arrays, axis) for arrays in both)
     return Cache(**held, states=scatter_states(pool.states, rows.states, slots))
-
-
-def prefill(
-    params: Any, model: Model, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
-) -> Cache:
-    """Read a part of each prompt and keep its keys and values, and its state.
-
-    Args:
-        params: in the compute dtype.
-        model: the model.
-        pool: as `make_pool`.
-        chunk: what to read.
-        layout: how prompts are split over a mesh.
-    """
-    source, target = chunk.slots or (None, None)
-    rows = gather_pages(pool, chunk.table, source)
-    index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
-    positions = chunk.start[:, None] + index
-    positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
-    dtype = rows.compute_dtype
-    _, rows = model.extend(params, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
-    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets, target)
 
 
 def decode(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras, PrefillChunk
+from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras
 from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row
 from jaxrl_llm.rollout.native.pages import PagePool
 from jaxrl_llm.rollout.native.programs import Programs

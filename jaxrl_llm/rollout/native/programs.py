@@ -17,14 +17,12 @@ from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
     Extras,
-    PrefillChunk,
     copy_pages,
     decode,
     gather_pages,
     gather_routes,
     make_pool,
     page_size,
-    prefill,
     scatter_pages,
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
