@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxrl_llm.models import heads, parameters, quantization, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
 from jaxrl_llm.models.cache import Cache, PageTables, init_cache
-from jaxrl_llm.models.decoding import extend, extend_pages
+from jaxrl_llm.models.decoding import NextTokens, extend, extend_pages
 from jaxrl_llm.models.gather import SplitMatrix
+from jaxrl_llm.models.inputs import NO_INPUTS, PackedTokens, RowInputs
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
@@ -82,10 +83,10 @@ class Decoder:
         dtype: DTypeLike,
         remat: str,
         layout: Layout | None,
-        routes: Int[Array, "R L M top"] | None = None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "R L D"], Router]:
         """See `models.transformer.forward_rows`."""
-        rows = transformer.PackedTokens(tokens, positions, segment_ids, routes)
+        rows = PackedTokens(tokens, positions, segment_ids, *inputs)
         return transformer.forward_rows(
             params, self.spec, rows, dtype=dtype, remat=remat, layout=layout
         )
@@ -131,10 +132,13 @@ class Decoder:
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """See `models.decoding.extend`."""
         spec = self.spec.for_decoding
-        return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
+        return extend(
+            params, spec, cache, tokens, positions, dtype=dtype, layout=layout, inputs=inputs
+        )
 
     def extend_pages(
         self,
@@ -146,9 +150,9 @@ class Decoder:
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        rotary: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B D"], Cache]:
         """See `models.decoding.extend_pages`."""
         spec = self.spec.for_decoding
-        return extend_pages(
-            params, spec, pool, tables, tokens, positions, dtype=dtype, layout=layout
-        )
+        following = NextTokens(tokens, positions, rotary)
+        return extend_pages(params, spec, pool, tables, following, dtype=dtype, layout=layout)

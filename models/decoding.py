@@ -24,6 +24,7 @@ from jaxrl_llm.models.cache import (
     write_kept,
 )
 from jaxrl_llm.models.delta import DeltaState
+from jaxrl_llm.models.inputs import NO_INPUTS, RowInputs
 from jaxrl_llm.models.int8 import make_scales
 from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
 from jaxrl_llm.models.moe.record import record_in_pages, record_in_rows
@@ -58,6 +59,7 @@ def extend(
     *,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
+    inputs: RowInputs = NO_INPUTS,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Run the next T tokens of each row, writing their slots and attending up to them.
 
@@ -72,6 +74,7 @@ def extend(
             more nothing is written, and its result means nothing: so rows are padded.
         dtype: Of the computation.
         layout: How rows are split over a mesh; None leaves it to the compiler.
+        inputs: What else the rows have; routes are not replayed here.
 
     Returns:
         Hidden states after the final norm, and the cache with the tokens' keys and values.
@@ -161,13 +164,27 @@ def _run(
     return final_norm(params, spec, x), Cache(**held, states=tuple(states)), experts
 
 
+class NextTokens(NamedTuple):
+    """The next token of each row.
+
+    Attributes:
+        tokens: Their ids.
+        positions: Their positions; negative in an empty row, of which nothing is written.
+        rotary: By which queries and keys are rotated, where that is not the position: after
+            images, for a model with `mrope_sections`.
+    """
+
+    tokens: Int[Array, " B"]
+    positions: Int[Array, " B"]
+    rotary: Int[Array, " B"] | None = None
+
+
 def extend_pages(
     params: Params,
     spec: ModelSpec,
     pool: Cache,
     tables: PageTables,
-    tokens: Int[Array, " B"],
-    positions: Int[Array, " B"],
+    following: NextTokens,
     *,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
@@ -182,8 +199,7 @@ def extend_pages(
         pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
             belong to the parts in order, as many to each. Its `states` are those of the rows.
         tables: The pages of each row, within its part.
-        tokens: The rows' next tokens.
-        positions: Their positions; negative in an empty row, of which nothing is written.
+        following: The rows' next tokens.
         dtype: Of the computation.
         layout: How rows, and parts of the pool, are split over a mesh; None: there is one part.
 
@@ -204,11 +220,12 @@ def extend_pages(
             return _attend_part(spec, tables.kernel, own, *arrays)
 
         heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
-        where = (pool.layer(number), tables.table, positions)
+        where = (pool.layer(number), tables.table, following.positions)
         mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
-    rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
+    tokens, positions = following.tokens[:, None], following.positions
+    rows = _Rows(tokens, positions[:, None], positions[:, None] >= 0, pool.states)
     hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
     routes = record_in_pages(pool.routes, experts, tables.table, positions)
     return hidden[:, 0], kept._replace(routes=routes)

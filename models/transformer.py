@@ -13,6 +13,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.gather import layer_gatherer, lookup, split_matrix
+from jaxrl_llm.models.inputs import PackedTokens
 from jaxrl_llm.models.layers import (
     Layer,
     Mixers,
@@ -27,7 +28,6 @@ from jaxrl_llm.models.layers import (
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.spec import Block, ModelSpec
-from jaxrl_llm.models.vision.inputs import VisualTokens
 from jaxrl_llm.sharding.layout import Layout
 
 
@@ -62,28 +62,6 @@ def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Floa
     [1.0, -1.0]
     """
     return norm_of(spec, x, params["final_norm"])
-
-
-class PackedTokens(NamedTuple):
-    """Rows of packed tokens.
-
-    Attributes:
-        tokens: Token ids.
-        positions: Index of each token within its own sequence.
-        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
-        routes: Experts that tokens go to in each layer that has some, as for
-            `models.moe.routing.replay_routes`; None: routers choose.
-        visual: Features that stand in place of the embeddings of some tokens; None: of none.
-        rotary: Time, height and width of each token, for a model with `mrope_sections`; None: all
-            three are its position.
-    """
-
-    tokens: Int[Array, "R L"]
-    positions: Int[Array, "R L"]
-    segment_ids: Int[Array, "R L"]
-    routes: Int[Array, "R L M top"] | None = None
-    visual: VisualTokens | None = None
-    rotary: Int[Array, "R L 3"] | None = None
 
 
 class _Row(NamedTuple):

@@ -15,6 +15,7 @@ from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.kernels import Kernel
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
@@ -182,9 +183,9 @@ def _run(
         layout.split_context(jnp.asarray(x))
         for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
-    replayed = {}
+    given = {}
     if config.replays:
-        replayed["routes"] = layout.split_context(jnp.asarray(rows.routes))
+        given["inputs"] = RowInputs(routes=layout.split_context(jnp.asarray(rows.routes)))
     return config.model.hidden_states(
         params,
         tokens,
@@ -193,7 +194,7 @@ def _run(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         layout=layout,
-        **replayed,
+        **given,
     )
 
 
