@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.models.moe.record import empty_record
 from jaxrl_llm.models.moe.spec import RouteShape
@@ -24,7 +25,7 @@ from jaxrl_llm.rollout.native.sampler import (
     choose_tokens,
     limits_in_use,
 )
-from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
+from jaxrl_llm.rollout.native.states import gather_states, scatter_states
 from jaxrl_llm.sharding.layout import Layout
 
 POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}
@@ -44,6 +45,8 @@ class DecodeState(NamedTuple):
         left: how many tokens may follow; 0 in an empty row.
         stop_ids: tokens that end the answer, padded with -1.
         sampling: how tokens are drawn.
+        rotary_delta: what is added to positions to rotate by, for a model with
+            `has_rotary_positions`; None: it is another.
     """
 
     tokens: Int[Array, " B"]
@@ -52,6 +55,7 @@ class DecodeState(NamedTuple):
     left: Int[Array, " B"]
     stop_ids: Int[Array, "B stops"]
     sampling: BatchSamplingParams
+    rotary_delta: Int[Array, " B"] | None = None
 
 
 class Extras(NamedTuple):
@@ -264,16 +268,21 @@ def _extend_by_one(
     layout: Layout | None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Run the newest token of each row that goes on."""
-    going, dtype = state.left > 0, cache.compute_dtype
+    going = state.left > 0
+    options: dict[str, Any] = {"dtype": cache.compute_dtype, "layout": layout}
+    rotary = None if state.rotary_delta is None else state.positions + state.rotary_delta
     if tables is not None:
         assert isinstance(model, PagedModel)  # for pyright; the engine asks
+        if rotary is not None:
+            options["rotary"] = rotary
         at = jnp.where(going, state.positions, -1)
-        return model.extend_pages(
-            params, cache, tables, state.tokens, at, dtype=dtype, layout=layout
-        )
+        return model.extend_pages(params, cache, tables, state.tokens, at, **options)
+    if rotary is not None:
+        all_three = jnp.broadcast_to(rotary[:, None, None], (len(rotary), 1, 3))
+        options["inputs"] = RowInputs(rotary=all_three)
     at = jnp.where(going, state.positions, page_size(cache))[:, None]
     tokens = state.tokens[:, None]
-    hidden, cache = model.extend(params, cache, tokens, at, dtype=dtype, layout=layout)
+    hidden, cache = model.extend(params, cache, tokens, at, **options)
     return hidden[:, 0], cache
 
 

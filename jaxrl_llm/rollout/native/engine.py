@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.room import sizes_with_cache
 from jaxrl_llm.rollout.native.scheduler import EngineStats, PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE
+from jaxrl_llm.rollout.native.visuals import check_visuals, read_prompt
 from jaxrl_llm.rollout.types import Completion, Receipt, Request, SamplingParams, ScoredTokens
 from jaxrl_llm.sharding.layout import Layout
 
@@ -271,7 +272,10 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
-        sequences = [SequenceState(request, listener=listener) for request in requests]
+        sequences = [
+            SequenceState(request, listener=listener, visuals=read_prompt(self.model, request))
+            for request in requests
+        ]
         if needed is not None:
             check_needed(needed, len(requests))
             partial = [PartialSampling(sequences, needed, stop)]
@@ -298,6 +302,7 @@ class NativeEngine:
                 "logit_bias": BIASES,
             },
         )
+        check_visuals(self.model, request, self.programs.sizes)
         if request.sampling.stop and not self._reads_text:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
 

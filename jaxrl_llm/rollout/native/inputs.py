@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxrl_llm.rollout.native.decode import DecodeState, Extras
 from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS
@@ -15,8 +16,13 @@ def fill_row(row: np.ndarray, pages: Sequence[int]) -> None:
     row[: len(pages)] = pages
 
 
-def decode_state(placed: Sequence[SequenceState | None]) -> DecodeState:
-    """Return where each row stands; empty ones have nothing left."""
+def decode_state(placed: Sequence[SequenceState | None], *, has_rotary: bool) -> DecodeState:
+    """Return where each row stands; empty ones have nothing left.
+
+    Args:
+        placed: whom each row belongs to.
+        has_rotary: whether the model is told what to rotate by.
+    """
 
     def column(dtype: Any, value: Callable[[SequenceState], Any], empty: Any = 0) -> Any:
         return np.array([empty if s is None else value(s) for s in placed], dtype)
@@ -41,7 +47,35 @@ def decode_state(placed: Sequence[SequenceState | None]) -> DecodeState:
             top_k=number(lambda s: s.request.sampling.top_k),
             min_p=setting("min_p", np.float32, 0.0),
         ),
+        rotary_delta=number(rotary_delta) if has_rotary else None,
     )
+
+
+def rotary_delta(sequence: SequenceState) -> int:
+    """Return what is added to positions of what follows a prompt, to rotate by."""
+    return 0 if sequence.visuals is None else sequence.visuals.delta
+
+
+def rotary_positions(
+    placed: Sequence[SequenceState | None], ends: Sequence[int], length: int
+) -> Int[np.ndarray, "B T 3"]:
+    """Return by what each row's next tokens are rotated: those from `cached` on.
+
+    Args:
+        placed: whom each row belongs to.
+        ends: where its tokens end.
+        length: of all rows.
+    """
+    rotary = np.zeros((len(placed), length, 3), np.int32)
+    for row, (s, end) in enumerate(zip(placed, ends, strict=True)):
+        if s is None:
+            continue
+        piece = rotary[row, : end - s.cached]
+        piece[:] = np.arange(s.cached, end)[:, None] + rotary_delta(s)
+        if s.visuals is not None and s.visuals.rotary is not None:
+            given = s.visuals.rotary[s.cached : end]
+            piece[: len(given)] = given
+    return rotary
 
 
 def extras(placed: Sequence[SequenceState | None], width: int, nothing: int) -> Extras:

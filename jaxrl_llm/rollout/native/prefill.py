@@ -1,22 +1,15 @@
-"""Prompts read in pieces, their images and videos from features that a tower has made of them.
-
-Features lie in slots, [parts, slots, …], one for each token of an image, of the part of the batch
-that reads it.
-"""
+"""Prompts read in pieces, their images and videos from features that a tower has made of them."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.inputs import RowInputs
-from jaxrl_llm.models.model import Model, VisionModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.inputs import VisualFeatures, VisualTokens
-from jaxrl_llm.models.vision.rows import PatchRows
-from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.native.decode import gather_pages, page_size, scatter_pages
 from jaxrl_llm.rollout.native.states import StateSlots
 from jaxrl_llm.sharding.layout import Layout
@@ -79,46 +72,11 @@ def prefill(
     return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets, target)
 
 
-def empty_features(vision: VisionSpec, parts: int, slots: int, dtype: DTypeLike) -> VisualFeatures:
-    """Make slots for the features of a tower, each of one token."""
-    shape, deep = (parts, slots, vision.out_size), len(vision.deep_layers)
-    further = jnp.zeros((parts, deep, *shape[1:]), dtype) if deep else None
-    return VisualFeatures(jnp.zeros(shape, dtype), further)
-
-
-def encode_into(
-    params: Any,
-    model: VisionModel,
-    held: VisualFeatures,
-    patches: PatchRows,
-    slots: Int[Array, "parts V"],
-    *,
-    layout: Layout | None = None,
-) -> VisualFeatures:
-    """Read images and videos, and keep their features.
-
-    Args:
-        params: in the compute dtype.
-        model: that has a tower.
-        held: as `empty_features`.
-        patches: a row for each part.
-        slots: where the features go, in the order of the visuals; past the slots they are dropped.
-        layout: how the parts are split over a mesh.
-    """
-    dtype = held.features.dtype
-    new = model.encode_visuals(params, patches, dtype=dtype, remat="none", layout=layout)
-
-    def written(held: Array, at: Array, new: Array) -> Array:
-        return held.at[..., at, :].set(new.astype(dtype), mode="drop")
-
-    return jax.tree.map(lambda held, new: jax.vmap(written)(held, slots, new), held, new)
-
-
 def gather_features(held: VisualFeatures, slots: Int[Array, "B T"]) -> VisualTokens:
     """Return the features of tokens of rows, which belong to the parts in order.
 
     Args:
-        held: as `empty_features`.
+        held: as `tower.Tower` keeps them.
         slots: within the row's part; negative for text.
 
     >>> held = VisualFeatures(jnp.array([[[1.0], [2.0]]]))

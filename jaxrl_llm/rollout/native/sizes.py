@@ -16,6 +16,9 @@ SHORTEST_ROW = 128  # tokens
 PREFILL_LENGTHS = (32, 256)  # tokens of a prompt that are read at once
 PREFILL_TOKENS = (256, 1024)  # tokens of all prompts
 
+PATCH_LENGTHS = (256, 1024, 4096, 16384, 65536)  # patches that a part reads at once
+PATCHES_AT_ONCE = 4096  # of several images
+
 
 class Sizes(NamedTuple):
     """The shapes of all programs.
@@ -102,6 +105,23 @@ def choose_sizes(
         tuple(sorted(prefill_shapes)),
         steps,
     )
+
+
+def with_visuals(sizes: Sizes, patches: int, tokens: int) -> Sizes:
+    """Return shapes with those of a vision tower.
+
+    Args:
+        sizes: of the text.
+        patches: of the largest image, or more.
+        tokens: of images whose features a part holds.
+
+    >>> sizes = choose_sizes(parts=1, max_running_sequences=8, max_tokens=600, steps=16)
+    >>> with_visuals(sizes, 2400, 4800).patch_lengths
+    (256, 1024, 2400)
+    """
+    largest = min(patches, PATCH_LENGTHS[-1])
+    lengths = [length for length in PATCH_LENGTHS if length < largest]
+    return sizes._replace(visual_tokens=tokens, patch_lengths=(*lengths, largest))
 
 
 def program_keys(
