@@ -1,8 +1,10 @@
 """The decoder of a Hugging Face directory as a `Model`: the functions of `models` for one spec."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -16,6 +18,11 @@ from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
+from jaxrl_llm.models.vision.positions import rotary_positions
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.tower import encode
 from jaxrl_llm.sharding.layout import Layout
 
 
@@ -56,6 +63,60 @@ class Decoder:
     def route_shape(self) -> RouteShape | None:
         """What is recorded of each token's experts."""
         return self.spec.moe and self.spec.moe.route_shape(self.spec.layers)
+
+    @property
+    def vision(self) -> VisionSpec | None:
+        """The tower, and the ids of placeholder tokens."""
+        return self.spec.vision
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether tokens of images are rotated by other numbers than their positions."""
+        return self.spec.vision is not None and self.spec.mrope_sections is not None
+
+    @property
+    def attends_within_images(self) -> bool:
+        """Whether tokens of an image attend to all others of it."""
+        return False
+
+    def rotary_positions(
+        self, tokens: Int[np.ndarray, " T"], visuals: Sequence[Visual]
+    ) -> tuple[Int[np.ndarray, "T 3"], int]:
+        """See `models.vision.positions`.
+
+        Raises:
+            ValueError: As there, or the model has no tower.
+        """
+        if self.spec.vision is None:
+            raise ValueError("rotary positions of images, for a model without a vision tower")
+        return rotary_positions(self.spec.vision, tokens, visuals)
+
+    def encode_visuals(
+        self,
+        params: Params,
+        patches: PatchRows,
+        *,
+        dtype: DTypeLike,
+        remat: str,
+        layout: Layout | None,
+        bounds: FrameBounds,
+    ) -> VisualFeatures:
+        """See `models.vision.tower.encode`.
+
+        Raises:
+            ValueError: The model has no tower.
+        """
+        if self.spec.vision is None:
+            raise ValueError("patches of images, for a model without a vision tower")
+        return encode(
+            params["vision"],
+            self.spec.vision,
+            patches,
+            dtype=dtype,
+            layout=layout,
+            remat=remat,
+            bounds=bounds,
+        )
 
     def declare(self) -> Declarations:
         """See `models.parameters.declare`."""

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats, token_stats_from_logits
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.capabilities import RoutedModel
 from jaxrl_llm.models.gather import SplitMatrix
-from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.inputs import RowInputs
-from jaxrl_llm.models.model import Model, RoutedModel
+from jaxrl_llm.models.kernels import Kernel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.spec import RouteShape

@@ -12,7 +12,8 @@ import numpy as np
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.model import Model, RoutedModel, VisionModel
+from jaxrl_llm.models.capabilities import RoutedModel, VisionModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.inputs import VisualFeatures
 from jaxrl_llm.models.vision.rows import PatchRows
 from jaxrl_llm.rollout.native.decode import (
