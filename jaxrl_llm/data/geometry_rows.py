@@ -68,10 +68,12 @@ def _problem_row(row: Row, instruction: str, where: str, split: str, number: int
 
 def _file(image: Any, where: str) -> bytes:
     """Return an image as a file: as it is in a copy, or as PNG where the hub's reader opened it."""
-    if isinstance(image, dict) and isinstance(image.get("bytes"), bytes):
-        return image["bytes"]
-    if not hasattr(image, "save"):
+    given = image.get("bytes") if isinstance(image, dict) else None
+    if isinstance(given, bytes):
+        return given
+    save = getattr(image, "save", None)
+    if save is None:
         raise ValueError(f"{where}: expected an image with its bytes, got {image!r:.80}")
     file = io.BytesIO()
-    image.save(file, "PNG")
+    save(file, "PNG")
     return file.getvalue()

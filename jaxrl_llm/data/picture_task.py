@@ -172,7 +172,7 @@ def colours(ink: np.ndarray, rng: random.Random) -> np.ndarray:
     """
     dark = [rng.randrange(64) for _ in range(3)]
     light = [rng.randrange(160, 256) for _ in range(3)]
-    return np.where(ink[..., None], np.uint8(light), np.uint8(dark))
+    return np.where(ink[..., None], light, dark).astype(np.uint8)
 
 
 # ------------------------------------------------------------------------------------ the questions
