@@ -204,6 +204,11 @@ class VisualPacker:
             given = self.tower.rows(rows, length)
         return VisualRows(index, given, rotary)
 
+    def without_any(self, shape: RowShape) -> VisualRows:
+        """Return what a micro-batch without images has."""
+        nothing = np.zeros((0, 0), np.int32)
+        return self.rows(Batch(nothing, nothing[:, 0], {}), [], shape)
+
     def _positions(self, tokens: np.ndarray, visuals: Sequence[Visual]) -> np.ndarray:
         if not visuals:
             return np.arange(len(tokens))[:, None]
