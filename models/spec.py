@@ -228,6 +228,11 @@ class ModelSpec:
                 "a checkpoint with hf_joined has no mlp_bias, latent or gated attention; "
                 f"got {self}"
             )
+        if self.vision is not None and self.vision.out_size != self.hidden_size:
+            raise ValueError(
+                f"features of the vision tower are {self.vision.out_size} wide; expected the "
+                f"decoder's hidden_size={self.hidden_size}"
+            )
         if self.moe is not None and self.moe.dense_layers >= self.layers:
             raise ValueError(
                 f"moe.dense_layers must leave layers with experts, got {self.moe.dense_layers} of "
