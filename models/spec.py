@@ -233,6 +233,11 @@ class ModelSpec:
                 f"features of the vision tower are {self.vision.out_size} wide; expected the "
                 f"decoder's hidden_size={self.hidden_size}"
             )
+        if self.mrope_sections and 2 * sum(self.mrope_sections) != self.rotary_width:
+            raise ValueError(
+                f"mrope_sections must add up to half of the {self.rotary_width} dimensions of a "
+                f"head that are rotated, got {self.mrope_sections}"
+            )
         if self.moe is not None and self.moe.dense_layers >= self.layers:
             raise ValueError(
                 f"moe.dense_layers must leave layers with experts, got {self.moe.dense_layers} of "
