@@ -5,7 +5,7 @@ Messages do so by `<image>` and `<video>` in their texts (verl), or by typed par
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,6 +33,20 @@ class Picture(NamedTuple):
     name: str
 
 
+class RowPrompt(NamedTuple):
+    """What a row becomes.
+
+    Attributes:
+        messages: the chat, in which typed parts mention images and videos.
+        tokens: of the chat.
+        load: decodes the images and videos; None: there are none.
+    """
+
+    messages: list[dict[str, Any]]
+    tokens: tuple[int, ...]
+    load: Callable[[], tuple[Visual, ...]] | None = None
+
+
 @dataclass(frozen=True)
 class RowVisuals:
     """Reads the images and videos of rows.
@@ -46,6 +60,38 @@ class RowVisuals:
     image_key: str = "images"
     video_key: str = "videos"
     processor: VisualProcessor | None = None
+
+    def prompt(
+        self,
+        row: Mapping[str, Any],
+        where: str,
+        encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
+        tokenizer: Any,
+    ) -> "RowPrompt":
+        """Return a row's messages, its tokens, and what decodes its images and videos.
+
+        Args:
+            row: as for `split`.
+            where: it stands, for messages.
+            encode: messages -> token ids, one placeholder for each image or video.
+            tokenizer: by which they are made.
+
+        Raises:
+            ValueError: as `split`, or the chat template writes another number of placeholders.
+            PictureError: an image or a video can't be used, as far as its header tells.
+        """
+        messages, pictures = self.split(row, where)
+        tokens = tuple(encode(messages))
+        if self.processor is None:
+            return RowPrompt(messages, tokens)
+        folder = getattr(row, "folder", Path())
+        shapes = self.shapes(pictures, folder, where)
+        try:
+            expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        load = functools.partial(self.load, pictures, folder, where, [s.tokens for s in shapes])
+        return RowPrompt(messages, expanded, load if pictures else None)
 
     def split(
         self, row: Mapping[str, Any], where: str
@@ -93,22 +139,32 @@ class RowVisuals:
         read = {"image": self.processor.image_shape, "video": self.processor.video_shape}
         return [_named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures]
 
-    def load(self, pictures: Sequence[Picture], folder: Path, where: str) -> tuple[Visual, ...]:
+    def load(
+        self, pictures: Sequence[Picture], folder: Path, where: str, tokens: Sequence[int]
+    ) -> tuple[Visual, ...]:
         """Decode pictures.
 
         Args:
             pictures: of a row.
             folder: where relative paths begin.
             where: the row stands, for messages.
+            tokens: how many stand for each.
 
         Raises:
-            PictureError: one can't be decoded.
+            PictureError: one can't be decoded, or is no longer as large as it was.
         """
         assert self.processor is not None, "`split` has refused rows with pictures"
         read = {"image": self.processor.image, "video": self.processor.video}
-        return tuple(
+        visuals = tuple(
             _named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures
         )
+        for picture, visual, count in zip(pictures, visuals, tokens, strict=True):
+            if visual.tokens != count:
+                raise PictureError(
+                    f"{where}: field {picture.name!r}: expected {count} tokens as when the run "
+                    f"began, got {visual.tokens}: the file was replaced"
+                )
+        return visuals
 
 
 @dataclass
