@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-
 NEVER = -1e30
 """The logit of a token that is never drawn. It is finite, as differences of two must be numbers."""
 

@@ -18,7 +18,13 @@ from jaxrl_llm.rollout.engine import (
     PartialEngine,
     Stop,
 )
-from jaxrl_llm.rollout.episode import NO_CHAIN, NOT_DRAWN, Episode, laid_out_routes, laid_out_visuals
+from jaxrl_llm.rollout.episode import (
+    NO_CHAIN,
+    NOT_DRAWN,
+    Episode,
+    laid_out_routes,
+    laid_out_visuals,
+)
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
 
@@ -199,9 +205,7 @@ def sample_states(
     """
     for state in states:
         if state.episode is None and state.turns and state.turns[-1].finish:
-            state.episode = Episode.of(
-                state.prompt.tokens, state.turns[-1], state.prompt.visuals
-            )
+            state.episode = Episode.of(state.prompt.tokens, state.turns[-1], state.prompt.visuals)
     needed = len(states) if needed is None else needed
     first = [state for state in states[:needed] if state.is_open]
     begun = first + [state for state in states[needed:] if state.is_open]

@@ -18,7 +18,7 @@ from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.data.bin_packing import best_fit
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.model import VisionModel
+from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
 from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxrl_llm.models.model import VisionModel
+from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import VisualFeatures
 from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec

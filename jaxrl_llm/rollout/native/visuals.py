@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl_llm.models.model import Model, VisionModel
+from jaxrl_llm.models.capabilities import VisionModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.engine import EngineError
