@@ -118,7 +118,7 @@ def prompt(family, *parts):
 def prompts(family):
     """Return prompts of text alone, one image, two, an image at the end, a video, and both."""
     first, second = draw_visual(1, 4, 6), draw_visual(1, 2, 4, seed=1)
-    film = draw_visual(2, 4, 2, seed=2, seconds=(0.0, 0.5))
+    film = draw_visual(2, 6, 4, seed=2, seconds=(0.0, 0.5))
     return {
         "text": prompt(family, *range(3, 12)),
         "image": prompt(family, 3, 5, first, 6, 9, 4),
