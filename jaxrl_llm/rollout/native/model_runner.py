@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.model import VisionModel
+from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras
 from jaxrl_llm.rollout.native.features import FeatureCache
 from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row, rotary_positions
