@@ -31,6 +31,8 @@ from jaxrl_llm.models.moe.record import record_in_pages, record_in_rows
 from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
+from jaxrl_llm.models.vision.features import deepened, with_features
+from jaxrl_llm.models.vision.inputs import VisualTokens
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
 
@@ -105,18 +107,23 @@ def extend(
         mixed_in = mixed_in[..., : scaled_widths(spec)[0]]
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
-    rows_before = _Rows(tokens, positions, real, cache.states)
+    rows_before = _Rows(tokens, positions, real, cache.states, inputs.visual, inputs.rotary)
     hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
     return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
 
 class _Rows(NamedTuple):
-    """The next tokens of each row, which of them are not padding, and states before them."""
+    """The next tokens of each row, which of them are not padding, and states before them.
+
+    Rotary positions may be three of each token, as in `RowInputs`, or one.
+    """
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"]
     states: tuple[DeltaState, ...]
+    visual: VisualTokens | None = None
+    rotary: Int[Array, "B T"] | Int[Array, "B T 3"] | None = None
 
     def state(self, number: int) -> DeltaState:
         """Return the state of a layer; a row that begins has none yet, whatever it held."""
@@ -142,18 +149,20 @@ def _run(
     Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
     is returned is where tokens went in each layer with experts.
     """
-    by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
+    by = rotations(spec, rows.positions if rows.rotary is None else rows.rotary)
+    segment_ids = rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
-    x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
+    x = embed(params, spec, rows.tokens, dtype=dtype)
+    x = constrain(x if rows.visual is None else with_features(x, rows.visual))
     kept, states = list[LayerCache](), list[DeltaState]()
     experts: list[Array] = []
-    for weights, layer in _layers(params, spec):
+    for number, (weights, layer) in enumerate(_layers(params, spec)):
         mixers = Mixers(
             functools.partial(attention, len(kept), attending(spec, layer, weights)),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
         x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
-        x = constrain(x)
+        x = constrain(x if rows.visual is None else deepened(x, rows.visual, number))
         if isinstance(after, DeltaState):
             states.append(after)
         else:
@@ -225,7 +234,9 @@ def extend_pages(
         return mixed[:, None], layer
 
     tokens, positions = following.tokens[:, None], following.positions
-    rows = _Rows(tokens, positions[:, None], positions[:, None] >= 0, pool.states)
+    rotary = None if following.rotary is None else following.rotary[:, None]
+    real = positions[:, None] >= 0
+    rows = _Rows(tokens, positions[:, None], real, pool.states, rotary=rotary)
     hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
     routes = record_in_pages(pool.routes, experts, tables.table, positions)
     return hidden[:, 0], kept._replace(routes=routes)
