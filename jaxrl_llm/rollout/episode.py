@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float32, Int
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.types import ROUTES
+from jaxrl_llm.types import ROUTES, VISUALS
 
 NOT_DRAWN = -1
 """The turn and the version of a token that the policy did not draw."""
@@ -241,6 +241,17 @@ def laid_out_routes(
                 places = np.flatnonzero(chain_ids[i] == chain)[: len(known)]
                 routes[i, places] = known[: len(places)]
     return {ROUTES: routes}
+
+
+def laid_out_visuals(episodes: Sequence[Episode], usable: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the images and videos of each episode [B], by their field; no field without any.
+
+    Of an episode that is not usable they are those of the prompt.
+    """
+    visuals = np.empty(len(episodes), object)
+    for i, episode in enumerate(episodes):
+        visuals[i] = episode.visuals if usable[i] else episode.prompt_visuals
+    return {VISUALS: visuals} if any(visuals) else {}
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
