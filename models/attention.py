@@ -26,12 +26,15 @@ class Attending(NamedTuple):
         sinks: One learned score per query head that joins the softmax and has no value, so that a
             token need not attend to any (gpt-oss, https://arxiv.org/abs/2508.10925). None: there
             are none.
+        causal: Whether a token attends to none that come after it; else to all of its segment, and
+            there is no window. Vision towers do.
     """
 
     scale: float | None = None
     window: int | Int[Array, ""] | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
+    causal: bool = True
 
 
 PLAIN = Attending()
@@ -51,14 +54,15 @@ def attend(
     longest: int | None = None,
     in_blocks: bool = True,
 ) -> Float[Array, "R L N H"]:
-    r"""Attend causally within the segments of packed rows.
+    r"""Attend within the segments of packed rows, causally unless the options say otherwise.
 
     $o_i = \sum_{j \in A_i} \mathrm{softmax}_j(q_i \cdot k_j / \sqrt{H})\, v_j$ over
     $A_i = \{j : i - w < j \le i,\, s_j = s_i\}$ with window w (https://arxiv.org/abs/2004.05150),
     where query head n reads key/value head $\lfloor nK/N \rfloor$
     (https://arxiv.org/abs/2305.13245). A sink $a_n$ adds $e^{a_n}$ to the softmax's denominator.
     The softmax is in float32. The backward pass computes scores again. Long rows are taken a block
-    of queries at a time, with the keys up to its end; a token costs at most 2 · `longest` keys.
+    of queries at a time, with the keys that it may reach: those up to its end, or all where it is
+    not causal. A token costs at most 2 · `longest` keys, or 3 · `longest`.
 
     Args:
         q: Queries.
@@ -66,24 +70,30 @@ def attend(
         v: Values.
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
-        options: Scale, window, soft-cap and sinks of the scores.
+        options: Scale, window, soft-cap and sinks of the scores, and whether they are causal.
         longest: Most tokens of a segment; None: a segment may fill the row.
         in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
     Returns:
         The mixed values, in the dtype of `q`.
 
+    Raises:
+        ValueError: A window is asked for that is not causal.
+
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> attend(x, x, x, jnp.array([[1, 1, 0]])).shape
     (1, 3, 2, 4)
     """
+    if not options.causal and options.window is not None:
+        raise ValueError(f"attention that is not causal has no window, got {options.window}")
     rows, row, heads, width = q.shape
     shared = heads // k.shape[2]
-    before, length = 0, row
-    if longest is not None and 2 * longest < length and in_blocks:
+    sides = 1 if options.causal else 2  # of a token, where it attends
+    around, length = None, row
+    if longest is not None and (1 + sides) * longest < length and in_blocks:
         q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
-        k, v, segment_ids = (_with_part_before(x, longest) for x in (k, v, segment_ids))
-        before, length = longest, longest
+        k, v, segment_ids = (_with_parts_around(x, longest, sides) for x in (k, v, segment_ids))
+        around, length = longest, longest
     # batched products want their batch axes first
     q = q.reshape(-1, length, heads // shared, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
@@ -91,16 +101,24 @@ def attend(
     scale = width**-0.5 if options.scale is None else options.scale
     size = _block_size(length) if in_blocks else length
     sinks, outputs = _sinks_by_key_head(options.sinks, k.shape[1], size), []
-    for end in range(size, length + 1, size):
-        block = q[:, :, end - size : end].reshape(len(q), -1, size * shared, width)
-        keys = slice(end - size if before else 0, before + end)
-        scoring = _Scoring(scale, options.softcap, before + end - size - keys.start)
+    for start in range(0, length, size):
+        block = q[:, :, start : start + size].reshape(len(q), -1, size * shared, width)
+        keys = _reached(start, start + size, around, length, causal=options.causal)
+        first = (around or 0) + start - keys.start
+        scoring = _Scoring(scale, options.softcap, first, size, options.causal)
         mixed: Any = _attend(
             scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window, sinks
         )
         outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
     return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])[:, :row]
+
+
+def _reached(start: int, end: int, around: int | None, length: int, *, causal: bool) -> slice:
+    """Return which keys the queries of a block may reach, of a row or of a part with others."""
+    if around is None:
+        return slice(0, end if causal else length)
+    return slice(start, around + end + (0 if causal else around))
 
 
 def _block_size(length: int) -> int:
@@ -124,15 +142,22 @@ def _padded(x: Shaped[Array, "R L *_"], unit: int) -> Shaped[Array, "R M *_"]:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % unit)) + ((0, 0),) * (x.ndim - 2))
 
 
-def _with_part_before(x: Shaped[Array, "R L *_"], size: int) -> Shaped[Array, "P S *_"]:
-    """Cut rows into parts of so many tokens, each with the part of its row before it.
+def _with_parts_around(
+    x: Shaped[Array, "R L *_"], size: int, sides: int
+) -> Shaped[Array, "P S *_"]:
+    """Cut rows into parts of so many tokens, each with the part before it, and after it if asked.
 
-    >>> _with_part_before(jnp.array([[1, 2, 3, 4]]), 2).tolist()
+    >>> _with_parts_around(jnp.array([[1, 2, 3, 4]]), 2, 1).tolist()
     [[0, 0, 1, 2], [1, 2, 3, 4]]
+    >>> _with_parts_around(jnp.array([[1, 2, 3, 4]]), 2, 2).tolist()
+    [[0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 0, 0]]
     """
     parts = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-    before = jnp.pad(parts[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (parts.ndim - 2))
-    return jnp.concatenate([before, parts], axis=2).reshape(-1, 2 * size, *x.shape[2:])
+    rest = ((0, 0),) * (parts.ndim - 2)
+    joined = [jnp.pad(parts[:, :-1], ((0, 0), (1, 0), *rest)), parts]
+    if sides == 2:
+        joined.append(jnp.pad(parts[:, 1:], ((0, 0), (0, 1), *rest)))
+    return jnp.concatenate(joined, axis=2).reshape(-1, (1 + sides) * size, *x.shape[2:])
 
 
 def segment_mask(segment_ids: Int[Array, "R L"]) -> Bool[Array, "R 1 L L"]:
@@ -154,11 +179,13 @@ def segment_mask(segment_ids: Int[Array, "R L"]) -> Bool[Array, "R 1 L L"]:
 
 
 class _Scoring(NamedTuple):
-    """How products of queries and keys become scores, and the place of the first query."""
+    """How products of queries and keys become scores, and which of the keys' tokens ask."""
 
     scale: float
     softcap: float | None
     first: int
+    queries: int
+    causal: bool = True
 
 
 def _scores(
@@ -175,12 +202,14 @@ def _capped(scoring: _Scoring, products: Float32[Array, "R K Q S"]) -> Float32[A
 def _allowed(
     scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], window: Int[Array, ""]
 ) -> Bool[Array, "R 1 Q S"]:
-    queries = segment_ids.shape[1] - scoring.first
-    index = jnp.arange(segment_ids.shape[1])
-    distance = index[scoring.first :, None] - index[None, :]
-    same = segment_ids[:, scoring.first :, None] == segment_ids[:, None, :]
-    allowed = same & (segment_ids != 0)[:, None, :] & (distance >= 0) & (distance < window)
-    return jnp.repeat(allowed, q.shape[2] // queries, axis=1)[:, None]
+    own = slice(scoring.first, scoring.first + scoring.queries)
+    allowed = segment_ids[:, own, None] == segment_ids[:, None, :]
+    allowed &= (segment_ids != 0)[:, None, :]
+    if scoring.causal:
+        index = jnp.arange(segment_ids.shape[1])
+        distance = index[own, None] - index[None, :]
+        allowed &= (distance >= 0) & (distance < window)
+    return jnp.repeat(allowed, q.shape[2] // scoring.queries, axis=1)[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -193,7 +222,7 @@ def _attend(
     window: Int[Array, ""],
     sinks: Float32[Array, "1 K Q 1"] | None,
 ) -> Float[Array, "R K Q V"]:
-    """Attend with the last queries of a row, those of all heads that share keys as one axis Q."""
+    """Attend with some queries of a row, those of all heads that share keys as one axis Q."""
     return _attend_forward(scoring, q, k, v, segment_ids, window, sinks)[0]
 
 
@@ -297,7 +326,7 @@ def attend_cache(
     grouped = q.reshape(batch, length, -1, shared, width).swapaxes(1, 2)
     grouped = grouped.reshape(batch, -1, length * shared, width)
     scale = width**-0.5 if options.scale is None else options.scale
-    scoring = _Scoring(scale, options.softcap, 0)
+    scoring = _Scoring(scale, options.softcap, 0, length)
     if scales is None:
         scores = _scores(scoring, grouped, k)
     else:

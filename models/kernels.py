@@ -89,7 +89,7 @@ def attend_cudnn(
         v: Values.
         segment_ids: As for `attend`, at most `MOST_SEGMENTS` in a row. What comes after these gets
             NaN, so that no wrong number is taken for a result.
-        options: Scale of the scores.
+        options: Scale of the scores, and whether they are causal.
 
     Returns:
         The mixed values; 0 at padding, and so is the gradient there.
@@ -124,7 +124,7 @@ def attend_cudnn(
         q_offsets=segments.starts,
         kv_offsets=segments.starts,
         scale=q.shape[3] ** -0.5 if options.scale is None else options.scale,
-        mask_type=MaskType.PADDING_CAUSAL,
+        mask_type=MaskType.PADDING_CAUSAL if options.causal else MaskType.PADDING,
     )
     left_out = real & (segments.number >= MOST_SEGMENTS)[:, :, None, None]
     mixed = jnp.where(real, mixed, jnp.zeros_like(mixed))

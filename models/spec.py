@@ -228,6 +228,11 @@ class ModelSpec:
                 "a checkpoint with hf_joined has no mlp_bias, latent or gated attention; "
                 f"got {self}"
             )
+        if self.mrope_sections and 2 * sum(self.mrope_sections) != self.rotary_width:
+            raise ValueError(
+                f"mrope_sections must add up to half of the {self.rotary_width} dimensions of a "
+                f"head that are rotated, got {self.mrope_sections}"
+            )
         if self.moe is not None and self.moe.dense_layers >= self.layers:
             raise ValueError(
                 f"moe.dense_layers must leave layers with experts, got {self.moe.dense_layers} of "

@@ -274,7 +274,7 @@ def covariance_annotator(
 
     def annotate(state: TrainState, batch: Batch) -> Batch:
         key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
-        fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
+        fields = {**batch.arrays, "logprobs": infer(state.params, batch)["logprobs"]}
         high = check_marks(compute(fields, key), select, batch.tokens.shape)
         return batch.add(high_covariance=np.asarray(high))
 

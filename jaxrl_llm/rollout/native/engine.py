@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -36,46 +36,14 @@ from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.room import sizes_with_cache
-from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
+from jaxrl_llm.rollout.native.scheduler import EngineStats, PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE
+from jaxrl_llm.rollout.native.visuals import check_visuals, read_prompt
 from jaxrl_llm.rollout.types import Completion, Receipt, Request, SamplingParams, ScoredTokens
 from jaxrl_llm.sharding.layout import Layout
 
 STEPS = 16
 """Tokens decoded between two looks at what has ended and what has come."""
-
-
-class EngineStats(NamedTuple):
-    """What an engine does now, and has done since it was made.
-
-    Attributes:
-        running: sequences that hold pages.
-        waiting: sequences that don't yet.
-        cached_tokens: room of the pages in use, in tokens.
-        cache_tokens: room of all pages.
-        cached_states: states in use, where the model has some: of what runs, and those read next.
-        cache_states: room for states.
-        prompt_tokens: tokens of prompts read.
-        generated_tokens: tokens drawn.
-        reused_tokens: tokens of prompts that were in the cache already.
-        preemptions: how often a sequence gave its pages back.
-    """
-
-    running: int
-    waiting: int
-    cached_tokens: int
-    cache_tokens: int
-    cached_states: int
-    cache_states: int
-    prompt_tokens: int
-    generated_tokens: int
-    reused_tokens: int
-    preemptions: int
-
-    @property
-    def in_flight(self) -> int:
-        """Return how many requests have no answer yet."""
-        return self.running + self.waiting
 
 
 class NativeEngine:
@@ -304,7 +272,10 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
-        sequences = [SequenceState(request, listener=listener) for request in requests]
+        sequences = [
+            SequenceState(request, listener=listener, visuals=read_prompt(self.model, request))
+            for request in requests
+        ]
         if needed is not None:
             check_needed(needed, len(requests))
             partial = [PartialSampling(sequences, needed, stop)]
@@ -331,6 +302,7 @@ class NativeEngine:
                 "logit_bias": BIASES,
             },
         )
+        check_visuals(self.model, request, self.programs.sizes)
         if request.sampling.stop and not self._reads_text:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
 

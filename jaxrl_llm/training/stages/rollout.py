@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.policy import Policy
+from jaxrl_llm.models.capabilities import QuantizableModel
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
-from jaxrl_llm.models.model import Model, QuantizableModel, base_model
+from jaxrl_llm.models.model import Model, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.monitoring.activity import activity

@@ -1,0 +1,161 @@
+"""Tiny models of `transformers` that see images, and prompts with images for them and for ours."""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from jaxrl_llm.models.vision.inputs import Visual
+from tests.parity.reference import randomize
+
+WORDS = 56
+"""Ids of plain tokens are below it."""
+IMAGE, VIDEO, START, END = range(57, 61)
+TOKENS = dict(
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
+PATCH, FRAMES, MERGE = 4, 2, 2
+HALVES = (0.5, 0.5, 0.5)
+
+TEXT = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+DELTA = dict(
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    head_dim=16,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+SHARED = dict(shared_expert_intermediate_size=14)
+TOWER = dict(
+    depth=2,
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=2,
+    patch_size=PATCH,
+    spatial_merge_size=MERGE,
+    temporal_patch_size=FRAMES,
+    out_hidden_size=32,
+)
+TABLE = dict(num_position_embeddings=36)
+SECTIONS = {"mrope_section": [2, 1, 1]}
+
+FAMILIES = {
+    "Qwen3VL": (TEXT, TOWER | TABLE | dict(deepstack_visual_indexes=[0, 1]), {}),
+    "Qwen3VLMoe": (TEXT | EXPERTS, TOWER | TABLE | dict(deepstack_visual_indexes=[1]), {}),
+    "Qwen2_5_VL": (
+        {name: value for name, value in TEXT.items() if name != "head_dim"},
+        TOWER | dict(window_size=16, fullatt_block_indexes=[1], tokens_per_second=4),
+        {},
+    ),
+    "Qwen3_5": (TEXT | DELTA, TOWER | TABLE, {"partial_rotary_factor": 0.5}),
+    "Qwen3_5Moe": (TEXT | DELTA | EXPERTS | SHARED, TOWER | TABLE, {"partial_rotary_factor": 0.5}),
+}
+"""The configs of text and tower, and what is said of the rotation besides."""
+
+
+def make_seeing(family, *, tied=False, **of_text):
+    """Return a model of transformers with random weights, in float32."""
+    torch.manual_seed(0)
+    text, tower, rope = FAMILIES[family]
+    rope = {"rope_type": "default", "rope_theta": 1e4} | SECTIONS | rope
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text | of_text | {"rope_parameters": rope},
+        vision_config=tower,
+        tie_word_embeddings=tied,
+        **TOKENS,
+    )
+    config._experts_implementation = "eager"
+    return randomize(getattr(transformers, f"{family}ForConditionalGeneration")(config))
+
+
+def draw_visual(*grid, seed=0, seconds=()):
+    """Return an image of random pixels, or a video if frames have times."""
+    width = 3 * FRAMES * PATCH**2
+    patches = np.random.default_rng(seed).integers(0, 256, (int(np.prod(grid)), width), np.uint8)
+    return Visual(patches, grid, MERGE, hashlib.sha256(patches.tobytes()).digest(), seconds)
+
+
+class Seen(NamedTuple):
+    """A prompt: its ids, and what its placeholders stand for."""
+
+    tokens: np.ndarray
+    visuals: tuple[Visual, ...] = ()
+
+
+def prompt(family, *parts):
+    """Write a prompt of token ids and visuals, as the family's processor does."""
+    tokens = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += [part]
+            continue
+        blocks, pad = 1, VIDEO if part.is_video else IMAGE
+        if part.is_video and family != "Qwen2_5_VL":
+            blocks = part.grid[0]
+        for number in range(blocks):
+            time = [7, number % WORDS, 8] if blocks > 1 else []
+            tokens += [*time, START, *[pad] * (part.tokens // blocks), END]
+    return Seen(np.array(tokens), tuple(part for part in parts if isinstance(part, Visual)))
+
+
+def prompts(family):
+    """Return prompts of text alone, one image, two, an image at the end, a video, and both."""
+    first, second = draw_visual(1, 4, 6), draw_visual(1, 2, 4, seed=1)
+    film = draw_visual(2, 4, 2, seed=2, seconds=(0.0, 0.5))
+    return {
+        "text": prompt(family, *range(3, 12)),
+        "image": prompt(family, 3, 5, first, 6, 9, 4),
+        "two": prompt(family, 3, second, 20, 21, first, 7),
+        "end": prompt(family, 11, 3, second),
+        "video": prompt(family, 3, film, 5, 9),
+        "both": prompt(family, first, 13, film, 2, 30),
+    }
+
+
+def their_inputs(seen, mean=HALVES, std=HALVES):
+    """Return what transformers takes of a prompt, its pixels normalized by color."""
+
+    def pixels(visuals):
+        patches = np.concatenate([visual.patches for visual in visuals]).reshape(
+            -1, 3, FRAMES * PATCH**2
+        )
+        normal = (patches / 255 - np.array(mean)[:, None]) / np.array(std)[:, None]
+        return torch.tensor(normal.reshape(len(patches), -1), dtype=torch.float32)
+
+    kinds = np.where(seen.tokens == IMAGE, 1, np.where(seen.tokens == VIDEO, 2, 0))
+    inputs = {"input_ids": torch.tensor(seen.tokens[None])}
+    inputs["mm_token_type_ids"] = torch.tensor(kinds[None])
+    for name, key, is_video in (("image", "", False), ("video", "_videos", True)):
+        some = [visual for visual in seen.visuals if visual.is_video is is_video]
+        if some:
+            inputs[f"pixel_values{key}"] = pixels(some)
+            inputs[f"{name}_grid_thw"] = torch.tensor([visual.grid for visual in some])
+    return inputs
+
+
+def their_logits_of(model, seen, mean=HALVES, std=HALVES):
+    """Score a prompt with transformers: logits [T V]."""
+    extra = {}
+    times = [visual.seconds for visual in seen.visuals if visual.is_video]
+    if times and model.config.model_type == "qwen2_5_vl":
+        extra["second_per_grid_ts"] = torch.tensor([time[1] - time[0] for time in times])
+    model.model.rope_deltas = None
+    with torch.no_grad():
+        return model(**their_inputs(seen, mean, std), **extra).logits[0].float().numpy()
