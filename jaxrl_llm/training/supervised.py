@@ -184,7 +184,7 @@ def _start(
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
-    forward = forward_config(config.model, model.model, layout)
+    forward = forward_config(config.model, model.model, layout, tower=model.tower)
     shape = packed_shape(
         layout,
         model.model,
@@ -192,6 +192,7 @@ def _start(
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
         long_rows=takes_long_rows(forward, layout, config.data.max_tokens),
+        visual_tokens=config.batch.max_visual_tokens_per_device,
     )
     forward = forward.over(shape)
     objective, coefs = _objective(config, model.model, layout, shape)
