@@ -86,32 +86,48 @@ def attend(
     """
     if not options.causal and options.window is not None:
         raise ValueError(f"attention that is not causal has no window, got {options.window}")
-    rows, row, heads, width = q.shape
-    shared = heads // k.shape[2]
+    rows, length, heads, _ = q.shape
     sides = 1 if options.causal else 2  # of a token, where it attends
-    around, length = None, row
+    around = None
     if longest is not None and (1 + sides) * longest < length and in_blocks:
         q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
         k, v, segment_ids = (_with_parts_around(x, longest, sides) for x in (k, v, segment_ids))
-        around, length = longest, longest
+        q, around = q.reshape(-1, longest, *q.shape[2:]), longest
+    mixed = _attend_parts(q, k, v, segment_ids, options, around, in_blocks=in_blocks)
+    return mixed.reshape(rows, -1, heads, v.shape[3])[:, :length]
+
+
+def _attend_parts(
+    q: Float[Array, "P L N H"],
+    k: Float[Array, "P S K H"],
+    v: Float[Array, "P S K V"],
+    segment_ids: Int[Array, "P S"],
+    options: Attending,
+    around: int | None,
+    *,
+    in_blocks: bool,
+) -> Float[Array, "P L N V"]:
+    """Attend with all queries of rows, or of parts that have so many keys around them."""
+    parts, length, heads, width = q.shape
+    shared = heads // k.shape[2]
     # batched products want their batch axes first
-    q = q.reshape(-1, length, heads // shared, shared, width).swapaxes(1, 2)
+    q = q.reshape(parts, length, heads // shared, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
     size = _block_size(length) if in_blocks else length
     sinks, outputs = _sinks_by_key_head(options.sinks, k.shape[1], size), []
     for start in range(0, length, size):
-        block = q[:, :, start : start + size].reshape(len(q), -1, size * shared, width)
+        block = q[:, :, start : start + size].reshape(parts, -1, size * shared, width)
         keys = _reached(start, start + size, around, length, causal=options.causal)
         first = (around or 0) + start - keys.start
         scoring = _Scoring(scale, options.softcap, first, size, options.causal)
         mixed: Any = _attend(
             scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window, sinks
         )
-        outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
+        outputs.append(mixed.reshape(parts, -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])[:, :row]
+    return joined.swapaxes(1, 2).reshape(parts, length, heads, v.shape[3])
 
 
 def _reached(start: int, end: int, around: int | None, length: int, *, causal: bool) -> slice:
