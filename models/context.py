@@ -40,13 +40,15 @@ def attend_pieces(
 
     Raises:
         ValueError: The heads can't be split over the `tensor` and `context` axes, or a kernel is to
-            attend in a ring.
+            attend in a ring, or devices share rows, or have a kernel, where tokens attend to some
+            ahead of them.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> x, one = jnp.ones((1, 3, 2, 4)), make_mesh({}, jax.devices()[:1])
     >>> attend_pieces(x, x, x, jnp.ones((1, 3), jnp.int32), layout=Layout(one)).shape
     (1, 3, 2, 4)
     """
+    _check_ahead(options, layout)
     if layout.pieces == 1:
         if layout.kernel is not None:
             return _on_each(layout, "tensor", options)(q, k, v, segment_ids, options.sinks)
@@ -74,6 +76,14 @@ def attend_pieces(
         mixed = attend(q, k, v, segment_ids, options, in_blocks=layout.context == "heads")
     own = layout.sharding(BATCH, "context", "tensor", None)
     return layout.split_context(jax.lax.with_sharding_constraint(mixed, own))
+
+
+def _check_ahead(options: Attending, layout: Layout) -> None:
+    if options.ahead is not None and (layout.pieces > 1 or layout.kernel is not None):
+        raise ValueError(
+            "tokens of an image attend to those after them: expected rows that no devices share "
+            f"and no kernel, got context={layout.pieces} and {layout.kernel}"
+        )
 
 
 def _on_each(layout: Layout, heads: Any, options: Attending) -> Any:
