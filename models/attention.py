@@ -95,21 +95,41 @@ def attend(
     """
     if not options.causal and options.window is not None:
         raise ValueError(f"attention that is not causal has no window, got {options.window}")
-    rows, row, heads, width = q.shape
+    rows, length, heads, _ = q.shape
+    around, sides = None, options.sides
+    if longest is not None and (1 + sides) * longest < length and in_blocks:
+        q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
+        k, v, segment_ids = (_with_parts_around(x, longest, sides) for x in (k, v, segment_ids))
+        q, around = q.reshape(-1, longest, *q.shape[2:]), longest
+        if options.ahead is not None:
+            ahead = _padded(options.ahead, longest).reshape(-1, longest)
+            options = options._replace(ahead=ahead)
+    mixed = _attend_parts(q, k, v, segment_ids, options, around, in_blocks=in_blocks)
+    return mixed.reshape(rows, -1, heads, v.shape[3])[:, :length]
+
+
+def _attend_parts(
+    q: Float[Array, "P L N H"],
+    k: Float[Array, "P S K H"],
+    v: Float[Array, "P S K V"],
+    segment_ids: Int[Array, "P S"],
+    options: Attending,
+    around: int | None,
+    *,
+    in_blocks: bool,
+) -> Float[Array, "P L N V"]:
+    """Attend with all queries of rows, or of parts that have so many keys around them."""
+    parts, length, heads, width = q.shape
     shared = heads // k.shape[2]
-    around, length = None, row
-    if longest is not None and (1 + options.sides) * longest < length and in_blocks:
-        q, k, v, segment_ids, options = _in_parts(q, k, v, segment_ids, options, longest)
-        around, length = longest, longest
     # batched products want their batch axes first
-    q = q.reshape(-1, length, heads // shared, shared, width).swapaxes(1, 2)
+    q = q.reshape(parts, length, heads // shared, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
     size = _block_size(length) if in_blocks else length
     sinks, outputs = _sinks_by_key_head(options.sinks, k.shape[1], size), []
     for start in range(0, length, size):
-        block = q[:, :, start : start + size].reshape(len(q), -1, size * shared, width)
+        block = q[:, :, start : start + size].reshape(parts, -1, size * shared, width)
         keys = _reached(start, start + size, around, length, options.sides)
         first = (around or 0) + start - keys.start
         scoring = _Scoring(scale, options.softcap, first, size, options.causal)
@@ -118,21 +138,9 @@ def attend(
         mixed: Any = _attend(
             scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], reach, sinks
         )
-        outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
+        outputs.append(mixed.reshape(parts, -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])[:, :row]
-
-
-def _in_parts(
-    q: Array, k: Array, v: Array, segment_ids: Array, options: Attending, longest: int
-) -> tuple[Array, Array, Array, Array, Attending]:
-    """Cut rows into parts of the length of the longest segment, keys with the parts around."""
-    q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
-    k, v, segment_ids = (_with_parts_around(x, longest, options.sides) for x in (k, v, segment_ids))
-    if options.ahead is not None:
-        ahead = _padded(options.ahead, longest).reshape(-1, longest)
-        options = options._replace(ahead=ahead)
-    return q, k, v, segment_ids, options
+    return joined.swapaxes(1, 2).reshape(parts, length, heads, v.shape[3])
 
 
 def _reached(start: int, end: int, around: int | None, length: int, sides: int) -> slice:
