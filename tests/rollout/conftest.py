@@ -66,7 +66,7 @@ def params():
 
 @pytest.fixture(scope="session")
 def draw_params():
-    """(seed, model) -> parameters of the dense model, the mixture of experts, the hybrid or a spec."""
+    """(seed, model) -> parameters of one of these models, or of a spec."""
     return draw
 
 
