@@ -6,6 +6,7 @@ That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels 
 `ModelSpec`. What the config's `model.function` returns is another, as of `models.functional`.
 """
 
+import dataclasses
 import logging
 from typing import Any, Protocol, runtime_checkable
 
@@ -301,12 +302,14 @@ def for_length(model: Model, longest: int) -> Model:
 
 
 def base_model(model: Model) -> Model:
-    """Return a model without its adapter, if it has one.
+    """Return a model without its adapter, if it has one, and with its tower among its parameters.
 
     >>> base_model(model_of(tiny_spec())) == model_of(tiny_spec())
     True
     """
-    return Decoder(without_adapter(model.spec)) if isinstance(model, Decoder) else model
+    if not isinstance(model, Decoder):
+        return model
+    return Decoder(dataclasses.replace(without_adapter(model.spec), vision_apart=False))
 
 
 def is_adapted(model: Model) -> bool:

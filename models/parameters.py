@@ -65,7 +65,9 @@ def declare(spec: ModelSpec) -> Declarations:
         declarations["score_bias"] = array("score.bias", "label", "label", ZEROS)
     if spec.lora is not None:
         declarations = declare_lora(declarations, spec)
-    return declarations | ({"vision": declare_vision(spec.vision)} if spec.vision else {})
+    if spec.vision is None or spec.vision_apart:
+        return declarations
+    return declarations | {"vision": declare_vision(spec.vision)}
 
 
 def _declarer(

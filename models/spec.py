@@ -113,6 +113,8 @@ class ModelSpec:
             array, and those of gate and up in another.
         lora: Low-rank adapters beside the frozen arrays.
         vision: The vision tower, whose parameters lie under `vision`; None: it reads text alone.
+        vision_apart: Whether the parameters of the tower are held by themselves, and features are
+            given.
         mrope_sections: How many of a head's rotary frequencies turn by a token's time, height and
             width (M-RoPE, https://arxiv.org/abs/2409.12191); None: all turn by its position.
         mrope_interleaved: Whether these frequencies alternate, and do not lie in three chunks.
@@ -171,6 +173,7 @@ class ModelSpec:
     hf_joined: bool = False
     lora: LoraSpec | None = None
     vision: VisionSpec | None = None
+    vision_apart: bool = False
     mrope_sections: tuple[int, int, int] | None = None
     mrope_interleaved: bool = False
 

@@ -15,7 +15,9 @@ from jaxrl_llm.config.sections.agent import AgentConfig
 from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, Generate
+from jaxrl_llm.rollout.contents import MessageContents
 from jaxrl_llm.rollout.engine import Engine, Stop
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.load_agent import asked_by, load_agent, open_gateway
@@ -59,6 +61,7 @@ class EpisodeSampler:
         template_kwargs: variables of the chat template.
         prompt_tokens: the longest prompt.
         example: a row of the data, with which tools are tried.
+        processor: of images and videos; None: the policy reads text alone.
 
     Raises:
         ConfigError: a function can't be found or called, or the chat template does not fit.
@@ -75,8 +78,10 @@ class EpisodeSampler:
         template_kwargs: dict[str, Any],
         prompt_tokens: int,
         example: EpisodeRow | None = None,
+        processor: VisualProcessor | None = None,
     ) -> None:
         """Load the functions; worker processes start when they are needed."""
+        self._processor = processor
         self._agent_config, self._tokenizer, self._prompt_tokens = config, tokenizer, prompt_tokens
         self._cut_tokens = len(tokenizer(CUT, add_special_tokens=False)["input_ids"])
         self._agent = load_agent(config)
@@ -219,8 +224,9 @@ class EpisodeSampler:
     ) -> Episode:
         generate = after_turns(state, generate)
         prompt, seed = state.prompt, state.seed
+        contents = MessageContents(self._cut, self._tokenizer, self._processor)
         chat = Chat(
-            prompt, self._template, generate, sampling, limits, seed=seed, cut_text=self._cut
+            prompt, self._template, generate, sampling, limits, seed=seed, contents=contents
         )
         row = row_of(prompt)
         session = self._pool.open(state.number, row, tool_seed(seed), journal)

@@ -119,12 +119,14 @@ def begin_episodes(
 ) -> list[EpisodeState]:
     """Return G episodes for each prompt, of which nothing is drawn yet.
 
+    Images and videos of the prompts are decoded.
+
     Args:
         prompts: P prompts.
         samples: G.
         seed: entropy of this call; each episode gets a seed of its own from it.
     """
-    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    repeated = [p for prompt in prompts for p in [prompt.loaded()] * samples]
     seeds = answer_seeds(seed, len(repeated))
     return [
         EpisodeState(prompt, own, seed, number)

@@ -27,7 +27,7 @@ from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.vision.inputs import VisualTokens
-from jaxrl_llm.models.vision.rows import PatchRows
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
 from jaxrl_llm.training.visuals import VisualPacker
@@ -224,7 +224,12 @@ def _inputs(params: Params, rows: Rows, config: ForwardConfig, layout: Layout) -
     index, given, rotary = rows.visual
     if isinstance(given, PatchRows):
         given = config.visuals.model.encode_visuals(
-            params, given, dtype=jnp.dtype(config.dtype), remat=config.remat, layout=layout
+            params,
+            given,
+            dtype=jnp.dtype(config.dtype),
+            remat=config.remat,
+            layout=layout,
+            bounds=FrameBounds(),
         )
     return RowInputs(routes, VisualTokens(jnp.asarray(index), given), rotary)
 

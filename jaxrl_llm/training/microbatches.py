@@ -13,10 +13,11 @@ from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_
 from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches, plan_whole
 from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.vision.positions import placeholders
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.chains import chain_places, cut_chains, join_chains
-from jaxrl_llm.training.visuals import VisualPacker, placeholders_of
+from jaxrl_llm.training.visuals import VisualPacker
 from jaxrl_llm.types import ROUTES, Batch, Rows
 
 Fields = dict[str, Any]
@@ -172,7 +173,7 @@ class BucketPrograms:
             inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
         buckets, visuals = self._shape.buckets, self._visuals
-        ids = () if visuals is None else placeholders_of(visuals.spec)
+        ids = () if visuals is None else placeholders(visuals.spec)
         batch = cut_chains(batch, names, self._shape.width, ids)
         programs = self._programs.get(layout_and_dtypes(params), {})
         is_ready = all(p.is_done and not p.has_failed for p in programs.values())

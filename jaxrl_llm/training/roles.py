@@ -105,7 +105,9 @@ def make_roles(
             model = laid_out(actor.model, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
-        settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
+        settings = forward_config(
+            config.model, model.model, layout, config.rollout.temperature, actor.tower
+        )
         settings = replaying(settings, config) if name == "actor" else settings
         shape = shape_on(settings, layout)
         updates = update_shape(config, settings, layout, shape)

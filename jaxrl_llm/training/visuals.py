@@ -20,7 +20,8 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
-from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
+from jaxrl_llm.models.vision.positions import placeholders
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
@@ -55,7 +56,12 @@ class FrozenTower:
 
         def encode(params: Params, rows: PatchRows) -> VisualFeatures:
             return model.encode_visuals(
-                {"vision": params}, rows, dtype=dtype, remat="none", layout=layout
+                {"vision": params},
+                rows,
+                dtype=dtype,
+                remat="none",
+                layout=layout,
+                bounds=FrameBounds(),
             )
 
         options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
@@ -178,7 +184,7 @@ class VisualPacker:
                 tokens = batch.tokens[i, :size]
                 if drawn is not None:  # what was drawn stands for no image, whatever it is
                     tokens = np.where(drawn[i, :size], NO_TOKEN, tokens)
-                places = at + np.flatnonzero(np.isin(tokens, placeholders_of(self.spec)))
+                places = at + np.flatnonzero(np.isin(tokens, placeholders(self.spec)))
                 needed = sum(visual.tokens for visual in visuals[i])
                 if len(places) != needed:
                     raise ValueError(
@@ -198,15 +204,15 @@ class VisualPacker:
             given = self.tower.rows(rows, length)
         return VisualRows(index, given, rotary)
 
+    def without_any(self, shape: RowShape) -> VisualRows:
+        """Return what a micro-batch without images has."""
+        nothing = np.zeros((0, 0), np.int32)
+        return self.rows(Batch(nothing, nothing[:, 0], {}), [], shape)
+
     def _positions(self, tokens: np.ndarray, visuals: Sequence[Visual]) -> np.ndarray:
         if not visuals:
             return np.arange(len(tokens))[:, None]
         return self.model.rotary_positions(tokens, visuals)[0]
-
-
-def placeholders_of(spec: VisionSpec) -> list[int]:
-    """Return the ids of the tokens that stand for images and videos."""
-    return [number for number in (spec.image_id, spec.video_id) if number is not None]
 
 
 def vision_of(model: VisionModel) -> VisionSpec:
