@@ -81,8 +81,7 @@ def tokenize_prompts(
         visuals: reads the rows' images and videos; None: rows that have some are refused.
 
     Returns:
-        The prompts, and how many rows were dropped. Of images and videos only headers are read,
-        until a prompt is `loaded`.
+        The prompts, whose images are not decoded yet, and how many rows were dropped.
 
     Raises:
         ValueError: a prompt is too long and `filter_overlong` is off; no prompt is left; the
@@ -104,7 +103,7 @@ def tokenize_prompts(
     """
     encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
     visuals = visuals or RowVisuals()
-    prompts = []
+    prompts: list[Prompt] = []
     for index, row in enumerate(rows):
         messages, tokens, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):

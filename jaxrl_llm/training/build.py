@@ -15,6 +15,8 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -201,6 +203,25 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
     return train, validation
 
 
+def row_visuals(config: TrainConfig) -> RowVisuals:
+    """Return what reads the images and videos of rows.
+
+    Raises:
+        ConfigError: the model has no processor of images, or the bounds of their area don't fit.
+    """
+    data = config.data
+    bounds = {"max_pixels": data.max_pixels, "min_pixels": data.min_pixels}
+    if config.model.vision != "none":
+        with config_errors_at("model.vision"):
+            processor = VisualProcessor.from_directory(config.model.path, **bounds)
+            return RowVisuals(data.image_key, data.video_key, processor)
+    if given := [f"data.{name}" for name, bound in bounds.items() if bound is not None]:
+        raise ConfigError(
+            f"{', '.join(given)}: expected no bounds of images with model.vision=none"
+        )
+    return RowVisuals(data.image_key, data.video_key)
+
+
 @activity("tokenizing the prompts")
 def tokenize_rows(
     config: TrainConfig,
@@ -218,7 +239,7 @@ def tokenize_rows(
         tokenizer: the policy's.
         episodes: whose prompts tell of tools; None: the chat template alone is applied.
     """
-    data = config.data
+    data, visuals = config.data, row_visuals(config)
 
     def tokenized(rows: Sequence[Row], key: str) -> list[Prompt]:
         with config_errors_at(key):
@@ -229,6 +250,7 @@ def tokenize_rows(
                 filter_overlong=data.filter_overlong,
                 template_kwargs=data.chat_template_kwargs,
                 encode=episodes and episodes.opening,
+                visuals=visuals,
             )[0]
 
     train = tokenized(train_rows, "data.train")

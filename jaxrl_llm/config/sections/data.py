@@ -22,8 +22,29 @@ class DataConfig(Section):
         passed=(),
     )
     dataset: Function = function_key(kinds.DATASETS, "verl_rows", "function from files to rows")
+    image_key: str = Field(
+        default="images", description="column of the images of a prompt (docs/images.md)"
+    )
+    video_key: str = Field(default="videos", description="column of the videos of a prompt")
+    max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "the largest area of an image, and of a frame of a video, to which it is resized; null "
+            "takes the model's"
+        ),
+    )
+    min_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="the smallest area of an image; null takes the model's",
+    )
     max_prompt_tokens: int = Field(
-        default=512, ge=1, description="the longest prompt, in tokens of the chat template's text"
+        default=512,
+        ge=1,
+        description=(
+            "the longest prompt, in tokens of the chat template's text, with those of images"
+        ),
     )
     filter_overlong: bool = Field(
         default=False, description="drop longer prompts; false makes them an error"
