@@ -271,7 +271,10 @@ def _declare_projection(
         weight = f"{at}down_proj" if ours == "down" else f"{at}gate_up_proj"
         bias, hf_axes = f"{weight}_bias", (f"experts {inputs} {outputs}", f"experts {outputs}")
         if ours != "down":
-            part = HfPart((outputs,), int(ours == "up"), 2 * moe.ff_width, step=2)
+            start, step = int(ours == "up"), 2
+            if moe.hf_halves:
+                start, step = start * moe.ff_width, 1
+            part = HfPart((outputs,), start, 2 * moe.ff_width, step)
     axes, name = f"layers experts {inputs} {outputs}", f"expert_{ours}"
     arrays = {name: array(weight, axes, hf_axes[0], hf_part=part)}
     if moe.biases:

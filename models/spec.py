@@ -231,6 +231,11 @@ class ModelSpec:
                 "a checkpoint with hf_joined has no mlp_bias, latent or gated attention; "
                 f"got {self}"
             )
+        if self.vision is not None and self.vision.out_size != self.hidden_size:
+            raise ValueError(
+                f"features of the vision tower are {self.vision.out_size} wide; expected the "
+                f"decoder's hidden_size={self.hidden_size}"
+            )
         if self.mrope_sections and 2 * sum(self.mrope_sections) != self.rotary_width:
             raise ValueError(
                 f"mrope_sections must add up to half of the {self.rotary_width} dimensions of a "

@@ -1,8 +1,8 @@
 """What one NVIDIA GPU does with this library, and with plain torch in the same run.
 
-    python -m benchmarks.gpu                        everything, in under 20 minutes
-    python -m benchmarks.gpu --parts update,decode  some parts
-    python -m benchmarks.gpu --small                a tiny model on any device: does it all run?
+    python -m benchmarks.gpu                           everything, in under 20 minutes
+    python -m benchmarks.gpu --parts update,decode=90  some parts, the last one in 90 seconds
+    python -m benchmarks.gpu --small                   a tiny model on any device: does it all run?
 
 From the repository's root; the library need not be installed. It needs jax 0.11.2 or later with
 CUDA and the packages of `NEEDED`, and of `PEERS` for the comparison; no network. Models have the
@@ -97,16 +97,15 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
     ]
 
 
-def run_part(
-    name: str, jobs: Sequence[Job], missing: str, folder: Path, until: float
-) -> Iterator[list[Row]]:
+def run_part(jobs: Sequence[Job], missing: str, folder: Path, limit: float) -> Iterator[list[Row]]:
     """Run a part's jobs while there is time, and yield their rows; the rest get a row, too."""
+    until = time.monotonic() + limit
     for job in jobs:
         left = until - time.monotonic()
         if job.system != "ours" and missing:
             reason = f"not installed: {missing}"
         elif left < 5:
-            reason = f"not begun: the {LIMITS[name]} s of this part were over"
+            reason = f"not begun: the {limit:.0f} s of this part were over"
         else:
             yield measure(job, left, folder)
             continue
@@ -153,17 +152,34 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--parts", default=",".join(PARTS), help="of these, by commas")
+    parser.add_argument(
+        "--parts",
+        default=",".join(PARTS),
+        help="of these, by commas; PART=SECONDS gives one another limit",
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model, on any device")
     parser.add_argument(
         "--bandwidth", type=float, metavar="TB/s", help="of the memory; measured by default"
     )
     parser.add_argument("--out", default="runs/gpu_benchmarks", type=Path, help="folder of results")
     options = parser.parse_args(words)
-    options.parts = options.parts.split(",")
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"--parts {','.join(sorted(unknown))}; expected some of {','.join(PARTS)}")
+    try:
+        options.parts = limits_of(options.parts)
+    except ValueError as error:
+        parser.error(f"--parts: {error}")
     return options
+
+
+def limits_of(parts: str) -> dict[str, float]:
+    """Return the seconds of each part that `--parts` names.
+
+    >>> limits_of("target,update=90")
+    {'target': 20, 'update': 90.0}
+    """
+    given = dict(part.partition("=")[::2] for part in parts.split(","))
+    if unknown := sorted(given.keys() - PARTS.keys()):
+        raise ValueError(f"expected some of {','.join(PARTS)}, got {','.join(unknown)}")
+    return {name: float(limit) if limit else LIMITS[name] for name, limit in given.items()}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -194,10 +210,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sizes = sizes._replace(bandwidth=1e12 * options.bandwidth)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.parts:
-            jobs, until = list(PARTS[name](sizes, has_flash)), time.monotonic() + LIMITS[name]
+        for name, limit in options.parts.items():
+            jobs = list(PARTS[name](sizes, has_flash))
             jobs = merged(jobs) if options.small else jobs
-            for rows in run_part(name, jobs, ", ".join(absent), Path(folder), until):
+            for rows in run_part(jobs, ", ".join(absent), Path(folder), limit):
                 results["rows"] += rows
                 for text in (row.pop("text") for row in rows if "text" in row):
                     (options.out / "target.txtpb").write_text(text)

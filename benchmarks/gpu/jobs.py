@@ -132,7 +132,7 @@ def profile_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
 
 
 def decode_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
-    """Yield each number of requests, for both systems; the middle one with one engine of ours."""
+    """Yield each number of requests for both systems; few and many by our other engines, too."""
     common = _of(
         shape=sizes.shape,
         dtype="bfloat16",
@@ -142,12 +142,13 @@ def decode_jobs(sizes: Sizes, has_flash: bool) -> Iterator[Job]:
         bandwidth=sizes.bandwidth,
     )
     few, *middle, many = sizes.decode
+    plain, *others = ENGINES
     for requests in (many, few, *middle):
         case = common | {"requests": requests}
-        engines = list(ENGINES)[:1] if requests in middle else ENGINES
-        for name in engines:
-            yield Job("ours", "decode", [case | {"engine": name}])
+        yield Job("ours", "decode", [case | {"engine": plain}])
         yield Job("theirs", "decode", [case])
+    for requests, engine in itertools.product((many, few), others):
+        yield Job("ours", "decode", [common | {"requests": requests, "engine": engine}])
 
 
 def merged(jobs: Sequence[Job]) -> list[Job]:

@@ -53,10 +53,17 @@ PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized supervised example: the loss falls on `tokens[response_start:]`."""
+    """A tokenized supervised example.
+
+    Attributes:
+        tokens: of prompt and response.
+        response_start: the loss falls on `tokens[response_start:]`.
+        load: decodes the prompt's images and videos; None: there are none.
+    """
 
     tokens: tuple[int, ...]
     response_start: int
+    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
 
 
 def tokenize_prompts(
@@ -172,6 +179,7 @@ def tokenize_examples(
     max_tokens: int,
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    visuals: RowVisuals | None = None,
 ) -> tuple[list[Example], int]:
     """Tokenize supervised rows: the templated prompt, the response as it stands, the eos token.
 
@@ -181,6 +189,7 @@ def tokenize_examples(
         max_tokens: the longest prompt plus response plus eos allowed, in tokens.
         filter_overlong: drop longer examples (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
+        visuals: as for `tokenize_prompts`.
 
     Returns:
         The examples, and how many rows were dropped.
@@ -202,13 +211,15 @@ def tokenize_examples(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
+    encode = functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
+    visuals = visuals or RowVisuals()
     examples = []
     for index, row in enumerate(rows):
-        prompt = encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {}))
+        _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
         tokens = (*prompt, *response, tokenizer.eos_token_id)
         if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
-            examples.append(Example(tokens=tokens, response_start=len(prompt)))
+            examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))
     return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
 
 

@@ -259,7 +259,7 @@ def check_example_row(row: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: sft.jsonl, row 0: field 'response': expected a non-empty string, got 4
     """
-    check_messages(row, where)
+    check_messages(row, where, parts=True)
     response = row.get("response")
     if not isinstance(response, str) or not response:
         raise field_error(where, "response", response, "a non-empty string")

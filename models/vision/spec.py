@@ -5,6 +5,8 @@ from typing import Literal
 
 CHANNELS = 3
 """Colors of a pixel."""
+ROPE_THETA = 1e4
+"""Base of the rotary frequencies of towers that have such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class VisionSpec:
     image_id: int
     video_id: int | None = None
     marks: tuple[int, ...] = ()
-    tokens_per_second: float | None = None
+    tokens_per_second: int | None = None
     hf_prefix: str = "model.visual."
 
     def __post_init__(self) -> None:

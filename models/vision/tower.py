@@ -27,12 +27,10 @@ from jaxrl_llm.models.rope import Rotation, rotate, rotation
 from jaxrl_llm.models.vision.inputs import VisualFeatures
 from jaxrl_llm.models.vision.parameters import BLOCKS, MERGERS, declare_vision
 from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
-from jaxrl_llm.models.vision.spec import CHANNELS, VisionSpec
+from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, VisionSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
 
-ROPE_THETA = 1e4
-"""Base of the rotary frequencies of all these towers."""
 WHOLE_FRAMES = Attending(causal=False)
 
 _ANY = FrameBounds()

@@ -393,9 +393,13 @@ def test_batches_refuse(items, changes, message):
         batches(items, **{"batch_size": 1, "seed": 0, **changes})
 
 
-@pytest.mark.parametrize(("module", "needed"), [("prepare", ("numpy",)), ("dataset", ("jax", "numpy"))])
+@pytest.mark.parametrize(
+    ("module", "needed"), [("prepare", ("numpy",)), ("dataset", ("jax", "numpy"))]
+)
 def test_importing_the_data_modules_imports_nothing_heavy(module, needed):
-    heavy = {*"jax grain transformers datasets pyarrow numpy torch math_verify".split()}
+    heavy = {
+        *["jax", "grain", "transformers", "datasets", "pyarrow", "numpy", "torch", "math_verify"]
+    }
     heavy = " ".join(heavy - {*needed})
     code = (
         f"import sys; import jaxrl_llm.data.{module}\n"

@@ -3,11 +3,17 @@
 import hashlib
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
 
-from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.load import load_params
+from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
+from jaxrl_llm.models.vision.positions import rotary_positions
+from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
 from tests.parity.reference import randomize
 
 WORDS = 56
@@ -20,7 +26,6 @@ TOKENS = dict(
     vision_end_token_id=END,
 )
 PATCH, FRAMES, MERGE = 4, 2, 2
-HALVES = (0.5, 0.5, 0.5)
 
 TEXT = dict(
     vocab_size=64,
@@ -118,7 +123,7 @@ def prompt(family, *parts):
 def prompts(family):
     """Return prompts of text alone, one image, two, an image at the end, a video, and both."""
     first, second = draw_visual(1, 4, 6), draw_visual(1, 2, 4, seed=1)
-    film = draw_visual(2, 4, 2, seed=2, seconds=(0.0, 0.5))
+    film = draw_visual(2, 6, 4, seed=2, seconds=(0.0, 0.5))
     return {
         "text": prompt(family, *range(3, 12)),
         "image": prompt(family, 3, 5, first, 6, 9, 4),
@@ -129,15 +134,14 @@ def prompts(family):
     }
 
 
-def their_inputs(seen, mean=HALVES, std=HALVES):
-    """Return what transformers takes of a prompt, its pixels normalized by color."""
+def their_inputs(seen, vision):
+    """Return what transformers takes of a prompt, its pixels normalized as the spec says."""
 
     def pixels(visuals):
-        patches = np.concatenate([visual.patches for visual in visuals]).reshape(
-            -1, 3, FRAMES * PATCH**2
-        )
-        normal = (patches / 255 - np.array(mean)[:, None]) / np.array(std)[:, None]
-        return torch.tensor(normal.reshape(len(patches), -1), dtype=torch.float32)
+        patches = np.concatenate([visual.patches for visual in visuals]).reshape(-1, 3, FRAMES * 16)
+        mean, std = (np.array(color)[:, None] for color in (vision.image_mean, vision.image_std))
+        normal = ((patches / 255 - mean) / std).reshape(len(patches), -1)
+        return torch.tensor(normal, dtype=torch.float32)
 
     kinds = np.where(seen.tokens == IMAGE, 1, np.where(seen.tokens == VIDEO, 2, 0))
     inputs = {"input_ids": torch.tensor(seen.tokens[None])}
@@ -147,15 +151,68 @@ def their_inputs(seen, mean=HALVES, std=HALVES):
         if some:
             inputs[f"pixel_values{key}"] = pixels(some)
             inputs[f"{name}_grid_thw"] = torch.tensor([visual.grid for visual in some])
+    times = [visual.seconds for visual in seen.visuals if visual.is_video]
+    if times and vision.tokens_per_second is not None:
+        inputs["second_per_grid_ts"] = torch.tensor([time[1] - time[0] for time in times])
     return inputs
 
 
-def their_logits_of(model, seen, mean=HALVES, std=HALVES):
-    """Score a prompt with transformers: logits [T V]."""
-    extra = {}
-    times = [visual.seconds for visual in seen.visuals if visual.is_video]
-    if times and model.config.model_type == "qwen2_5_vl":
-        extra["second_per_grid_ts"] = torch.tensor([time[1] - time[0] for time in times])
+def their_output(model, seen, vision):
+    """Score a prompt with transformers: logits [1 T V]."""
     model.model.rope_deltas = None
-    with torch.no_grad():
-        return model(**their_inputs(seen, mean, std), **extra).logits[0].float().numpy()
+    return model(**their_inputs(seen, vision)).logits
+
+
+def load_seeing(model, directory):
+    """Save a model of transformers, and read it with its tower: parameters and spec."""
+    model.save_pretrained(directory)
+    spec = read_spec(directory, vision=True)
+    return load_params(directory, spec), spec
+
+
+def pack_prompts(spec, prompts, *, length, patches, rows=1):
+    """Pack prompts one after another into rows: the tokens, and the patches of their images.
+
+    The features that a tower makes of the patches are given later.
+    """
+    shape = (rows, length)
+    tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    index, rotary = np.full(shape, -1, np.int32), np.zeros((*shape, 3), np.int32)
+    visuals = [[] for _ in range(rows)]
+    for number, (tokens_of, images) in enumerate(prompts):
+        row = number % rows
+        start = np.count_nonzero(segments[row])
+        at = slice(start, start + len(tokens_of))
+        tokens[row, at], positions[row, at] = tokens_of, np.arange(len(tokens_of))
+        segments[row, at] = segments[row].max() + 1
+        rotary[row, at] = rotary_positions(spec.vision, tokens_of, images)[0]
+        visuals[row] += images
+    for row in range(rows):
+        places = np.flatnonzero(np.isin(tokens[row], [IMAGE, VIDEO]))
+        index[row, places] = np.arange(len(places))
+    return Packed(
+        tokens, positions, segments, index, rotary, patch_rows(spec.vision, visuals, patches)
+    )
+
+
+class Packed(NamedTuple):
+    """Rows of prompts: what `PackedTokens` takes, and rows of patches."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    index: np.ndarray
+    rotary: np.ndarray
+    patches: PatchRows
+
+    def with_features(self, given):
+        """Return the rows with the features that a tower made of the patches."""
+        visual = VisualTokens(jnp.asarray(self.index), given)
+        arrays = map(jnp.asarray, self[:3])
+        return PackedTokens(*arrays, visual=visual, rotary=jnp.asarray(self.rotary))
+
+    def of_prompt(self, number, rows=1):
+        """Tell where a prompt lies: its row, and the slice of its tokens."""
+        row, segment = number % rows, number // rows + 1
+        at = np.flatnonzero(self.segments[row] == segment)
+        return row, slice(at[0], at[-1] + 1)

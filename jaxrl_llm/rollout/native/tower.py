@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import VisualFeatures
-from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.native.sizes import Sizes
 from jaxrl_llm.sharding.layout import Layout
@@ -103,7 +103,8 @@ def encode_into(
         layout: how the parts are split over a mesh.
     """
     dtype = held.features.dtype
-    new = model.encode_visuals(params, patches, dtype=dtype, remat="none", layout=layout)
+    options = {"dtype": dtype, "remat": "none", "layout": layout, "bounds": FrameBounds()}
+    new = model.encode_visuals(params, patches, **options)
 
     def written(held: Array, at: Array, new: Array) -> Array:
         return held.at[..., at, :].set(new.astype(dtype), mode="drop")

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.vision.positions import placeholders
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.native.sizes import Sizes
@@ -91,13 +92,17 @@ def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
 
 
 def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
-    """Return where a checked prompt holds its visuals; None: it is text."""
+    """Return where a checked prompt holds its visuals; None: it is text.
+
+    Raises:
+        EngineError: Tokens of an image are not next to each other.
+    """
     vision = tower_of(model)
     if vision is None or not request.visuals:
         return None
     assert isinstance(model, VisionModel)  # for pyright: it has a tower
     tokens = np.array(request.prompt, np.int32)
-    places = np.flatnonzero(np.isin(tokens, _placeholders(vision)))
+    places = np.flatnonzero(np.isin(tokens, placeholders(vision)))
     number, index = np.full((2, len(tokens)), -1, np.int32)
     counts = [visual.tokens for visual in request.visuals]
     number[places] = np.repeat(np.arange(len(counts)), counts)
@@ -107,7 +112,10 @@ def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
         keys[place] = -1 - (bases[number[place]] << 32 | int(index[place]))
     rotary, delta = None, 0
     if model.has_rotary_positions:
-        rotary, delta = model.rotary_positions(tokens, request.visuals)
+        try:
+            rotary, delta = model.rotary_positions(tokens, request.visuals)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
     return PromptVisuals(number, index, tuple(keys), rotary, delta)
 
 
@@ -115,7 +123,7 @@ def _check_placeholders(vision: VisionSpec, request: Request) -> None:
     """Refuse a prompt that has other placeholder tokens than its visuals have tokens."""
     if vision.video_id is None and any(visual.is_video for visual in request.visuals):
         raise EngineError("got a video, but this model reads none; expected images")
-    ids = _placeholders(vision)
+    ids = placeholders(vision)
     found = [token for token in request.prompt if token in ids]
     expected = [
         vision.video_id if visual.is_video else vision.image_id
@@ -132,11 +140,6 @@ def _check_placeholders(vision: VisionSpec, request: Request) -> None:
         )
     if request.prompt[-1] in ids:
         raise EngineError("the prompt ends within an image or a video; expected text after it")
-
-
-def _placeholders(vision: VisionSpec) -> list[int]:
-    ids = (vision.image_id, vision.video_id)
-    return [token for token in dict.fromkeys(ids) if token is not None]
 
 
 def _digest(visual: Visual) -> int:
