@@ -73,9 +73,7 @@ def play(respond, prompts=None, *, tokens=120, journal=None, processor=PROCESSOR
     try:
         sampling = SamplingParams(max_new_tokens=tokens, stop_ids=STOPS)
         prompts = prompts or [asks("show")]
-        played = episodes.sample(
-            engine, prompts, sampling, samples=1, seed=(0, 1), journal=journal
-        )
+        played = episodes.sample(engine, prompts, sampling, samples=1, seed=(0, 1), journal=journal)
     finally:
         episodes.close()
     return played, engine.requests
@@ -135,7 +133,9 @@ def test_an_environment_shows_an_image_first_and_an_array_after_it():
     assert [v.tokens for v in episode.prompt_visuals] == [1]
     assert [v.tokens for piece in episode.pieces for v in piece.visuals] == [2]
     assert episode.prompt.count(IMAGE) == 1 and episode.score == 1.0
-    np.testing.assert_array_equal(PROCESSOR.pixels(episode.visuals[1]), np.full((1, 32, 16, 3), len('ok')))
+    np.testing.assert_array_equal(
+        PROCESSOR.pixels(episode.visuals[1]), np.full((1, 32, 16, 3), len("ok"))
+    )
 
 
 def test_an_image_that_does_not_fit_ends_the_episode_and_is_never_cut():
