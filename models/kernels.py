@@ -28,7 +28,6 @@ TRIED = ((150, 1, 70), (320,), (20,) * MOST_SEGMENTS, (7, 200), ())  # segments 
 TOLERANCE = 0.04
 """Most that a token's result may be off in 16 bits; rounding alone makes it about 0.01."""
 
-
 Kernel: TypeAlias = Callable[..., Array]
 """What computes `attend`, from the same arguments (q, k, v, segment_ids, options)."""
 
@@ -103,11 +102,10 @@ def attend_cudnn(
     Traceback (most recent call last):
     ValueError: cuDNN's packed attention has no window, soft-cap or sinks, got window=2
     """
-    given = {key: getattr(options, key) for key in ("window", "softcap", "sinks")}
-    if given := {key: value for key, value in given.items() if value is not None}:
+    names = ("window", "softcap", "sinks")
+    if given := [f"{name}={x}" for name in names if (x := getattr(options, name)) is not None]:
         raise ValueError(
-            "cuDNN's packed attention has no window, soft-cap or sinks, got "
-            + ", ".join(f"{key}={value}" for key, value in given.items())
+            f"cuDNN's packed attention has no window, soft-cap or sinks, got {', '.join(given)}"
         )
     # private: the public function takes no segments (jax pull request 29731 would let it)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
