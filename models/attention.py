@@ -28,6 +28,8 @@ class Attending(NamedTuple):
             are none.
         causal: Whether a token attends to none that come after it; else to all of its segment, and
             there is no window. Vision towers do.
+        ahead: How many of the tokens after it each token attends to, besides those before it, as
+            within an image; None: to none.
     """
 
     scale: float | None = None
@@ -35,6 +37,12 @@ class Attending(NamedTuple):
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
     causal: bool = True
+    ahead: Int[Array, "R L"] | None = None
+
+    @property
+    def sides(self) -> int:
+        """Return on how many sides of a token there may be some that it attends to."""
+        return 1 if self.causal and self.ahead is None else 2
 
 
 PLAIN = Attending()
@@ -59,10 +67,11 @@ def attend(
     $o_i = \sum_{j \in A_i} \mathrm{softmax}_j(q_i \cdot k_j / \sqrt{H})\, v_j$ over
     $A_i = \{j : i - w < j \le i,\, s_j = s_i\}$ with window w (https://arxiv.org/abs/2004.05150),
     where query head n reads key/value head $\lfloor nK/N \rfloor$
-    (https://arxiv.org/abs/2305.13245). A sink $a_n$ adds $e^{a_n}$ to the softmax's denominator.
-    The softmax is in float32. The backward pass computes scores again. Long rows are taken a block
-    of queries at a time, with the keys that it may reach: those up to its end, or all where it is
-    not causal. A token costs at most 2 · `longest` keys, or 3 · `longest`.
+    (https://arxiv.org/abs/2305.13245). Tokens with some `ahead` attend to these, too. A sink $a_n$
+    adds $e^{a_n}$ to the softmax's denominator. The softmax is in float32. The backward pass
+    computes scores again. Long rows are taken a block of queries at a time, with the keys that it
+    may reach: those up to its end, or all where some attend to what comes after them. A token costs
+    at most 2 · `longest` keys, or 3 · `longest`.
 
     Args:
         q: Queries.
@@ -86,39 +95,59 @@ def attend(
     """
     if not options.causal and options.window is not None:
         raise ValueError(f"attention that is not causal has no window, got {options.window}")
-    rows, row, heads, width = q.shape
-    shared = heads // k.shape[2]
-    sides = 1 if options.causal else 2  # of a token, where it attends
-    around, length = None, row
+    rows, length, heads, _ = q.shape
+    around, sides = None, options.sides
     if longest is not None and (1 + sides) * longest < length and in_blocks:
         q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
         k, v, segment_ids = (_with_parts_around(x, longest, sides) for x in (k, v, segment_ids))
-        around, length = longest, longest
+        q, around = q.reshape(-1, longest, *q.shape[2:]), longest
+        if options.ahead is not None:
+            ahead = _padded(options.ahead, longest).reshape(-1, longest)
+            options = options._replace(ahead=ahead)
+    mixed = _attend_parts(q, k, v, segment_ids, options, around, in_blocks=in_blocks)
+    return mixed.reshape(rows, -1, heads, v.shape[3])[:, :length]
+
+
+def _attend_parts(
+    q: Float[Array, "P L N H"],
+    k: Float[Array, "P S K H"],
+    v: Float[Array, "P S K V"],
+    segment_ids: Int[Array, "P S"],
+    options: Attending,
+    around: int | None,
+    *,
+    in_blocks: bool,
+) -> Float[Array, "P L N V"]:
+    """Attend with all queries of rows, or of parts that have so many keys around them."""
+    parts, length, heads, width = q.shape
+    shared = heads // k.shape[2]
     # batched products want their batch axes first
-    q = q.reshape(-1, length, heads // shared, shared, width).swapaxes(1, 2)
+    q = q.reshape(parts, length, heads // shared, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
     size = _block_size(length) if in_blocks else length
     sinks, outputs = _sinks_by_key_head(options.sinks, k.shape[1], size), []
     for start in range(0, length, size):
-        block = q[:, :, start : start + size].reshape(len(q), -1, size * shared, width)
-        keys = _reached(start, start + size, around, length, causal=options.causal)
+        block = q[:, :, start : start + size].reshape(parts, -1, size * shared, width)
+        keys = _reached(start, start + size, around, length, options.sides)
         first = (around or 0) + start - keys.start
         scoring = _Scoring(scale, options.softcap, first, size, options.causal)
+        ahead = None if options.ahead is None else options.ahead[:, start : start + size]
+        reach = _Reach(window, ahead)
         mixed: Any = _attend(
-            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window, sinks
+            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], reach, sinks
         )
-        outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
+        outputs.append(mixed.reshape(parts, -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])[:, :row]
+    return joined.swapaxes(1, 2).reshape(parts, length, heads, v.shape[3])
 
 
-def _reached(start: int, end: int, around: int | None, length: int, *, causal: bool) -> slice:
+def _reached(start: int, end: int, around: int | None, length: int, sides: int) -> slice:
     """Return which keys the queries of a block may reach, of a row or of a part with others."""
     if around is None:
-        return slice(0, end if causal else length)
-    return slice(start, around + end + (0 if causal else around))
+        return slice(0, end if sides == 1 else length)
+    return slice(start, around + end + (0 if sides == 1 else around))
 
 
 def _block_size(length: int) -> int:
@@ -188,6 +217,13 @@ class _Scoring(NamedTuple):
     causal: bool = True
 
 
+class _Reach(NamedTuple):
+    """How far a token sees: within a window that ends with it, and some tokens ahead."""
+
+    window: Int[Array, ""]
+    ahead: Int[Array, "R Q"] | None
+
+
 def _scores(
     scoring: _Scoring, q: Float[Array, "R K Q H"], k: Float[Array, "R K H S"]
 ) -> Float32[Array, "R K Q S"]:
@@ -200,7 +236,7 @@ def _capped(scoring: _Scoring, products: Float32[Array, "R K Q S"]) -> Float32[A
 
 
 def _allowed(
-    scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], window: Int[Array, ""]
+    scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], reach: _Reach
 ) -> Bool[Array, "R 1 Q S"]:
     own = slice(scoring.first, scoring.first + scoring.queries)
     allowed = segment_ids[:, own, None] == segment_ids[:, None, :]
@@ -208,7 +244,8 @@ def _allowed(
     if scoring.causal:
         index = jnp.arange(segment_ids.shape[1])
         distance = index[own, None] - index[None, :]
-        allowed &= (distance >= 0) & (distance < window)
+        nearest = 0 if reach.ahead is None else -reach.ahead[:, :, None]
+        allowed &= (distance >= nearest) & (distance < reach.window)
     return jnp.repeat(allowed, q.shape[2] // scoring.queries, axis=1)[:, None]
 
 
@@ -219,11 +256,11 @@ def _attend(
     k: Float[Array, "R K H S"],
     v: Float[Array, "R K S V"],
     segment_ids: Int[Array, "R S"],
-    window: Int[Array, ""],
+    reach: _Reach,
     sinks: Float32[Array, "1 K Q 1"] | None,
 ) -> Float[Array, "R K Q V"]:
     """Attend with some queries of a row, those of all heads that share keys as one axis Q."""
-    return _attend_forward(scoring, q, k, v, segment_ids, window, sinks)[0]
+    return _attend_forward(scoring, q, k, v, segment_ids, reach, sinks)[0]
 
 
 @jax.named_scope("attention")
@@ -233,16 +270,16 @@ def _attend_forward(
     k: Array,
     v: Array,
     segment_ids: Array,
-    window: Array,
+    reach: _Reach,
     sinks: Array | None,
-) -> tuple[Array, tuple[Array | None, ...]]:
-    allowed = _allowed(scoring, q, segment_ids, window)
+) -> tuple[Array, tuple[Any, ...]]:
+    allowed = _allowed(scoring, q, segment_ids, reach)
     # not -inf: a padding position allows nothing
     scores = jnp.where(allowed, _scores(scoring, q, k), jnp.finfo(jnp.float32).min)
     weights, largest, total = _exponentials(scores, sinks)
     mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     mixed = mixed.astype(v.dtype)
-    saved = (q, k, v, segment_ids, window, sinks, mixed, largest + jnp.log(total))
+    saved = (q, k, v, segment_ids, reach, sinks, mixed, largest + jnp.log(total))
     return mixed, saved
 
 
@@ -266,8 +303,9 @@ def _attend_backward(
     FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2). A sink is a score whose value
     is 0, so its gradient is $-\sum p\,(do \cdot o)$ over tokens, with its own weight p.
     """
-    q, k, v, segment_ids, window, sinks, mixed, log_total = saved
-    allowed = _allowed(scoring, q, segment_ids, jnp.asarray(window))  # under remat it is numpy's
+    q, k, v, segment_ids, reach, sinks, mixed, log_total = saved
+    reach = jax.tree.map(jnp.asarray, reach)  # under remat a window is numpy's
+    allowed = _allowed(scoring, q, segment_ids, reach)
     scores = _scores(scoring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total), 0.0)
     wide = cotangent.astype(jnp.float32)
@@ -320,7 +358,7 @@ def attend_cache(
     batch, length, heads, width = q.shape
     shared = heads // k.shape[1]
     distance = positions[:, :, None] - jnp.arange(k.shape[3])
-    allowed = distance >= 0
+    allowed = distance >= (0 if options.ahead is None else -options.ahead[:, :, None])
     if options.window is not None:
         allowed &= distance < options.window
     grouped = q.reshape(batch, length, -1, shared, width).swapaxes(1, 2)

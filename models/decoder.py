@@ -77,7 +77,7 @@ class Decoder:
     @property
     def attends_within_images(self) -> bool:
         """Whether tokens of an image attend to all others of it."""
-        return False
+        return self.spec.attends_within_images
 
     def rotary_positions(
         self, tokens: Int[np.ndarray, " T"], visuals: Sequence[Visual]

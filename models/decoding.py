@@ -31,7 +31,7 @@ from jaxrl_llm.models.moe.record import record_in_pages, record_in_rows
 from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
-from jaxrl_llm.models.vision.features import deepened, with_features
+from jaxrl_llm.models.vision.features import deepened, rest_of_image, with_features
 from jaxrl_llm.models.vision.inputs import VisualTokens
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
@@ -153,12 +153,17 @@ def _run(
     segment_ids = rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
     x = embed(params, spec, rows.tokens, dtype=dtype)
-    x = constrain(x if rows.visual is None else with_features(x, rows.visual))
+    ahead = None
+    if rows.visual is not None:
+        x = with_features(x, rows.visual)
+        ahead = rest_of_image(rows.visual.index) if spec.attends_within_images else None
+    x = constrain(x)
     kept, states = list[LayerCache](), list[DeltaState]()
     experts: list[Array] = []
     for number, (weights, layer) in enumerate(_layers(params, spec)):
+        options = attending(spec, layer, weights)._replace(ahead=ahead)
         mixers = Mixers(
-            functools.partial(attention, len(kept), attending(spec, layer, weights)),
+            functools.partial(attention, len(kept), options),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
         x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)

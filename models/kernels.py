@@ -232,6 +232,8 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     >>> heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
     (2, 1, 4)
     """
+    if spec.attends_within_images:
+        return "tokens of an image attend to those after them"
     if layout.stages > 1:
         return f"layers are split into stage={layout.stages} stages, which share one program"
     if layout.pieces > 1 and layout.context != "heads":

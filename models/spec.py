@@ -301,6 +301,11 @@ class ModelSpec:
         return dataclasses.replace(self, rope_scaling=scaling)
 
     @property
+    def attends_within_images(self) -> bool:
+        """Return whether tokens of an image attend to all others of it, as in Gemma 3."""
+        return self.vision is not None and self.vision.kind == "siglip"
+
+    @property
     def rotary_width(self) -> int:
         """Return how many of a head's dimensions are rotated."""
         if self.latent is not None:

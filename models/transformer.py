@@ -28,7 +28,7 @@ from jaxrl_llm.models.layers import (
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.spec import Block, ModelSpec
-from jaxrl_llm.models.vision.features import deepened, with_features
+from jaxrl_llm.models.vision.features import deepened, rest_of_image, with_features
 from jaxrl_llm.models.vision.inputs import VisualTokens
 from jaxrl_llm.sharding.layout import Layout
 
@@ -73,6 +73,7 @@ class _Row(NamedTuple):
     segment_ids: Array
     routes: Array | None
     deep: VisualTokens | None = None
+    ahead: Array | None = None
 
     def routes_in(self, layer: Layer) -> Array | None:
         """Return which experts tokens go to in a layer, where that is given."""
@@ -234,7 +235,8 @@ def _embedded(
     rows = _Row(by, packed.segment_ids, packed.routes)
     if visual is not None:
         x = with_features(x, visual, layout)
-        rows = rows._replace(deep=None if visual.given.deep is None else visual)
+        ahead = rest_of_image(visual.index) if spec.attends_within_images else None
+        rows = rows._replace(deep=None if visual.given.deep is None else visual, ahead=ahead)
     if layout is None:
         return x, rows
     if rows.deep is not None and layout.pieces > 1 and layout.stages > 1:
@@ -338,7 +340,7 @@ def _layer_step(
         if looked_up is not None:
             weights = jax.tree.map(lambda array: _layer_of(array, of_layer[0]), looked_up)
         weights = gather(weights)
-        options = attending(spec, layer, weights)
+        options = attending(spec, layer, weights)._replace(ahead=rows.ahead)
         x, _, router = decoder_layer(
             weights,
             spec,

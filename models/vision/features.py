@@ -64,6 +64,22 @@ def deepened(
     return jax.lax.cond(layer < deep.shape[1], add, lambda x: x, x)
 
 
+def rest_of_image(index: Int[Array, "R L"]) -> Int[Array, "R L"]:
+    """Return how many tokens of its image come after each token; 0 for text.
+
+    Args:
+        index: For each token its feature, -1 for text, as in `VisualTokens`. Text stands between
+            images.
+
+    >>> rest_of_image(jnp.array([[-1, 0, 1, 2, -1, 3]])).tolist()
+    [[0, 2, 1, 0, 0, 0]]
+    """
+    places = jnp.arange(index.shape[1])
+    is_text = index < 0
+    ends = jax.lax.cummin(jnp.where(is_text, places, index.shape[1]), axis=1, reverse=True)
+    return jnp.where(is_text, 0, ends - 1 - places)
+
+
 def _gather(
     features: Float[Array, "R V D"], index: Int[Array, "P l"], layout: Layout | None
 ) -> Float[Array, "P l D"]:

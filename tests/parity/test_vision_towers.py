@@ -14,7 +14,9 @@ from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.parameters import declare_vision
 from jaxrl_llm.models.vision.rows import FrameBounds, frame_bounds, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
-from jaxrl_llm.models.vision.tower import encode
+from jaxrl_llm.models.vision.tower import encode, tower_layout
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
 from tests.parity.reference import assert_near, randomize
 
 pytestmark = pytest.mark.guards("models/vision/")
@@ -190,3 +192,44 @@ def test_gradients_equal(kind):
                 expected = from_hf(decl, stored[hf].numpy())
                 off = np.abs(np.asarray(ours[name])[index] - expected).max()
                 assert off <= 2e-5 * scale, (name, index, remat)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "context"),
+    [
+        ("qwen3", {"fsdp": 2, "context": 2, "tensor": 2}, "heads"),
+        ("qwen2_5", {"context": 8}, "keys"),
+        pytest.param("qwen3", {"data": 2, "fsdp": 4}, "heads", marks=pytest.mark.slow),
+        pytest.param("qwen2_5", {"fsdp": 4, "tensor": 2}, "heads", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_5", {"fsdp": 2, "context": 2, "stage": 2}, "heads", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_devices_share_rows_and_weights(kind, sizes, context):
+    """Features and gradients are those of one device, however devices share rows and weights."""
+    spec, (_, params) = SPECS[kind], both(kind)
+    layout = Layout(make_mesh(sizes), "ring")  # in which a tower does not attend
+    assert tower_layout(spec, layout).context == context
+    some = [visuals(spec)[i % 3 :] for i in range(layout.shards // layout.pieces)]
+    rows = patch_rows(spec, some, LENGTH)
+    tokens = np.array([sum(image.tokens for image in images) for images in some])
+    real = np.arange(LENGTH // spec.group) < tokens[:, None]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(params, layout):
+        def loss(params):
+            bounds = frame_bounds(some)
+            made = our_features(params, spec, rows, layout=layout, bounds=bounds, remat="full")
+            made = jnp.where(real[:, None, :, None], made, 0)
+            return jnp.square(made).sum(), made
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, alone), expected = run(params, None)
+    placed = jax.device_put(params, layout.of(declare_vision(spec)))
+    (_, shared), gradient = run(placed, layout)
+    np.testing.assert_allclose(shared, alone, atol=1e-5 * np.abs(alone).max())
+    for name, value in expected.items():
+        off = np.abs(np.asarray(gradient[name]) - value).max()
+        assert off <= 2e-5 * np.abs(value).max(), name

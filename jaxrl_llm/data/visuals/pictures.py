@@ -153,7 +153,7 @@ def _as_image(source: Any, folder: Path | None, stack: contextlib.ExitStack) -> 
         source = _from_text(source, folder, stack)
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(source)
-    if not isinstance(source, io.BufferedIOBase):
+    if not isinstance(source, io.BytesIO | io.BufferedReader):
         kind = type(source).__name__
         raise PictureError(f"expected bytes, a path, a PIL image or an array, got a {kind}")
     return _from_file(source, stack)
@@ -168,7 +168,7 @@ def _inner(source: Mapping[str, Any]) -> Any:
 
 def _from_text(
     source: str | Path, folder: Path | None, stack: contextlib.ExitStack
-) -> bytes | io.BufferedIOBase:
+) -> bytes | io.BufferedReader:
     text = str(source)
     if text.startswith("data:"):
         return _from_url(text)
@@ -207,7 +207,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
     return Image.fromarray(array)
 
 
-def _from_file(file: io.BufferedIOBase, stack: contextlib.ExitStack) -> Image.Image:
+def _from_file(file: io.BytesIO | io.BufferedReader, stack: contextlib.ExitStack) -> Image.Image:
     head = file.read(30)
     file.seek(0)
     if not head:
