@@ -23,7 +23,8 @@ class AbstractEngine(NamedTuple):
     Attributes:
         weights: in the compute dtype.
         pages: of keys and values, with the slots of states.
-        rows: the most that are gathered from them; nothing where pages are read in place.
+        rows: the most that are gathered from them; nothing where pages are read in place. With
+            them, features of images.
         choice: how it reads its cache.
         prefill_tokens: tokens of prompts that it reads at once, at most.
     """

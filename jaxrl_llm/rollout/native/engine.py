@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from jaxrl_llm.compilation import compiles_ahead
-from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import (
     EngineError,
@@ -247,12 +246,16 @@ class NativeEngine:
         room = (in_use, shapes.capacity, states, shapes.parts * shapes.slots)
         return EngineStats(len(scheduler.running), waiting, *room, *scheduler.counts)
 
-    def shapes(self) -> tuple[Any, tuple[Cache, ...]]:
-        """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""
-        weights, pool = self.programs.shapes()
-        if not self.programs.sizes.has_rows:
-            return weights, (pool,)
-        return weights, (pool, self.programs.row_shapes(*self.programs.sizes.largest))
+    def shapes(self) -> tuple[Any, tuple[Any, ...]]:
+        """Return weights and what is held beside them, as shapes; nothing is allocated.
+
+        That is the cache's pages, the most rows, and features of images.
+        """
+        programs = self.programs
+        weights, pool = programs.shapes()
+        rows = [programs.row_shapes(*programs.sizes.largest)] if programs.sizes.has_rows else []
+        features = [programs.tower.shapes()] if programs.tower is not None else []
+        return weights, (pool, *rows, *features)
 
     def trace(self, name: str) -> Any:
         """Trace the largest program for shapes alone: `prefill` or `decode`."""
