@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.visuals import read_prompt
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Request, SamplingParams
 from tests.guarded import MODEL, NATIVE
-from tests.rollout.conftest import HYBRID, MAX_TOKENS, SPEC
+from tests.rollout.conftest import HYBRID, MAX_TOKENS, MIXTURE, SPEC
 from tests.waiting import wait_until
 
 WORDS, IMAGE, VIDEO, START, END = 26, 27, 28, 29, 30
@@ -103,20 +103,31 @@ def weights(draw_params):
 
 
 @pytest.fixture(scope="module")
-def engines(build, weights):
+def build_small(build):
+    """(as `build`) -> an engine whose programs have very few shapes."""
+
+    def make(*args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sizes, "PREFILL_LENGTHS", (8,))
+            patch.setattr(sizes, "PREFILL_TOKENS", (32,))
+            patch.setattr(sizes, "PATCH_LENGTHS", (64,))
+            patch.setattr(sizes, "SHORT_FRAME", 16)
+            return build(*args, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engines(build_small, weights):
     """(model) -> an engine, compiled once: over rows, or in place and cramped."""
     made = {}
 
     def get(name):
         if name not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sizes, "PREFILL_LENGTHS", (8,))
-                patch.setattr(sizes, "PREFILL_TOKENS", (32,))
-                patch.setattr(sizes, "PATCH_LENGTHS", (64,))
-                options = {"steps": 5}
-                if name == "deep":
-                    options |= {"kernel": attend_gathered, "cache_gb": 40.6e3 / 1e9}
-                made[name] = build(model=SPECS[name], **options)
+            options = {"steps": 5}
+            if name == "deep":
+                options |= {"kernel": attend_gathered, "cache_gb": 40.6e3 / 1e9}
+            made[name] = build_small(model=SPECS[name], **options)
         made[name].load(weights(name)[0], version=0)
         return made[name]
 
@@ -152,7 +163,7 @@ def forward(params, spec, tokens, index, rotary, patches):
     return Decoder(spec).logits(params, forward_rows(params, spec, rows)[0])[0]
 
 
-def check(request, answer, params, spec):
+def check(request, answer, params, spec, atol=2e-3):
     """Compare an answer with the trainer's forward pass."""
     tokens = np.array([*request.prompt, *answer.tokens])
     rotary, _ = rotary_positions(spec.vision, tokens, request.visuals)
@@ -166,7 +177,7 @@ def check(request, answer, params, spec):
     after[:, [IMAGE, VIDEO, START, END]] = -np.inf
     after = after - np.log(np.exp(after).sum(-1, keepdims=True))
     expected = after[np.arange(len(answer.tokens)), answer.tokens]
-    np.testing.assert_allclose(answer.logprobs, expected, atol=2e-3)
+    np.testing.assert_allclose(answer.logprobs, expected, atol=atol)
     if request.sampling.temperature == 0:
         assert answer.tokens.tolist() == after.argmax(-1).tolist()
 
@@ -176,9 +187,9 @@ def counted(engine, name, weights, monkeypatch):
     """(requests, version) -> answers, compared; tokens read and reused, and images encoded."""
     encoded, run = [], engine.programs.encode
 
-    def encode_and_count(params, held, patches, slots):
+    def encode_and_count(params, held, patches, *rest):
         encoded.append(int(np.unique(np.asarray(patches.frames)[patches.frames > 0]).size))
-        return run(params, held, patches, slots)
+        return run(params, held, patches, *rest)
 
     monkeypatch.setattr(engine.programs, "encode", encode_and_count)
 
@@ -367,7 +378,7 @@ def test_features_have_room(build, gb, tokens):
     assert sizes.visual_tokens == tokens
     assert tower.token_bytes == 16 * 3 * 4
     keys = [key for key in engine.programs._keys(4) if key[0] in ("features", "encode")]
-    assert keys == [("features",), ("encode", PATCHES)]
+    assert keys == [("features",), ("encode", PATCHES, PATCHES)]
     held = jax.tree.leaves(engine.shapes()[1][-1])
     assert sum(x.size * x.dtype.itemsize for x in held) == tokens * tower.token_bytes
     if gb is not None:
@@ -379,9 +390,9 @@ def test_features_have_room(build, gb, tokens):
 
 @pytest.mark.slow
 @pytest.mark.guards(*MODEL, *NATIVE)
-def test_images_on_a_mesh(build, weights, name):
+def test_images_on_a_mesh(build_small, weights, name):
     kernel = None if name == "deep" else attend_gathered
-    engine = build(4, {"data": 2, "tensor": 2}, SPECS[name], steps=5, kernel=kernel)
+    engine = build_small(4, {"data": 2, "tensor": 2}, SPECS[name], steps=5, kernel=kernel)
     try:
         engine.load(weights(name)[0], version=0)
         requests = [*MIXED, *MIXED, ask(3, OTHER, 4)]
@@ -391,3 +402,26 @@ def test_images_on_a_mesh(build, weights, name):
     for request, *both in zip(requests, *answers, strict=True):
         for answer in both:
             check(request, answer, weights(name)[0], SPECS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
+@pytest.mark.parametrize(
+    ("options", "atol"),
+    [({"kv_cache_dtype": "int8"}, 0.02), ({"quantization": "fp8"}, 0.4), ({}, 2e-3)],
+    ids=["int8", "fp8", "recorded experts"],
+)
+def test_images_in_narrow_types_and_with_experts(build_small, draw_params, options, atol):
+    spec = SPECS["deep"]
+    if not options:
+        spec, options = dataclasses.replace(spec, moe=MIXTURE.moe), {"record_routes": True}
+    engine, params = build_small(model=spec, steps=5, **options), draw_params(0, spec)
+    try:
+        engine.load(params, version=0)
+        answers = engine.sample(MIXED)
+    finally:
+        engine.close()
+    for request, answer in zip(MIXED, answers, strict=True):
+        check(request, answer, params, spec, atol=atol)
+        if spec.moe:
+            assert len(answer.routes) == len(request.prompt) + len(answer.tokens) - 1

@@ -80,7 +80,7 @@ def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
         return
     _check_placeholders(vision, request)
     for visual in request.visuals:
-        most = sizes.patch_lengths[-1]
+        most, _ = sizes.patch_shapes[-1]
         if len(visual.patches) > most:
             raise EngineError(
                 f"got an image or a video of {len(visual.patches)} patches (t, h, w = "
