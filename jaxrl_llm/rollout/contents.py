@@ -5,6 +5,7 @@ A message shows an image by a part `{"type": "image", "key": …}`, a video by o
 short. What others tell has the picture itself in the part, as `{"type": "image", "image": …}`.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.vision.inputs import Visual
+
+CUT = " ... "
 
 
 class BrokenEpisode(Exception):
@@ -56,19 +59,13 @@ class MessageContents:
     """Reads the contents of one episode's messages.
 
     Args:
-        cut_text: (text, tokens) -> the text with its middle left out where it has more tokens.
         tokenizer: the policy's.
         processor: of images and videos; None: the policy reads text alone.
     """
 
-    def __init__(
-        self,
-        cut_text: Callable[[str, int], str],
-        tokenizer: Any,
-        processor: VisualProcessor | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, processor: VisualProcessor | None = None) -> None:
         """Know no image yet."""
-        self._cut_text, self._tokenizer, self.processor = cut_text, tokenizer, processor
+        self._tokenizer, self.processor = tokenizer, processor
         self._known: dict[str, Visual] = {}
 
     def named(
@@ -110,7 +107,7 @@ class MessageContents:
         parts = message["content"]
         if not isinstance(parts, list) or not any(map(is_shown, parts)):
             text = content_text(parts) if isinstance(parts, list) else str(parts)
-            return {**message, "content": self._cut_text(text, limit)}
+            return {**message, "content": self._cut(text, limit)}
         told = _with_parts(message, self._read)
         left = limit - sum(visual.tokens for visual in self.visuals([told]))
         if left < 0:
@@ -123,7 +120,7 @@ class MessageContents:
         def cut(part: Any) -> Any:
             if is_shown(part):
                 return part
-            return {"type": "text", "text": self._cut_text(str(part["text"]), left // texts)}
+            return {"type": "text", "text": self._cut(str(part["text"]), left // texts)}
 
         return _with_parts(told, cut)
 
@@ -153,6 +150,20 @@ class MessageContents:
             return list(self.processor.placeholders.expand(tokens, visuals, self._tokenizer))
         except ValueError as error:
             raise BrokenEpisode(f"chat template: {error}") from error
+
+    def _cut(self, text: str, tokens: int) -> str:
+        """Return a text of at most so many tokens, its middle left out."""
+        if len(text) <= tokens:  # a token has a character at least
+            return text
+        ids = self._ids(text)
+        if len(ids) <= tokens:
+            return text
+        head, tail = tokens // 2, tokens - tokens // 2 - len(self._ids(CUT))
+        decode = functools.partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        return decode(ids[:tokens]) if tail < 1 else decode(ids[:head]) + CUT + decode(ids[-tail:])
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _read(self, part: Any) -> Any:
         """Return a part that names its image in place of holding it."""

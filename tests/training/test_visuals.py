@@ -212,7 +212,7 @@ def test_placeholders_are_as_many_as_images_need():
     batch.tokens[0, -1] = batch.tokens[1, 3] = IMAGE  # padding, and a token that was drawn
     packer.rows(batch, [[0], [1]], WHOLE)
     batch.tokens[0, 0] = IMAGE
-    with pytest.raises(ValueError, match="sequence 0 has 5 placeholder tokens, .* have 4"):
+    with pytest.raises(ValueError, match=r"sequence 0 has 5 placeholder tokens, .* have 4"):
         packer.rows(batch, [[0]], WHOLE)
 
 

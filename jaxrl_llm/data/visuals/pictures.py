@@ -10,7 +10,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -153,10 +153,10 @@ def _as_image(source: Any, folder: Path | None, stack: contextlib.ExitStack) -> 
         source = _from_text(source, folder, stack)
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(source)
-    if not isinstance(source, io.IOBase):
+    if not isinstance(source, io.BytesIO | io.BufferedReader):
         kind = type(source).__name__
         raise PictureError(f"expected bytes, a path, a PIL image or an array, got a {kind}")
-    return _from_file(source, stack)  # pyright: ignore[reportArgumentType]
+    return _from_file(source, stack)
 
 
 def _inner(source: Mapping[str, Any]) -> Any:
@@ -168,7 +168,7 @@ def _inner(source: Mapping[str, Any]) -> Any:
 
 def _from_text(
     source: str | Path, folder: Path | None, stack: contextlib.ExitStack
-) -> bytes | BinaryIO:
+) -> bytes | io.BufferedReader:
     text = str(source)
     if text.startswith("data:"):
         return _from_url(text)
@@ -207,7 +207,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
     return Image.fromarray(array)
 
 
-def _from_file(file: BinaryIO, stack: contextlib.ExitStack) -> Image.Image:
+def _from_file(file: io.BytesIO | io.BufferedReader, stack: contextlib.ExitStack) -> Image.Image:
     head = file.read(30)
     file.seek(0)
     if not head:
@@ -219,7 +219,9 @@ def _from_file(file: BinaryIO, stack: contextlib.ExitStack) -> Image.Image:
         raise PictureError(f"expected at most {MAX_PIXELS} pixels, got more: {error}") from error
     except Image.UnidentifiedImageError as error:
         known = ", ".join(FORMATS)
-        raise PictureError(f"expected a file of {known}, it begins with {head[:8]!r}") from error
+        raise PictureError(
+            f"expected a whole file of {known}, it begins with {head[:8]!r}"
+        ) from error
     except Exception as error:  # as `refusing`
         raise PictureError(f"it can't be opened: {' '.join(str(error).split())[:200]}") from error
 

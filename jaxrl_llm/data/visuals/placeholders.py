@@ -4,7 +4,7 @@ What comes out is what the processors of `transformers` make, which expand the t
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,22 +77,22 @@ class Placeholders:
         Raises:
             ValueError: there are more or fewer placeholders than visuals, or others.
         """
-        written = [*self._written(tokens)]
-        wanted = [self._video if shape.seconds else self._image for shape in shapes]
-        if written != wanted:
+        written = [t == self.video_id for t in tokens if t in (self._image, self.video_id)]
+        wanted = [bool(shape.seconds) for shape in shapes]
+        if written != wanted or (self.kind == "siglip" and self.image_id in tokens):
             raise ValueError(
-                f"expected a chat with {_counted(wanted.count(self._image), 'image')} and "
-                f"{_counted(wanted.count(self._video), 'video')} in this order, but the chat "
-                f"template's text has {_counted(written.count(self._image), 'placeholder')} of "
-                f"images and {written.count(self._video)} of videos"
+                f"expected a chat with {_counted(wanted.count(False), 'image')} and "
+                f"{_counted(wanted.count(True), 'video')} in their order, but the chat template's "
+                f"text has {_counted(written.count(False), 'placeholder')} of images and "
+                f"{written.count(True)} of videos: texts of such tokens can't be said"
             )
         if not shapes:
             return tuple(tokens)
-        if self.kind == "siglip" or (self.kind == "qwen3" and self._video in wanted):
+        if self.kind == "siglip" or (self.kind == "qwen3" and any(wanted)):
             return self._expand_text(tokens, shapes, tokenizer)
         waiting, expanded = iter(shapes), list[int]()
         for token in tokens:
-            repeated = next(waiting).tokens if token in (self._image, self._video) else 1
+            repeated = next(waiting).tokens if token in (self._image, self.video_id) else 1
             expanded += [token] * repeated
         return tuple(expanded)
 
@@ -100,13 +100,6 @@ class Placeholders:
     def _image(self) -> int:
         """What a chat template writes in an image's place."""
         return self.start_id if self.kind == "siglip" else self.image_id
-
-    @property
-    def _video(self) -> int | None:
-        return self.video_id
-
-    def _written(self, tokens: Sequence[int]) -> Iterator[int]:
-        return (token for token in tokens if token in (self._image, self._video))
 
     def _expand_text(
         self, tokens: Sequence[int], shapes: Sequence[Shape | Visual], tokenizer: Any

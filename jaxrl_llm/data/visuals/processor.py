@@ -197,5 +197,5 @@ class VisualProcessor:
         patches = np.ascontiguousarray(ordered).reshape(t * h * w, 3 * spans * p * p)
         digest = hashlib.sha256(np.array([*shape.grid, shape.merge], np.int64).tobytes())
         digest.update(np.array(shape.seconds, np.float64).tobytes())
-        digest.update(patches)
+        digest.update(patches.tobytes())
         return Visual(patches, shape.grid, shape.merge, digest.digest(), shape.seconds)

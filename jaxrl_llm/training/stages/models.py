@@ -40,6 +40,9 @@ States = dict[str, TrainState]
 TEACHER_TIMER = "teacher"
 """Timer of the passes that add what a teacher says."""
 
+VISION_TIMER = "vision"
+"""Timer of the pass that computes the features of images, where the tower is frozen."""
+
 
 class ModelPass(NamedTuple):
     """A pass of a model over a step's batch, before the advantages.
@@ -176,7 +179,7 @@ def tower_pass(tower: FrozenTower) -> ModelPass:
         tower.keep(visual for visuals in batch.visuals for visual in visuals)
         return batch, {}
 
-    return ModelPass("vision", run)
+    return ModelPass(VISION_TIMER, run)
 
 
 def old_logprob_pass(config: TrainConfig, functions: AlgorithmFunctions, actor: Role) -> ModelPass:
