@@ -99,8 +99,8 @@ class FeatureCache:
             ends: where it ends.
 
         Returns:
-            Where pieces end so that there is room for their visuals. The first one of each part
-            has it.
+            Where pieces end so that they split no image that is read whole, and there is room for
+            all that they hold. The first one of each part has it.
         """
         parts = range(len(self._slots))
         new: list[list[Visual]] = [[] for _ in parts]
@@ -109,7 +109,8 @@ class FeatureCache:
         for row, s in enumerate(placed):
             if s is None or s.visuals is None:
                 continue
-            for number in s.visuals.within(s.cached, ends[row]):
+            shortened[row] = s.visuals.whole_until(s.cached, ends[row])
+            for number in s.visuals.within(s.cached, shortened[row]):
                 visual = s.request.visuals[number]
                 if visual.key not in self._slots[s.part]:
                     if not self._slots[s.part].take(visual.key, visual.tokens, kept[s.part]):
