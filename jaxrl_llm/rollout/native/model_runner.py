@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras
 from jaxrl_llm.rollout.native.features import FeatureCache
-from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row, rotary_positions
+from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row, rotary_of_rows
 from jaxrl_llm.rollout.native.pages import PagePool
 from jaxrl_llm.rollout.native.prefill import PrefillChunk
 from jaxrl_llm.rollout.native.programs import Programs
@@ -158,7 +158,7 @@ class ModelRunner:
             held = self._features.held
             columns.append(self._features.slots(chosen, ends, length))
         if self._programs.has_rotary:
-            columns.append(rotary_positions(chosen, ends, length))
+            columns.append(rotary_of_rows(chosen, ends, length))
         chunk = self._put(PrefillChunk(*columns))
         self.pool = self._programs.prefill(params, self._take_pool(), chunk, held)
         for s, end in zip(chosen, ends, strict=True):
