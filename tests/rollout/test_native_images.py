@@ -1,6 +1,5 @@
 """The engine on prompts with images: it draws what the trainer's forward pass does."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -270,40 +269,6 @@ def test_who_gives_its_pages_back_keeps_its_positions(engines, weights):
     for request, answer in zip(requests, engine.sample(requests), strict=True):
         check(request, answer, weights("deep")[0], SPECS["deep"])
     assert engine.stats().preemptions > before
-
-
-@pytest.mark.slow
-@pytest.mark.guards(*NATIVE, "models/vision/features.py")
-def test_images_that_attend_both_ways_are_read_whole(build, draw_params, monkeypatch):
-    """Pieces of eight tokens would split images of four; one layer has a window."""
-    tower = dict(kind="siglip", frames_per_patch=1)
-    spec = dataclasses.replace(
-        SPEC,
-        window=5,
-        windowed_layers=(True, False),
-        vision=dataclasses.replace(VISION, **tower),
-    )
-    params = draw_params(0, spec)
-    rng = np.random.default_rng(0)
-    width = spec.vision.patch_width
-    first, second = (
-        Visual(rng.integers(0, 256, (16, width), np.uint8), (1, 4, 4), 2, bytes([number]))
-        for number in range(2)
-    )
-    monkeypatch.setattr(sizes, "PREFILL_LENGTHS", (8,))
-    monkeypatch.setattr(sizes, "PREFILL_TOKENS", (32,))
-    monkeypatch.setattr(sizes, "PATCH_LENGTHS", (64,))
-    with contextlib.closing(build(model=spec, steps=5)) as engine:
-        engine.load(params, version=0)
-        requests = [
-            ask(*range(3, 3 + before), first, 7, second, 9, seed=before) for before in range(2, 7)
-        ]
-        for request, answer in zip(requests, engine.sample(requests), strict=True):
-            check(request, answer, params, spec)
-        before = engine.stats().reused_tokens
-        (again,) = engine.sample(requests[:1])
-        check(requests[0], again, params, spec)
-        assert engine.stats().reused_tokens - before == len(requests[0].prompt) - 1
 
 
 def test_an_answer_that_was_left_goes_on(engine, counted):
