@@ -205,7 +205,7 @@ DONATES = {  # which arguments, as far as there are any
     StepKind.ACCUMULATE: [True, False, False, False, False],
     StepKind.APPLY: [True, False, False],
     StepKind.INFER: [False, False, False],
-    StepKind.PREFILL: [False, True, False],
+    StepKind.PREFILL: [False, True, False, False],
     StepKind.DECODE: [False, True, True, False, False, False, False],
 }
 
