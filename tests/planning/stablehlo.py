@@ -352,6 +352,8 @@ def activation_widths(spec):
     widths = {spec.ff_width} | (
         {spec.moe.ff_width, spec.moe.shared_ff_width} if spec.moe else set()
     )
+    if tower := spec.vision:
+        widths |= {tower.ff_width, tower.group * tower.hidden_size}
     widths = {width // n for width in widths for n in (1, 2, 4, 8) if width}
     if spec.gated_attention:
         widths |= {spec.head_dim}
