@@ -342,7 +342,8 @@ def test_marks_and_images_are_scored(engine):
         ),
         (
             ask(dataclasses.replace(LARGE, patches=LARGE.patches[:, :12]), 3),
-            "patches of shape (24, 12) and uint8 for a grid of (1, 4, 6); the tower expects (24, 2",
+            "patches of shape (24, 12) and uint8 for a grid of (1, 4, 6); the tower expects "
+            "(24, 24) and uint8",
         ),
         (
             ask(draw_visual(1, 6, 12), 3),
