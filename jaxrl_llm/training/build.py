@@ -15,8 +15,6 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
-from jaxrl_llm.data.visuals.processor import VisualProcessor
-from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -46,6 +44,7 @@ from jaxrl_llm.training.teachers import (
     run_in_update,
     teacher_passes,
 )
+from jaxrl_llm.training.visuals import row_visuals
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -204,25 +203,6 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
     return train, validation
 
 
-def row_visuals(config: TrainConfig) -> RowVisuals:
-    """Return what reads the images and videos of rows.
-
-    Raises:
-        ConfigError: the model has no processor of images, or the bounds of their area don't fit.
-    """
-    data = config.data
-    bounds = {"max_pixels": data.max_pixels, "min_pixels": data.min_pixels}
-    if config.model.vision != "none":
-        with config_errors_at("model.vision"):
-            processor = VisualProcessor.from_directory(config.model.path, **bounds)
-            return RowVisuals(data.image_key, data.video_key, processor)
-    if given := [f"data.{name}" for name, bound in bounds.items() if bound is not None]:
-        raise ConfigError(
-            f"{', '.join(given)}: expected no bounds of images with model.vision=none"
-        )
-    return RowVisuals(data.image_key, data.video_key)
-
-
 @activity("tokenizing the prompts")
 def tokenize_rows(
     config: TrainConfig,
@@ -240,7 +220,7 @@ def tokenize_rows(
         tokenizer: the policy's.
         episodes: whose prompts tell of tools; None: the chat template alone is applied.
     """
-    data, visuals = config.data, row_visuals(config)
+    data, visuals = config.data, row_visuals(config.model, config.data)
 
     def tokenized(rows: Sequence[Row], key: str) -> list[Prompt]:
         with config_errors_at(key):

@@ -51,6 +51,7 @@ from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.teacher_model import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
+from jaxrl_llm.training.visuals import row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
@@ -257,6 +258,7 @@ def _objective(
 def _read_examples(config: SftConfig) -> list[Example]:
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
+    visuals = row_visuals(config.model, config.data)
     try:
         rows = load_rows(config.data.dataset, config.data.train, check=check_example_row)
         return tokenize_examples(
@@ -265,6 +267,7 @@ def _read_examples(config: SftConfig) -> list[Example]:
             max_tokens=config.data.max_tokens,
             filter_overlong=config.data.filter_overlong,
             template_kwargs=config.data.chat_template_kwargs,
+            visuals=visuals,
         )[0]
     except (ValueError, OSError) as error:
         raise ConfigError(f"data.train: {error}") from error

@@ -15,8 +15,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.sections.data import DataConfig, SftDataConfig
+from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.bin_packing import best_fit
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
@@ -213,6 +218,28 @@ class VisualPacker:
         if not visuals:
             return np.arange(len(tokens))[:, None]
         return self.model.rotary_positions(tokens, visuals)[0]
+
+
+def row_visuals(model: ModelConfig, data: DataConfig | SftDataConfig) -> RowVisuals:
+    """Return what reads the images and videos of rows.
+
+    Args:
+        model: that is to see them.
+        data: of the run.
+
+    Raises:
+        ConfigError: the model has no processor of images, or the bounds of their area don't fit.
+    """
+    bounds = {"max_pixels": data.max_pixels, "min_pixels": data.min_pixels}
+    if model.vision != "none":
+        with config_errors_at("model.vision"):
+            processor = VisualProcessor.from_directory(model.path, **bounds)
+            return RowVisuals(data.image_key, data.video_key, processor)
+    if given := [f"data.{name}" for name, bound in bounds.items() if bound is not None]:
+        raise ConfigError(
+            f"{', '.join(given)}: expected no bounds of images with model.vision=none"
+        )
+    return RowVisuals(data.image_key, data.video_key)
 
 
 def vision_of(model: VisionModel) -> VisionSpec:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
+from jaxrl_llm.models.hf.siglip import SiglipForm
 from jaxrl_llm.models.hf.vision import Colors, TowerForm, with_sections
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -16,19 +17,22 @@ INSIDE = "model.language_model."
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def seeing(family: Family, tower: TowerForm, prefix: str = INSIDE, **fields: Any) -> Family:
+def seeing(
+    family: Family, tower: TowerForm | SiglipForm, prefix: str = INSIDE, **fields: Any
+) -> Family:
     """Return the family of models that see images, too, with the language models of another.
 
-    Args:
-        family: Of the language models.
-        tower: How the vision tower is written.
-        prefix: What names of the language model's arrays begin with.
-        fields: Others that differ.
+        Args:
+            family: Of the language models.
+            tower: How the vision tower is written.
+            prefix: What names of the language model's arrays begin with.
+            fields: Others that differ.
 
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
-    >>> from jaxrl_llm.models.hf.vision import qwen3_tower
-    >>> seeing(FAMILIES[0], qwen3_tower("qwen3_vl")).language_model
-    'Qwen3ForConditionalGeneration'
+        >>> from jaxrl_llm.models.hf.families import FAMILIES
+        >>> from jaxrl_llm.models.hf.siglip import SiglipForm
+    from jaxrl_llm.models.hf.vision import qwen3_tower
+        >>> seeing(FAMILIES[0], qwen3_tower("qwen3_vl")).language_model
+        'Qwen3ForConditionalGeneration'
     """
     return dataclasses.replace(
         family,

@@ -118,6 +118,11 @@ def _check(spec: VisionSpec, image: Visual) -> None:
             f"a grid of {height} x {width} patches, merged by {image.merge}; the tower merges "
             f"squares of {spec.merge} x {spec.merge}"
         )
+    if spec.kind == "siglip" and image.grid != (1, spec.position_side, spec.position_side):
+        raise ValueError(
+            f"a grid of {image.grid} patches; the tower has positions for "
+            f"{spec.position_side} x {spec.position_side} of one image"
+        )
     if image.patches.shape != expected:
         raise ValueError(
             f"patches of shape {image.patches.shape} for a grid of {image.grid}; the tower expects "
