@@ -277,7 +277,9 @@ def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
     )
     if job["engine"] == "pages" and choice.kernel is None and jax.default_backend() == "gpu":
         raise ValueError(f"expected a kernel over pages, got none: {choice.reason}")
-    return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
+    engine = NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
+    engine.programs.warm_up = lambda sequences=None: None  # what is not needed takes minutes
+    return engine
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:

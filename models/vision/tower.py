@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 from jaxrl_llm.models.arrays import ArrayDecl, Params
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.context import attend_pieces
-from jaxrl_llm.models.kernels import MOST_SEGMENTS
+from jaxrl_llm.models.kernels import MOST_SEGMENTS, tower_heads_on
 from jaxrl_llm.models.layers import ACTIVATION_FUNCTIONS, rms_norm
 from jaxrl_llm.models.linear import Sharded, project
 from jaxrl_llm.models.remat import rematerialize
@@ -231,7 +231,7 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     """Return how the rows of a tower are split, given how those of its decoder are.
 
     Where devices share rows, each attends with some of the heads, or, if heads can't be divided so,
-    with some of the queries. The decoder's kernel is taken where each device has whole heads.
+    with some of the queries. The decoder's kernel is taken where it can stand.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
@@ -241,7 +241,7 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     'heads'
     """
     whole = spec.heads % (layout.mesh.shape["tensor"] * layout.pieces) == 0
-    kernel = layout.kernel if whole else None
+    kernel = layout.kernel if tower_heads_on(spec, layout) else None
     return dataclasses.replace(layout, context="heads" if whole else "keys", kernel=kernel)
 
 

@@ -233,8 +233,9 @@ def test_gradients_equal(family, loaded, tmp_path):
         other = np.asarray(functools.reduce(lambda tree, key: tree[key.key], path, theirs))
         name = jax.tree_util.keystr(path)
         scale = np.abs(other).max()
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * scale, err_msg=name)
-        assert scale > 0, name
+        np.testing.assert_allclose(one, other, atol=1e-4 * max(scale, 0.1), rtol=0, err_msg=name)
+        # a softmax does not see what is the same for all keys, unless these are rotated
+        assert scale > 0.1 or (family == "Gemma3" and name.endswith("['key_bias']")), name
 
 
 @pytest.mark.slow
