@@ -116,6 +116,23 @@ def token_stats(
             "expected positive ones"
         )
     projection = HeadProjection(temperature, softcap, chunk, *head_axes)
+    return projected_token_stats(projection, hidden, head, targets, needed)
+
+
+def projected_token_stats(
+    projection: HeadProjection,
+    hidden: Float[Array, "X D"],
+    head: Float[Array, "d V"],
+    targets: Int[Array, " X"],
+    needed: Bool[Array, " X"] | None = None,
+) -> TokenStats:
+    """Score targets as `token_stats`, with all that a projection says of how logits are made.
+
+    >>> projection = HeadProjection(never=(3,))
+    >>> args = jnp.ones((1, 2)), jnp.zeros((2, 4)), jnp.array([0])
+    >>> print(f"{projected_token_stats(projection, *args).logprobs[0]:.3f}")  # one of three
+    -1.099
+    """
     return _only(needed, _token_stats(projection, hidden, head, targets, needed))
 
 

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+NEVER = -1e30
+"""The logit of a token that is never drawn. It is finite, as differences of two must be numbers."""
+
 
 @dataclass(frozen=True)
 class HeadProjection:
@@ -20,6 +23,7 @@ class HeadProjection:
         embed_axes: inside `jax.shard_map`, the mesh axes over which the rows of the output
             projection are split; they split tokens, too.
         vocab_axes: those over which its columns are split; their devices have the same tokens.
+        never: ids of tokens that are never drawn: they have the logit `NEVER`, and no gradient.
     """
 
     temperature: float = 1.0
@@ -27,6 +31,7 @@ class HeadProjection:
     chunk: int = 1024
     embed_axes: tuple[str, ...] = ()
     vocab_axes: tuple[str, ...] = ()
+    never: tuple[int, ...] = ()
 
     def gather(self, head: Float[Array, "d V"], dtype: jnp.dtype) -> Float[Array, "D V"]:
         """Return the whole output projection in a dtype."""
@@ -50,16 +55,25 @@ class HeadProjection:
     def from_raw(self, raw: Float32[Array, "x V"]) -> Float32[Array, "x V"]:
         """Apply soft-cap and temperature to products."""
         capped = raw if self.softcap is None else self.softcap * jnp.tanh(raw / self.softcap)
-        return capped / self.temperature
+        return self._with_never(capped / self.temperature, NEVER)
 
     def to_raw(
         self, cotangent: Float32[Array, "x V"], logits: Float32[Array, "x V"]
     ) -> Float32[Array, "x V"]:
         """Take a gradient by the logits back through temperature and soft-cap."""
         cotangent = cotangent / self.temperature
-        if self.softcap is None:
-            return cotangent
-        return cotangent * (1.0 - jnp.square(logits * (self.temperature / self.softcap)))
+        if self.softcap is not None:
+            cotangent *= 1.0 - jnp.square(logits * (self.temperature / self.softcap))
+        return self._with_never(cotangent, 0.0)
+
+    def _with_never(self, x: Float32[Array, "x V"], value: float) -> Float32[Array, "x V"]:
+        """Put a value in the columns of tokens that are never drawn."""
+        if not self.never:
+            return x
+        ids = jnp.arange(x.shape[-1])
+        if self.vocab_axes:
+            ids += jax.lax.axis_index(self.vocab_axes) * x.shape[-1]
+        return jnp.where(jnp.isin(ids, jnp.array(self.never)), value, x)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     """Load the model; return what is served and the engine that holds it.
 
     Raises:
-        ConfigError: the directory can't be read, or it does not fit the mesh.
+        ConfigError: the directory can't be read, it has no vision tower though `vision` asks for
+            it, or it does not fit the mesh.
     """
     from jaxrl_llm.evaluation.policy import load_policy
     from jaxrl_llm.models.model import for_length
@@ -91,7 +92,13 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     with activity("opening the devices"):
         layout = open_layout(mesh, "rollout", config.mesh.rollout)
-    policy = load_policy(config.model, layout, on_host=True, function_from=config.function_from)
+    policy = load_policy(
+        config.model,
+        layout,
+        on_host=True,
+        function_from=config.function_from,
+        vision=config.vision,
+    )
     max_tokens = config.max_tokens or policy.model.max_positions
     if max_tokens is None:
         raise ConfigError("max_tokens: the model names no longest sequence; set it")
@@ -104,6 +111,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         max_answers=config.limits.max_answers,
         text_limit=text_limit(policy.tokenizer, max_tokens),
         call_format=find_call_format(policy.tokenizer, config.call_format),
+        processor=open_processor(config, policy.source),
     )
     policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
     cache_gb = config.kv_cache_gb or default_cache_gb(
@@ -115,6 +123,29 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
     )
     return served, engine
+
+
+def open_processor(config: ServeConfig, source: str) -> Any:
+    """Return what reads the images of chats; None where none may be shown.
+
+    Args:
+        config: of the server.
+        source: directory of the model's files.
+
+    Raises:
+        ConfigError: bounds without `vision`, or such that don't fit.
+    """
+    from jaxrl_llm.config.errors import config_errors_at
+    from jaxrl_llm.data.visuals.processor import VisualProcessor
+
+    bounds = {"max_pixels": config.max_pixels, "min_pixels": config.min_pixels}
+    if not config.vision:
+        for name, value in bounds.items():
+            if value is not None:
+                raise ConfigError(f"{name}={value}: expected vision=true with it")
+        return None
+    with config_errors_at("vision"):
+        return VisualProcessor.from_directory(source, **bounds)
 
 
 def find_call_format(tokenizer: Any, given: str | None) -> str | None:

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int, Num
 
+from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
+from jaxrl_llm.models.vision.rows import PatchRows
+
 ROUTES = "routes"
 """Name of a batch's recorded choices of experts [B T M top], which rows hold for the model."""
 
@@ -27,7 +30,8 @@ class Batch:
     Attributes:
         tokens: token ids, prompt first, padding last.
         sequence_lengths: tokens in each sequence, the prompt's included.
-        fields: arrays [B] or [B T] by name; see `config.fields.FIELDS`.
+        fields: arrays [B] or [B T] by name; see `config.fields.FIELDS`. Where there are images or
+            videos, `VISUALS` is one of objects.
     """
 
     tokens: Int[np.ndarray, "B T"]
@@ -37,6 +41,18 @@ class Batch:
     def __getitem__(self, name: str) -> np.ndarray:
         """Return a field."""
         return self.fields[name]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the fields that functions of arrays may be given: all but images and videos."""
+        return {name: values for name, values in self.fields.items() if name != VISUALS}
+
+    @property
+    def visuals(self) -> list[tuple[Visual, ...]]:
+        """Return the images and videos of each sequence [B], in the order of their tokens."""
+        if VISUALS not in self.fields:
+            return [()] * len(self.tokens)
+        return [visuals or () for visuals in self.fields[VISUALS]]  # rows that fill up have none
 
     def add(self, **fields: Array | np.ndarray) -> "Batch":
         """Return the batch with more fields; those on devices are fetched."""
@@ -54,13 +70,27 @@ class Batch:
         return Batch(self.tokens[rows], self.sequence_lengths[rows], fields)
 
 
+class VisualRows(NamedTuple):
+    """Images and videos of packed rows, beside the rows' tokens.
+
+    Attributes:
+        index: for each token its feature, counted within the row; -1 for text.
+        given: patches that a tower has to read, or the features of one that is not trained.
+        rotary: time, height and width of each token, of a model that asks for them.
+    """
+
+    index: Int[Array | np.ndarray, "R L"]
+    given: PatchRows | VisualFeatures
+    rotary: Int[Array | np.ndarray, "R L 3"] | None = None
+
+
 class Rows(NamedTuple):
     """Sequences packed into rows, for the model, and where each of them lies.
 
     Row tokens outside every sequence have segment 0. The b sequence slots that are not used have
     size 0. `scored` marks the places whose next token has to be scored; None: all of them. `routes`
     are the experts that tokens go to in each of M layers (`models.moe.routing.replay_routes`);
-    None: routers choose.
+    None: routers choose. `visual` are images and videos, of a model that reads such.
     """
 
     tokens: Int[Array | np.ndarray, "R L"]
@@ -71,6 +101,7 @@ class Rows(NamedTuple):
     size: Int[Array | np.ndarray, " b"]
     scored: Bool[Array | np.ndarray, "R L"] | None = None
     routes: Int[Array | np.ndarray, "R L M top"] | None = None
+    visual: VisualRows | None = None
 
     @property
     def places(self) -> tuple[Any, Any, Any]:

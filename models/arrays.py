@@ -1,7 +1,7 @@
 """Declare a parameter array: shape, logical axes, initializer, name in Hugging Face checkpoints."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -152,6 +152,39 @@ class ArrayDecl:
             if "layers" in counts:
                 counts["layers"] = self.layer_number(counts["layers"])
             yield self.hf_name.format(**counts), index
+
+
+def declarer(
+    sizes: Mapping[str, int], initializer: Initializer = NORMAL, layers: tuple[int, ...] = ()
+) -> Callable[..., ArrayDecl]:
+    """Return what declares arrays by name, axes, Hugging Face axes and, if need be, initializer.
+
+    Args:
+        sizes: Of each axis.
+        initializer: Of arrays that have no other.
+        layers: Numbers of a stack's layers.
+
+    >>> array = declarer({"ff": 6, "embed": 4})
+    >>> array("down.weight", "ff embed", "embed ff").hf_shape
+    (4, 6)
+    """
+    usual = initializer
+
+    def array(
+        name: str, axes: str, hf_axes: str, initializer: Initializer = usual, **fields: Any
+    ) -> ArrayDecl:
+        names = tuple(axes.split())
+        return ArrayDecl(
+            shape=tuple(sizes[axis] for axis in names),
+            axes=names,
+            initializer=initializer,
+            hf_name=name,
+            hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
+            layer_numbers=layers,
+            **fields,
+        )
+
+    return array
 
 
 def by_layer(params: Params, declared: Declarations) -> Params:

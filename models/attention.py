@@ -26,12 +26,23 @@ class Attending(NamedTuple):
         sinks: One learned score per query head that joins the softmax and has no value, so that a
             token need not attend to any (gpt-oss, https://arxiv.org/abs/2508.10925). None: there
             are none.
+        causal: Whether a token attends to none that come after it; else to all of its segment, and
+            there is no window. Vision towers do.
+        ahead: How many of the tokens after it each token attends to, besides those before it, as
+            within an image; None: to none.
     """
 
     scale: float | None = None
     window: int | Int[Array, ""] | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
+    causal: bool = True
+    ahead: Int[Array, "R L"] | None = None
+
+    @property
+    def sides(self) -> int:
+        """Return on how many sides of a token there may be some that it attends to."""
+        return 1 if self.causal and self.ahead is None else 2
 
 
 PLAIN = Attending()
@@ -51,14 +62,16 @@ def attend(
     longest: int | None = None,
     in_blocks: bool = True,
 ) -> Float[Array, "R L N H"]:
-    r"""Attend causally within the segments of packed rows.
+    r"""Attend within the segments of packed rows, causally unless the options say otherwise.
 
     $o_i = \sum_{j \in A_i} \mathrm{softmax}_j(q_i \cdot k_j / \sqrt{H})\, v_j$ over
     $A_i = \{j : i - w < j \le i,\, s_j = s_i\}$ with window w (https://arxiv.org/abs/2004.05150),
     where query head n reads key/value head $\lfloor nK/N \rfloor$
-    (https://arxiv.org/abs/2305.13245). A sink $a_n$ adds $e^{a_n}$ to the softmax's denominator.
-    The softmax is in float32. The backward pass computes scores again. Long rows are taken a block
-    of queries at a time, with the keys up to its end; a token costs at most 2 · `longest` keys.
+    (https://arxiv.org/abs/2305.13245). Tokens with some `ahead` attend to these, too. A sink $a_n$
+    adds $e^{a_n}$ to the softmax's denominator. The softmax is in float32. The backward pass
+    computes scores again. Long rows are taken a block of queries at a time, with the keys that it
+    may reach: those up to its end, or all where some attend to what comes after them. A token costs
+    at most 2 · `longest` keys, or 3 · `longest`.
 
     Args:
         q: Queries.
@@ -66,41 +79,75 @@ def attend(
         v: Values.
         segment_ids: 1, 2, … for the sequences of a row, each contiguous; 0 for padding. A padding
             position gets a finite value that means nothing, and nothing attends to it.
-        options: Scale, window, soft-cap and sinks of the scores.
+        options: Scale, window, soft-cap and sinks of the scores, and whether they are causal.
         longest: Most tokens of a segment; None: a segment may fill the row.
         in_blocks: Whether queries may be cut into blocks; not where devices share a row's queries.
 
     Returns:
         The mixed values, in the dtype of `q`.
 
+    Raises:
+        ValueError: A window is asked for that is not causal.
+
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> attend(x, x, x, jnp.array([[1, 1, 0]])).shape
     (1, 3, 2, 4)
     """
-    rows, row, heads, width = q.shape
-    shared = heads // k.shape[2]
-    before, length = 0, row
-    if longest is not None and 2 * longest < length and in_blocks:
+    if not options.causal and options.window is not None:
+        raise ValueError(f"attention that is not causal has no window, got {options.window}")
+    rows, length, heads, _ = q.shape
+    around, sides = None, options.sides
+    if longest is not None and (1 + sides) * longest < length and in_blocks:
         q, k, v, segment_ids = (_padded(x, longest) for x in (q, k, v, segment_ids))
-        k, v, segment_ids = (_with_part_before(x, longest) for x in (k, v, segment_ids))
-        before, length = longest, longest
+        k, v, segment_ids = (_with_parts_around(x, longest, sides) for x in (k, v, segment_ids))
+        q, around = q.reshape(-1, longest, *q.shape[2:]), longest
+        if options.ahead is not None:
+            ahead = _padded(options.ahead, longest).reshape(-1, longest)
+            options = options._replace(ahead=ahead)
+    mixed = _attend_parts(q, k, v, segment_ids, options, around, in_blocks=in_blocks)
+    return mixed.reshape(rows, -1, heads, v.shape[3])[:, :length]
+
+
+def _attend_parts(
+    q: Float[Array, "P L N H"],
+    k: Float[Array, "P S K H"],
+    v: Float[Array, "P S K V"],
+    segment_ids: Int[Array, "P S"],
+    options: Attending,
+    around: int | None,
+    *,
+    in_blocks: bool,
+) -> Float[Array, "P L N V"]:
+    """Attend with all queries of rows, or of parts that have so many keys around them."""
+    parts, length, heads, width = q.shape
+    shared = heads // k.shape[2]
     # batched products want their batch axes first
-    q = q.reshape(-1, length, heads // shared, shared, width).swapaxes(1, 2)
+    q = q.reshape(parts, length, heads // shared, shared, width).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
     scale = width**-0.5 if options.scale is None else options.scale
     size = _block_size(length) if in_blocks else length
     sinks, outputs = _sinks_by_key_head(options.sinks, k.shape[1], size), []
-    for end in range(size, length + 1, size):
-        block = q[:, :, end - size : end].reshape(len(q), -1, size * shared, width)
-        keys = slice(end - size if before else 0, before + end)
-        scoring = _Scoring(scale, options.softcap, before + end - size - keys.start)
+    for start in range(0, length, size):
+        block = q[:, :, start : start + size].reshape(parts, -1, size * shared, width)
+        keys = _reached(start, start + size, around, length, options.sides)
+        first = (around or 0) + start - keys.start
+        scoring = _Scoring(scale, options.softcap, first, size, options.causal)
+        ahead = None if options.ahead is None else options.ahead[:, start : start + size]
+        reach = _Reach(window, ahead)
         mixed: Any = _attend(
-            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window, sinks
+            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], reach, sinks
         )
-        outputs.append(mixed.reshape(len(q), -1, size, shared, v.shape[3]))
+        outputs.append(mixed.reshape(parts, -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    return joined.swapaxes(1, 2).reshape(rows, -1, heads, v.shape[3])[:, :row]
+    return joined.swapaxes(1, 2).reshape(parts, length, heads, v.shape[3])
+
+
+def _reached(start: int, end: int, around: int | None, length: int, sides: int) -> slice:
+    """Return which keys the queries of a block may reach, of a row or of a part with others."""
+    if around is None:
+        return slice(0, end if sides == 1 else length)
+    return slice(start, around + end + (0 if sides == 1 else around))
 
 
 def _block_size(length: int) -> int:
@@ -124,15 +171,22 @@ def _padded(x: Shaped[Array, "R L *_"], unit: int) -> Shaped[Array, "R M *_"]:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % unit)) + ((0, 0),) * (x.ndim - 2))
 
 
-def _with_part_before(x: Shaped[Array, "R L *_"], size: int) -> Shaped[Array, "P S *_"]:
-    """Cut rows into parts of so many tokens, each with the part of its row before it.
+def _with_parts_around(
+    x: Shaped[Array, "R L *_"], size: int, sides: int
+) -> Shaped[Array, "P S *_"]:
+    """Cut rows into parts of so many tokens, each with the part before it, and after it if asked.
 
-    >>> _with_part_before(jnp.array([[1, 2, 3, 4]]), 2).tolist()
+    >>> _with_parts_around(jnp.array([[1, 2, 3, 4]]), 2, 1).tolist()
     [[0, 0, 1, 2], [1, 2, 3, 4]]
+    >>> _with_parts_around(jnp.array([[1, 2, 3, 4]]), 2, 2).tolist()
+    [[0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 0, 0]]
     """
     parts = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-    before = jnp.pad(parts[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (parts.ndim - 2))
-    return jnp.concatenate([before, parts], axis=2).reshape(-1, 2 * size, *x.shape[2:])
+    rest = ((0, 0),) * (parts.ndim - 2)
+    joined = [jnp.pad(parts[:, :-1], ((0, 0), (1, 0), *rest)), parts]
+    if sides == 2:
+        joined.append(jnp.pad(parts[:, 1:], ((0, 0), (0, 1), *rest)))
+    return jnp.concatenate(joined, axis=2).reshape(-1, (1 + sides) * size, *x.shape[2:])
 
 
 def segment_mask(segment_ids: Int[Array, "R L"]) -> Bool[Array, "R 1 L L"]:
@@ -154,11 +208,20 @@ def segment_mask(segment_ids: Int[Array, "R L"]) -> Bool[Array, "R 1 L L"]:
 
 
 class _Scoring(NamedTuple):
-    """How products of queries and keys become scores, and the place of the first query."""
+    """How products of queries and keys become scores, and which of the keys' tokens ask."""
 
     scale: float
     softcap: float | None
     first: int
+    queries: int
+    causal: bool = True
+
+
+class _Reach(NamedTuple):
+    """How far a token sees: within a window that ends with it, and some tokens ahead."""
+
+    window: Int[Array, ""]
+    ahead: Int[Array, "R Q"] | None
 
 
 def _scores(
@@ -173,14 +236,17 @@ def _capped(scoring: _Scoring, products: Float32[Array, "R K Q S"]) -> Float32[A
 
 
 def _allowed(
-    scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], window: Int[Array, ""]
+    scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], reach: _Reach
 ) -> Bool[Array, "R 1 Q S"]:
-    queries = segment_ids.shape[1] - scoring.first
-    index = jnp.arange(segment_ids.shape[1])
-    distance = index[scoring.first :, None] - index[None, :]
-    same = segment_ids[:, scoring.first :, None] == segment_ids[:, None, :]
-    allowed = same & (segment_ids != 0)[:, None, :] & (distance >= 0) & (distance < window)
-    return jnp.repeat(allowed, q.shape[2] // queries, axis=1)[:, None]
+    own = slice(scoring.first, scoring.first + scoring.queries)
+    allowed = segment_ids[:, own, None] == segment_ids[:, None, :]
+    allowed &= (segment_ids != 0)[:, None, :]
+    if scoring.causal:
+        index = jnp.arange(segment_ids.shape[1])
+        distance = index[own, None] - index[None, :]
+        nearest = 0 if reach.ahead is None else -reach.ahead[:, :, None]
+        allowed &= (distance >= nearest) & (distance < reach.window)
+    return jnp.repeat(allowed, q.shape[2] // scoring.queries, axis=1)[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,11 +256,11 @@ def _attend(
     k: Float[Array, "R K H S"],
     v: Float[Array, "R K S V"],
     segment_ids: Int[Array, "R S"],
-    window: Int[Array, ""],
+    reach: _Reach,
     sinks: Float32[Array, "1 K Q 1"] | None,
 ) -> Float[Array, "R K Q V"]:
-    """Attend with the last queries of a row, those of all heads that share keys as one axis Q."""
-    return _attend_forward(scoring, q, k, v, segment_ids, window, sinks)[0]
+    """Attend with some queries of a row, those of all heads that share keys as one axis Q."""
+    return _attend_forward(scoring, q, k, v, segment_ids, reach, sinks)[0]
 
 
 @jax.named_scope("attention")
@@ -204,16 +270,16 @@ def _attend_forward(
     k: Array,
     v: Array,
     segment_ids: Array,
-    window: Array,
+    reach: _Reach,
     sinks: Array | None,
-) -> tuple[Array, tuple[Array | None, ...]]:
-    allowed = _allowed(scoring, q, segment_ids, window)
+) -> tuple[Array, tuple[Any, ...]]:
+    allowed = _allowed(scoring, q, segment_ids, reach)
     # not -inf: a padding position allows nothing
     scores = jnp.where(allowed, _scores(scoring, q, k), jnp.finfo(jnp.float32).min)
     weights, largest, total = _exponentials(scores, sinks)
     mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     mixed = mixed.astype(v.dtype)
-    saved = (q, k, v, segment_ids, window, sinks, mixed, largest + jnp.log(total))
+    saved = (q, k, v, segment_ids, reach, sinks, mixed, largest + jnp.log(total))
     return mixed, saved
 
 
@@ -237,8 +303,9 @@ def _attend_backward(
     FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2). A sink is a score whose value
     is 0, so its gradient is $-\sum p\,(do \cdot o)$ over tokens, with its own weight p.
     """
-    q, k, v, segment_ids, window, sinks, mixed, log_total = saved
-    allowed = _allowed(scoring, q, segment_ids, jnp.asarray(window))  # under remat it is numpy's
+    q, k, v, segment_ids, reach, sinks, mixed, log_total = saved
+    reach = jax.tree.map(jnp.asarray, reach)  # under remat a window is numpy's
+    allowed = _allowed(scoring, q, segment_ids, reach)
     scores = _scores(scoring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total), 0.0)
     wide = cotangent.astype(jnp.float32)
@@ -291,13 +358,13 @@ def attend_cache(
     batch, length, heads, width = q.shape
     shared = heads // k.shape[1]
     distance = positions[:, :, None] - jnp.arange(k.shape[3])
-    allowed = distance >= 0
+    allowed = distance >= (0 if options.ahead is None else -options.ahead[:, :, None])
     if options.window is not None:
         allowed &= distance < options.window
     grouped = q.reshape(batch, length, -1, shared, width).swapaxes(1, 2)
     grouped = grouped.reshape(batch, -1, length * shared, width)
     scale = width**-0.5 if options.scale is None else options.scale
-    scoring = _Scoring(scale, options.softcap, 0)
+    scoring = _Scoring(scale, options.softcap, 0, length)
     if scales is None:
         scores = _scores(scoring, grouped, k)
     else:

@@ -39,25 +39,23 @@ def attend_pieces(
         The mixed values of the pieces.
 
     Raises:
-        ValueError: The heads can't be split over the `tensor` and `context` axes, or a kernel is to
-            attend in a ring.
+        ValueError: The heads can't be split over the `tensor` and `context` axes, or a kernel, or
+            what is not causal, is to attend in a ring; or devices share rows, or have a kernel,
+            where tokens attend to some ahead of them.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> x, one = jnp.ones((1, 3, 2, 4)), make_mesh({}, jax.devices()[:1])
     >>> attend_pieces(x, x, x, jnp.ones((1, 3), jnp.int32), layout=Layout(one)).shape
     (1, 3, 2, 4)
     """
+    _check_ahead(options, layout)
     if layout.pieces == 1:
         if layout.kernel is not None:
             return _on_each(layout, "tensor", options)(q, k, v, segment_ids, options.sinks)
         return attend(q, k, v, segment_ids, options, longest=layout.longest)
     q, k, v, segment_ids = map(layout.merge_context, (q, k, v, segment_ids))
     if layout.context == "ring":
-        if layout.kernel is not None:
-            raise ValueError("a kernel can't attend in a ring; expected none, or context by heads")
-        k, v = _repeated(q, k, v, layout)
-        mixed = attend_in_ring(q, k, v, segment_ids, options, layout=layout)
-        return layout.split_context(mixed)
+        return _in_ring(q, k, v, segment_ids, options, layout)
     if layout.context == "heads":
         k, v = _repeated(q, k, v, layout)
         heads = layout.sharding(BATCH, None, ("tensor", "context"), None)
@@ -71,9 +69,31 @@ def attend_pieces(
         by = _on_each(layout, ("tensor", "context"), options)
         mixed = by(q, k, v, segment_ids, options.sinks)
     else:
-        mixed = attend(q, k, v, segment_ids, options, in_blocks=layout.context == "heads")
+        in_blocks = layout.context == "heads"
+        longest = layout.longest if in_blocks else None
+        mixed = attend(q, k, v, segment_ids, options, longest=longest, in_blocks=in_blocks)
     own = layout.sharding(BATCH, "context", "tensor", None)
     return layout.split_context(jax.lax.with_sharding_constraint(mixed, own))
+
+
+def _in_ring(
+    q: Array, k: Array, v: Array, segment_ids: Array, options: Attending, layout: Layout
+) -> Array:
+    if layout.kernel is not None:
+        raise ValueError("a kernel can't attend in a ring; expected none, or context by heads")
+    if not options.causal:
+        raise ValueError("attention in a ring is causal; expected context by heads or keys")
+    k, v = _repeated(q, k, v, layout)
+    mixed = attend_in_ring(q, k, v, segment_ids, options, layout=layout)
+    return layout.split_context(mixed)
+
+
+def _check_ahead(options: Attending, layout: Layout) -> None:
+    if options.ahead is not None and (layout.pieces > 1 or layout.kernel is not None):
+        raise ValueError(
+            "tokens of an image attend to those after them: expected rows that no devices share "
+            f"and no kernel, got context={layout.pieces} and {layout.kernel}"
+        )
 
 
 def _on_each(layout: Layout, heads: Any, options: Attending) -> Any:

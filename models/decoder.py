@@ -1,20 +1,28 @@
 """The decoder of a Hugging Face directory as a `Model`: the functions of `models` for one spec."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models import heads, parameters, quantization, transformer
 from jaxrl_llm.models.arrays import Declarations, Params
 from jaxrl_llm.models.cache import Cache, PageTables, init_cache
-from jaxrl_llm.models.decoding import extend, extend_pages
+from jaxrl_llm.models.decoding import NextTokens, extend, extend_pages
 from jaxrl_llm.models.gather import SplitMatrix
+from jaxrl_llm.models.inputs import NO_INPUTS, PackedTokens, RowInputs
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
+from jaxrl_llm.models.vision.positions import rotary_positions
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.tower import encode
 from jaxrl_llm.sharding.layout import Layout
 
 
@@ -56,6 +64,60 @@ class Decoder:
         """What is recorded of each token's experts."""
         return self.spec.moe and self.spec.moe.route_shape(self.spec.layers)
 
+    @property
+    def vision(self) -> VisionSpec | None:
+        """The tower, and the ids of placeholder tokens."""
+        return self.spec.vision
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether tokens of images are rotated by other numbers than their positions."""
+        return self.spec.vision is not None and self.spec.mrope_sections is not None
+
+    @property
+    def attends_within_images(self) -> bool:
+        """Whether tokens of an image attend to all others of it."""
+        return self.spec.attends_within_images
+
+    def rotary_positions(
+        self, tokens: Int[np.ndarray, " T"], visuals: Sequence[Visual]
+    ) -> tuple[Int[np.ndarray, "T 3"], int]:
+        """See `models.vision.positions`.
+
+        Raises:
+            ValueError: As there, or the model has no tower.
+        """
+        if self.spec.vision is None:
+            raise ValueError("rotary positions of images, for a model without a vision tower")
+        return rotary_positions(self.spec.vision, tokens, visuals)
+
+    def encode_visuals(
+        self,
+        params: Params,
+        patches: PatchRows,
+        *,
+        dtype: DTypeLike,
+        remat: str,
+        layout: Layout | None,
+        bounds: FrameBounds,
+    ) -> VisualFeatures:
+        """See `models.vision.tower.encode`.
+
+        Raises:
+            ValueError: The model has no tower.
+        """
+        if self.spec.vision is None:
+            raise ValueError("patches of images, for a model without a vision tower")
+        return encode(
+            params["vision"],
+            self.spec.vision,
+            patches,
+            dtype=dtype,
+            layout=layout,
+            remat=remat,
+            bounds=bounds,
+        )
+
     def declare(self) -> Declarations:
         """See `models.parameters.declare`."""
         return parameters.declare(self.spec)
@@ -82,10 +144,10 @@ class Decoder:
         dtype: DTypeLike,
         remat: str,
         layout: Layout | None,
-        routes: Int[Array, "R L M top"] | None = None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "R L D"], Router]:
         """See `models.transformer.forward_rows`."""
-        rows = transformer.PackedTokens(tokens, positions, segment_ids, routes)
+        rows = PackedTokens(tokens, positions, segment_ids, *inputs)
         return transformer.forward_rows(
             params, self.spec, rows, dtype=dtype, remat=remat, layout=layout
         )
@@ -131,10 +193,13 @@ class Decoder:
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """See `models.decoding.extend`."""
         spec = self.spec.for_decoding
-        return extend(params, spec, cache, tokens, positions, dtype=dtype, layout=layout)
+        return extend(
+            params, spec, cache, tokens, positions, dtype=dtype, layout=layout, inputs=inputs
+        )
 
     def extend_pages(
         self,
@@ -146,9 +211,9 @@ class Decoder:
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        rotary: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B D"], Cache]:
         """See `models.decoding.extend_pages`."""
         spec = self.spec.for_decoding
-        return extend_pages(
-            params, spec, pool, tables, tokens, positions, dtype=dtype, layout=layout
-        )
+        following = NextTokens(tokens, positions, rotary)
+        return extend_pages(params, spec, pool, tables, following, dtype=dtype, layout=layout)

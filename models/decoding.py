@@ -24,12 +24,15 @@ from jaxrl_llm.models.cache import (
     write_kept,
 )
 from jaxrl_llm.models.delta import DeltaState
+from jaxrl_llm.models.inputs import NO_INPUTS, RowInputs
 from jaxrl_llm.models.int8 import make_scales
 from jaxrl_llm.models.layers import Layer, Mixers, attending, decoder_layer, rotations
 from jaxrl_llm.models.moe.record import record_in_pages, record_in_rows
 from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import embed, final_norm
+from jaxrl_llm.models.vision.features import deepened, rest_of_image, with_features
+from jaxrl_llm.models.vision.inputs import VisualTokens
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
 
@@ -58,6 +61,7 @@ def extend(
     *,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
+    inputs: RowInputs = NO_INPUTS,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Run the next T tokens of each row, writing their slots and attending up to them.
 
@@ -72,6 +76,7 @@ def extend(
             more nothing is written, and its result means nothing: so rows are padded.
         dtype: Of the computation.
         layout: How rows are split over a mesh; None leaves it to the compiler.
+        inputs: What else the rows have; routes are not replayed here.
 
     Returns:
         Hidden states after the final norm, and the cache with the tokens' keys and values.
@@ -102,18 +107,23 @@ def extend(
         mixed_in = mixed_in[..., : scaled_widths(spec)[0]]
         return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
 
-    rows_before = _Rows(tokens, positions, real, cache.states)
+    rows_before = _Rows(tokens, positions, real, cache.states, inputs.visual, inputs.rotary)
     hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
     return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
 
 class _Rows(NamedTuple):
-    """The next tokens of each row, which of them are not padding, and states before them."""
+    """The next tokens of each row, which of them are not padding, and states before them.
+
+    Rotary positions may be three of each token, as in `RowInputs`, or one.
+    """
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"]
     states: tuple[DeltaState, ...]
+    visual: VisualTokens | None = None
+    rotary: Int[Array, "B T"] | Int[Array, "B T 3"] | None = None
 
     def state(self, number: int) -> DeltaState:
         """Return the state of a layer; a row that begins has none yet, whatever it held."""
@@ -139,18 +149,25 @@ def _run(
     Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
     is returned is where tokens went in each layer with experts.
     """
-    by, segment_ids = rotations(spec, rows.positions), rows.real.astype(jnp.int32)
+    by = rotations(spec, rows.positions if rows.rotary is None else rows.rotary)
+    segment_ids = rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
-    x = constrain(embed(params, spec, rows.tokens, dtype=dtype))
+    x = embed(params, spec, rows.tokens, dtype=dtype)
+    ahead = None
+    if rows.visual is not None:
+        x = with_features(x, rows.visual)
+        ahead = rest_of_image(rows.visual.index) if spec.attends_within_images else None
+    x = constrain(x)
     kept, states = list[LayerCache](), list[DeltaState]()
     experts: list[Array] = []
-    for weights, layer in _layers(params, spec):
+    for number, (weights, layer) in enumerate(_layers(params, spec)):
+        options = attending(spec, layer, weights)._replace(ahead=ahead)
         mixers = Mixers(
-            functools.partial(attention, len(kept), attending(spec, layer, weights)),
+            functools.partial(attention, len(kept), options),
             lambda mix: mix(segment_ids, rows.state(len(states))),
         )
         x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
-        x = constrain(x)
+        x = constrain(x if rows.visual is None else deepened(x, rows.visual, number))
         if isinstance(after, DeltaState):
             states.append(after)
         else:
@@ -161,13 +178,27 @@ def _run(
     return final_norm(params, spec, x), Cache(**held, states=tuple(states)), experts
 
 
+class NextTokens(NamedTuple):
+    """The next token of each row.
+
+    Attributes:
+        tokens: Their ids.
+        positions: Their positions; negative in an empty row, of which nothing is written.
+        rotary: By which queries and keys are rotated, where that is not the position: after
+            images, for a model with `mrope_sections`.
+    """
+
+    tokens: Int[Array, " B"]
+    positions: Int[Array, " B"]
+    rotary: Int[Array, " B"] | None = None
+
+
 def extend_pages(
     params: Params,
     spec: ModelSpec,
     pool: Cache,
     tables: PageTables,
-    tokens: Int[Array, " B"],
-    positions: Int[Array, " B"],
+    following: NextTokens,
     *,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
@@ -182,8 +213,7 @@ def extend_pages(
         pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
             belong to the parts in order, as many to each. Its `states` are those of the rows.
         tables: The pages of each row, within its part.
-        tokens: The rows' next tokens.
-        positions: Their positions; negative in an empty row, of which nothing is written.
+        following: The rows' next tokens.
         dtype: Of the computation.
         layout: How rows, and parts of the pool, are split over a mesh; None: there is one part.
 
@@ -204,11 +234,14 @@ def extend_pages(
             return _attend_part(spec, tables.kernel, own, *arrays)
 
         heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
-        where = (pool.layer(number), tables.table, positions)
+        where = (pool.layer(number), tables.table, following.positions)
         mixed, layer = _on_each(layout, on_device, heads, *where)
         return mixed[:, None], layer
 
-    rows = _Rows(tokens[:, None], positions[:, None], positions[:, None] >= 0, pool.states)
+    tokens, positions = following.tokens[:, None], following.positions
+    rotary = None if following.rotary is None else following.rotary[:, None]
+    real = positions[:, None] >= 0
+    rows = _Rows(tokens, positions[:, None], real, pool.states, rotary=rotary)
     hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
     routes = record_in_pages(pool.routes, experts, tables.table, positions)
     return hidden[:, 0], kept._replace(routes=routes)

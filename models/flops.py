@@ -14,6 +14,8 @@ import jax
 from jaxrl_llm.models.arrays import ArrayDecl
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.parameters import BLOCKS, declare_vision
+from jaxrl_llm.models.vision.spec import VisionSpec
 
 
 class ActiveParameters(NamedTuple):
@@ -34,7 +36,7 @@ class ActiveParameters(NamedTuple):
 
 
 def active_parameters(spec: ModelSpec) -> ActiveParameters:
-    """Count the parameters that one token is multiplied with.
+    """Count the parameters that one token is multiplied with, those of a vision tower left out.
 
     >>> spec = tiny_spec(layers=3, qk_norm=False)
     >>> active_parameters(spec)  # each layer has 48 in attention and 72 in the MLP
@@ -42,6 +44,7 @@ def active_parameters(spec: ModelSpec) -> ActiveParameters:
     """
     declarations = declare(spec)
     embed = declarations.pop("embed")
+    declarations.pop("vision", None)
     heads = [declarations.pop(name) for name in ("score", "head") if name in declarations]
     leaves = jax.tree.leaves(declarations, is_leaf=lambda leaf: isinstance(leaf, ArrayDecl))
     return ActiveParameters(
@@ -128,6 +131,44 @@ def update_flops(spec: ModelSpec, lengths: Sequence[int]) -> int | float:
     48
     """
     return 3 * forward_flops(spec, sum(lengths), causal_pairs(0, *lengths))
+
+
+def tower_flops(spec: VisionSpec, grids: Sequence[tuple[int, int, int]]) -> int | float:
+    r"""Count the FLOPs of a forward pass of a vision tower.
+
+    They are those of `forward_flops` with patches for tokens, and of the matrices that make a
+    feature of a token's patches. Patches attend to all of their frame or window.
+
+    Args:
+        spec: The tower.
+        grids: Frames, height and width of each image or video, in patches.
+
+    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
+    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
+    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> image, pairs = tower_flops(spec, [(1, 2, 4)]), 8 * 8
+    >>> image == 2 * (8 * 24 * 8 + 8 * (4 + 2) * 8 * 8 + 2 * 32 * (32 + 4) + pairs * 2 * 8)
+    True
+    """
+    declared = declare_vision(spec)
+    patches = sum(math.prod(grid) for grid in grids)
+    products, windowed = 0, 0 if spec.window is None else spec.layers - len(spec.full_layers)
+    for name, array in declared.items():
+        if array.dimensions > 1 and name != "positions":
+            per_patch = BLOCKS in array.axes or name == "patches"
+            products += math.prod(array.shape) * patches // (1 if per_patch else spec.group)
+    for frames, height, width in grids:
+        pairs = (spec.layers - windowed) * (height * width) ** 2
+        if spec.window is not None:
+            side = spec.window * spec.merge
+            pairs += windowed * _squares(height, side) * _squares(width, side)
+        products += frames * pairs * 2 * spec.hidden_size
+    return 2 * products
+
+
+def _squares(size: int, part: int) -> int:
+    """Return the sum of the squares of the parts that a side is cut into."""
+    return size // part * part**2 + (size % part) ** 2
 
 
 def causal_pairs(start: int, *ends: int) -> int:

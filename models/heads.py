@@ -12,6 +12,9 @@ from jaxrl_llm.models.gather import SplitMatrix, split_matrix
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
+NEVER = -1e30
+"""Logit of a token that is never drawn: finite, so that its products with 0 are."""
+
 
 def head_matrix(
     params: Params, spec: ModelSpec, layout: Layout | None = None
@@ -45,7 +48,8 @@ def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Flo
     """Project hidden states onto the vocabulary: inputs in the dtype of `hidden`, sums in float32.
 
     With a soft-cap c the product z becomes c·tanh(z/c), in float32 (Gemma 2,
-    https://arxiv.org/abs/2408.00118, section 2).
+    https://arxiv.org/abs/2408.00118, section 2). Those of tokens that stand for images alone are
+    `NEVER`.
 
     Args:
         params: Parameters nested as `declare(spec)`.
@@ -62,7 +66,12 @@ def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Flo
     head: Any = head_matrix(params, spec)
     z = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     cap = spec.logit_softcap
-    return z if cap is None else cap * jnp.tanh(z / cap)
+    z = z if cap is None else cap * jnp.tanh(z / cap)
+    if spec.vision is None:
+        return z
+    # a comparison splits over a sharded vocabulary; a scatter would gather the logits
+    words = jnp.arange(z.shape[-1])[:, None]
+    return jnp.where((words == jnp.array(spec.vision.never_sampled)).any(axis=1), NEVER, z)
 
 
 def token_values(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:

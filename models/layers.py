@@ -18,7 +18,7 @@ from jaxrl_llm.models.delta import DeltaState, LayerFunctions, delta_mix
 from jaxrl_llm.models.linear import adapted_matrix, linear
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
 from jaxrl_llm.models.moe.mixture import mixture
-from jaxrl_llm.models.rope import Rotation, rotate, rotation
+from jaxrl_llm.models.rope import Rotation, rotate, rotation, turning_axes
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
@@ -68,11 +68,13 @@ class Layer(NamedTuple):
         windowed: Whether it has the window; None where all layers of the model are alike.
         rotary: Whether its queries and keys are rotated; None where those of all layers are.
         routed: Its number among those with experts, where choices of experts are replayed.
+        number: Its number among all layers, where features are added after the first (DeepStack).
     """
 
     windowed: Bool[Array, "*layers"] | bool | None
     rotary: Bool[Array, "*layers"] | bool | None = None
     routed: Int[Array, "*layers"] | None = None
+    number: Int[Array, "*layers"] | None = None
 
 
 class Rotations(NamedTuple):
@@ -98,22 +100,30 @@ class Rotations(NamedTuple):
         return jax.tree.map(lambda a, b: jnp.where(windowed, b, a), self.main, self.windowed)
 
 
-def rotations(spec: ModelSpec, positions: Int[Array, "R L"]) -> Rotations:
+def rotations(spec: ModelSpec, positions: Int[Array, "R L"] | Int[Array, "R L 3"]) -> Rotations:
     """Compute the rotations that the layers of a model choose from.
+
+    Args:
+        spec: The model.
+        positions: Of tokens within their own sequences; or time, height and width of each, for a
+            model with `mrope_sections`.
 
     >>> spec = tiny_spec()
     >>> rotations(spec, jnp.array([[0, 1]])).main.cos.shape
     (1, 2, 1)
     """
     width, theta = spec.rotary_width, spec.rope_theta
-    main = rotation(positions, head_dim=width, theta=theta, scaling=spec.rope_scaling)
+    axes = None
+    if spec.mrope_sections is not None:
+        axes = turning_axes(spec.mrope_sections, interleaved=spec.mrope_interleaved)
+    main = rotation(positions, head_dim=width, theta=theta, scaling=spec.rope_scaling, axes=axes)
     if spec.local_rope_theta is None:
         return Rotations(main, main)
     return Rotations(main, rotation(positions, head_dim=width, theta=spec.local_rope_theta))
 
 
 def stacked_layers(
-    params: Params, spec: ModelSpec, *, replays: bool = False
+    params: Params, spec: ModelSpec, *, replays: bool = False, deepens: bool = False
 ) -> dict[str, tuple[Params, Layer]]:
     """Return the weights of each stack of layers, and what else tells its layers apart.
 
@@ -121,6 +131,7 @@ def stacked_layers(
         params: Parameters nested as `declare(spec)`.
         spec: The model.
         replays: Whether choices of experts are replayed.
+        deepens: Whether features are added after some layers.
 
     >>> spec = tiny_spec(layers=2, window=4, windowed_layers=(True, False))
     >>> stacked_layers({"layers": {}}, spec)["layers"][1].windowed.tolist()
@@ -137,7 +148,12 @@ def stacked_layers(
     return {
         name: (
             params[name],
-            Layer(of(spec.windowed_layers, layers), of(spec.rotary_layers, layers), routed(layers)),
+            Layer(
+                of(spec.windowed_layers, layers),
+                of(spec.rotary_layers, layers),
+                routed(layers),
+                jnp.array(layers) if deepens else None,
+            ),
         )
         for name, layers in spec.stacks.items()
     }

@@ -6,6 +6,7 @@ That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels 
 `ModelSpec`. What the config's `model.function` returns is another, as of `models.functional`.
 """
 
+import dataclasses
 import logging
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.gather import SplitMatrix
 from jaxrl_llm.models.layers import Router
 from jaxrl_llm.models.lora import without_adapter
-from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
@@ -239,65 +239,20 @@ class PagedModel(Model, Protocol):
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        rotary: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B D"], Cache]:
-        """Run the next token of each row over pages; see `models.decoding.extend_pages`."""
-        ...
-
-
-@runtime_checkable
-class RoutedModel(Model, Protocol):
-    """A mixture of experts whose choices a cache can record, and a pass replay.
-
-    A cache that with a `models.moe.record.Record` holds the experts that each token went to.
-    """
-
-    @property
-    def route_shape(self) -> RouteShape | None:
-        """What is recorded of each token; None: there are no experts."""
-        ...
-
-    def hidden_states(
-        self,
-        params: Params,
-        tokens: Int[Array, "R L"],
-        positions: Int[Array, "R L"],
-        segment_ids: Int[Array, "R L"],
-        *,
-        dtype: DTypeLike,
-        remat: str,
-        layout: Layout | None,
-        routes: Int[Array, "R L M top"] | None = None,
-    ) -> tuple[Float[Array, "R L D"], Router]:
-        """Run the model as `Model.hidden_states` says, by recorded choices of experts.
+        """Run the next token of each row over pages; see `models.decoding.extend_pages`.
 
         Args:
-            params: As there.
-            tokens: As there.
-            positions: As there.
-            segment_ids: As there.
-            dtype: As there.
-            remat: As there.
+            params: As for `extend`.
+            pool: As there.
+            tables: The pages of each row.
+            tokens: The rows' next tokens.
+            positions: Their positions; negative in an empty row, of which nothing is written.
+            dtype: Of the computation.
             layout: As there.
-            routes: Experts that tokens go to in each layer that has some, as for
-                `models.moe.routing.replay_routes`; None: routers choose.
-
-        Returns:
-            As there. With `routes`, the statistics also count which of them the routers would not
-            have chosen, and `experts` [M R L top] are those that tokens went to, unless stages hold
-            the layers.
-        """
-        ...
-
-
-@runtime_checkable
-class QuantizableModel(Model, Protocol):
-    """A model whose matrices the engine can also hold in float8."""
-
-    def declare_quantized(self) -> Declarations:
-        """Declare the arrays that `extend` takes in float8, in place of those that it replaces.
-
-        A matrix [in… out…] is replaced by a `QuantizedMatrix` of two declarations, of its values
-        and its scales.
+            rotary: By which queries and keys are rotated, where that is not the position: after
+                images, as `models.capabilities.VisionModel` says.
         """
         ...
 
@@ -347,12 +302,14 @@ def for_length(model: Model, longest: int) -> Model:
 
 
 def base_model(model: Model) -> Model:
-    """Return a model without its adapter, if it has one.
+    """Return a model without its adapter, if it has one, and with its tower among its parameters.
 
     >>> base_model(model_of(tiny_spec())) == model_of(tiny_spec())
     True
     """
-    return Decoder(without_adapter(model.spec)) if isinstance(model, Decoder) else model
+    if not isinstance(model, Decoder):
+        return model
+    return Decoder(dataclasses.replace(without_adapter(model.spec), vision_apart=False))
 
 
 def is_adapted(model: Model) -> bool:

@@ -22,13 +22,14 @@ from jaxrl_llm.models.arrays import (
     ArrayDecl,
     Declarations,
     HfPart,
-    Initializer,
     Params,
+    declarer,
 )
 from jaxrl_llm.models.lora_arrays import declare_lora
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.parameters import declare_vision
 
 PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]
 
@@ -43,7 +44,7 @@ def declare(spec: ModelSpec) -> Declarations:
         A nested dict of `ArrayDecl`: `embed`, the stacks of `spec.stacks` (stacked on axis 0),
         `final_norm`, and then `score` and `score_bias` of a value head, `score` of a reward head,
         or `head` unless the embeddings are tied; with the low-rank factors that `spec.lora` asks
-        for.
+        for, and `vision`, the arrays of `declare_vision`, of a model that has a tower.
 
     >>> spec = tiny_spec(layers=3)
     >>> declare(spec)["layers"]["key"].shape
@@ -62,9 +63,11 @@ def declare(spec: ModelSpec) -> Declarations:
         declarations["head"] = array("lm_head.weight", "embed vocab", "vocab embed")
     if spec.value_head:
         declarations["score_bias"] = array("score.bias", "label", "label", ZEROS)
-    if spec.lora is None:
+    if spec.lora is not None:
+        declarations = declare_lora(declarations, spec)
+    if spec.vision is None or spec.vision_apart:
         return declarations
-    return declare_lora(declarations, spec)
+    return declarations | {"vision": declare_vision(spec.vision)}
 
 
 def _declarer(
@@ -86,23 +89,7 @@ def _declarer(
         "expert_ff": spec.moe.ff_width if spec.moe else 0,
         "label": 1,
     } | own_sizes
-    normal = jax.nn.initializers.normal(stddev=spec.init_std)
-
-    def array(
-        name: str, axes: str, hf_axes: str, initializer: Initializer = normal, **fields: Any
-    ) -> ArrayDecl:
-        names = tuple(axes.split())
-        return ArrayDecl(
-            shape=tuple(sizes[axis] for axis in names),
-            axes=names,
-            initializer=initializer,
-            hf_name=name,
-            hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
-            layer_numbers=layers,
-            **fields,
-        )
-
-    return array
+    return declarer(sizes, jax.nn.initializers.normal(stddev=spec.init_std), layers)
 
 
 def _declare_stack(spec: ModelSpec, layers: tuple[int, ...]) -> Declarations:
@@ -284,7 +271,10 @@ def _declare_projection(
         weight = f"{at}down_proj" if ours == "down" else f"{at}gate_up_proj"
         bias, hf_axes = f"{weight}_bias", (f"experts {inputs} {outputs}", f"experts {outputs}")
         if ours != "down":
-            part = HfPart((outputs,), int(ours == "up"), 2 * moe.ff_width, step=2)
+            start, step = int(ours == "up"), 2
+            if moe.hf_halves:
+                start, step = start * moe.ff_width, 1
+            part = HfPart((outputs,), start, 2 * moe.ff_width, step)
     axes, name = f"layers experts {inputs} {outputs}", f"expert_{ours}"
     arrays = {name: array(weight, axes, hf_axes[0], hf_part=part)}
     if moe.biases:

@@ -203,19 +203,51 @@ class Rotation(NamedTuple):
     sin: Float32[Array, "R L half"]
 
 
+def turning_axes(sections: tuple[int, ...], *, interleaved: bool) -> np.ndarray:
+    """Return by which of three positions each frequency turns: 0 time, 1 height, 2 width (M-RoPE).
+
+    In chunks (Wang et al. 2024, https://arxiv.org/abs/2409.12191), the first frequencies turn by
+    time, then others by height. Interleaved (Qwen3-VL, https://arxiv.org/abs/2511.21631), the three
+    alternate for as long as height and width have some left, and the rest turns by time.
+
+    Args:
+        sections: How many frequencies turn by each.
+        interleaved: Whether they alternate.
+
+    >>> turning_axes((3, 1, 2), interleaved=False).tolist()
+    [0, 0, 0, 1, 2, 2]
+    >>> turning_axes((3, 1, 2), interleaved=True).tolist()
+    [0, 1, 2, 0, 0, 2]
+    """
+    if not interleaved:
+        return np.repeat(np.arange(3), sections)
+    index = np.arange(sum(sections))
+    axes = index % 3
+    return np.where(index < 3 * np.array(sections)[axes], axes, 0)
+
+
 def rotation(
-    positions: Int[Array, "R L"], *, head_dim: int, theta: float, scaling: Scaling | None = None
+    positions: Int[Array, "R L"] | Int[Array, "R L 3"],
+    *,
+    head_dim: int,
+    theta: float,
+    scaling: Scaling | None = None,
+    axes: np.ndarray | None = None,
 ) -> Rotation:
     r"""Compute the rotary angles $p\,\theta^{-2i/H}$ for $i < H/2$ (https://arxiv.org/abs/2104.09864).
 
     Args:
-        positions: Index of each token within its own sequence.
+        positions: Index of each token within its own sequence, or three numbers of each.
         head_dim: Dimensions H that are rotated, in pairs.
         theta: Base of the frequencies.
         scaling: What stretches the frequencies for long contexts.
+        axes: By which of three numbers each frequency turns.
 
     Returns:
         Cosines and sines, with the scaling's attention factor in both.
+
+    Raises:
+        ValueError: There are three numbers of each token, and no axes.
 
     >>> rotation(jnp.array([[0, 5]]), head_dim=4, theta=1e4).cos.shape
     (1, 2, 2)
@@ -223,7 +255,10 @@ def rotation(
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1.0) / np.float32(theta) ** exponents
     frequencies, factor = scaling.apply(plain, theta=theta) if scaling else (plain, 1.0)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    if positions.ndim == 3 and axes is None:
+        raise ValueError("tokens with three positions need mrope_sections, got none")
+    turned_by = positions[..., None] if positions.ndim == 2 else positions[..., axes]
+    angles = turned_by.astype(jnp.float32) * frequencies
     return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 

@@ -113,6 +113,8 @@ class ModelSpec:
             array, and those of gate and up in another.
         lora: Low-rank adapters beside the frozen arrays.
         vision: The vision tower, whose parameters lie under `vision`; None: it reads text alone.
+        vision_apart: Whether the parameters of the tower are held by themselves, and features are
+            given.
         mrope_sections: How many of a head's rotary frequencies turn by a token's time, height and
             width (M-RoPE, https://arxiv.org/abs/2409.12191); None: all turn by its position.
         mrope_interleaved: Whether these frequencies alternate, and do not lie in three chunks.
@@ -171,6 +173,7 @@ class ModelSpec:
     hf_joined: bool = False
     lora: LoraSpec | None = None
     vision: VisionSpec | None = None
+    vision_apart: bool = False
     mrope_sections: tuple[int, int, int] | None = None
     mrope_interleaved: bool = False
 
@@ -227,6 +230,16 @@ class ModelSpec:
             raise ValueError(
                 "a checkpoint with hf_joined has no mlp_bias, latent or gated attention; "
                 f"got {self}"
+            )
+        if self.vision is not None and self.vision.out_size != self.hidden_size:
+            raise ValueError(
+                f"features of the vision tower are {self.vision.out_size} wide; expected the "
+                f"decoder's hidden_size={self.hidden_size}"
+            )
+        if self.mrope_sections and 2 * sum(self.mrope_sections) != self.rotary_width:
+            raise ValueError(
+                f"mrope_sections must add up to half of the {self.rotary_width} dimensions of a "
+                f"head that are rotated, got {self.mrope_sections}"
             )
         if self.moe is not None and self.moe.dense_layers >= self.layers:
             raise ValueError(
@@ -286,6 +299,11 @@ class ModelSpec:
         long = longest > self.rope_scaling.original_positions
         scaling = dataclasses.replace(self.rope_scaling, long=long)
         return dataclasses.replace(self, rope_scaling=scaling)
+
+    @property
+    def attends_within_images(self) -> bool:
+        """Return whether tokens of an image attend to all others of it, as in Gemma 3."""
+        return self.vision is not None and self.vision.kind == "siglip"
 
     @property
     def rotary_width(self) -> int:

@@ -13,6 +13,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.gather import layer_gatherer, lookup, split_matrix
+from jaxrl_llm.models.inputs import PackedTokens
 from jaxrl_llm.models.layers import (
     Layer,
     Mixers,
@@ -27,6 +28,7 @@ from jaxrl_llm.models.layers import (
 from jaxrl_llm.models.pipeline import run_stages
 from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.spec import Block, ModelSpec
+from jaxrl_llm.models.vision.features import deepened, rest_of_image, with_features
 from jaxrl_llm.models.vision.inputs import VisualTokens
 from jaxrl_llm.sharding.layout import Layout
 
@@ -64,34 +66,14 @@ def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Floa
     return norm_of(spec, x, params["final_norm"])
 
 
-class PackedTokens(NamedTuple):
-    """Rows of packed tokens.
-
-    Attributes:
-        tokens: Token ids.
-        positions: Index of each token within its own sequence.
-        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
-        routes: Experts that tokens go to in each layer that has some, as for
-            `models.moe.routing.replay_routes`; None: routers choose.
-        visual: Features that stand in place of the embeddings of some tokens; None: of none.
-        rotary: Time, height and width of each token, for a model with `mrope_sections`; None: all
-            three are its position.
-    """
-
-    tokens: Int[Array, "R L"]
-    positions: Int[Array, "R L"]
-    segment_ids: Int[Array, "R L"]
-    routes: Int[Array, "R L M top"] | None = None
-    visual: VisualTokens | None = None
-    rotary: Int[Array, "R L 3"] | None = None
-
-
 class _Row(NamedTuple):
     """What layers know of a row besides its residual stream."""
 
     by: Rotations
     segment_ids: Array
     routes: Array | None
+    deep: VisualTokens | None = None
+    ahead: Array | None = None
 
     def routes_in(self, layer: Layer) -> Array | None:
         """Return which experts tokens go to in a layer, where that is given."""
@@ -203,7 +185,7 @@ def forward_rows(
         packed: The rows.
         dtype: As `forward`.
         remat: As `forward`.
-        layout: As `forward`.
+        layout: As `forward`. Where several devices share a row, the features are of whole rows.
 
     Returns:
         As `forward_with_router`; with routes also `experts` [M R L top], where tokens went, unless
@@ -219,10 +201,10 @@ def forward_rows(
     """
     if layout and layout.stages > 1:
         _check_stages(spec, layout.stages)
-    constrain = layout.constrain if layout else lambda x: x
-    rows = _Row(rotations(spec, packed.positions), packed.segment_ids, packed.routes)
-    x = constrain(embed(params, spec, packed.tokens, dtype=dtype, layout=layout))
-    stacks = stacked_layers(params, spec, replays=packed.routes is not None)
+    x, rows = _embedded(params, spec, packed, dtype, layout)
+    stacks = stacked_layers(
+        params, spec, replays=packed.routes is not None, deepens=rows.deep is not None
+    )
     reports = list[Router]()
     used = dict.fromkeys(stacks, 0)
     for block in spec.blocks:
@@ -242,6 +224,27 @@ def forward_rows(
     if len(joined) > 1:
         joined = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)]
     return final_norm(params, spec, x), joined[0] if joined else {}
+
+
+def _embedded(
+    params: Params, spec: ModelSpec, packed: PackedTokens, dtype: DTypeLike, layout: Layout | None
+) -> tuple[Float[Array, "P l D"], _Row]:
+    """Return what enters the first layer, and what layers know besides."""
+    x, visual = embed(params, spec, packed.tokens, dtype=dtype, layout=layout), packed.visual
+    by = rotations(spec, packed.positions if packed.rotary is None else packed.rotary)
+    rows = _Row(by, packed.segment_ids, packed.routes)
+    if visual is not None:
+        x = with_features(x, visual, layout)
+        ahead = rest_of_image(visual.index) if spec.attends_within_images else None
+        rows = rows._replace(deep=None if visual.given.deep is None else visual, ahead=ahead)
+    if layout is None:
+        return x, rows
+    if rows.deep is not None and layout.pieces > 1 and layout.stages > 1:
+        raise ValueError(
+            "rows with features for several layers (DeepStack) can't be split by both "
+            f"context={layout.pieces} and stage={layout.stages}; expected one of them to be 1"
+        )
+    return layout.constrain(x), rows
 
 
 def _check_stages(spec: ModelSpec, stages: int) -> None:
@@ -337,7 +340,7 @@ def _layer_step(
         if looked_up is not None:
             weights = jax.tree.map(lambda array: _layer_of(array, of_layer[0]), looked_up)
         weights = gather(weights)
-        options = attending(spec, layer, weights)
+        options = attending(spec, layer, weights)._replace(ahead=rows.ahead)
         x, _, router = decoder_layer(
             weights,
             spec,
@@ -351,6 +354,8 @@ def _layer_step(
             layout,
             rows.routes_in(layer),
         )
+        if rows.deep is not None and layer.number is not None:
+            x = deepened(x, rows.deep, layer.number, layout)
         if rows.routes is None or (layout and layout.stages > 1):
             router.pop("experts", None)  # what stages report is added up
         return constrain(x), router

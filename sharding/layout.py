@@ -38,7 +38,7 @@ class Layout:
             `models.attention.attend`; None: that function, divided by XLA.
         grouped_kernels: What multiplies rows of experts on each device, the two functions of
             `models.moe.grouped.GroupedKernels`; None: XLA on blocks of rows.
-        longest: Most tokens of a sequence, where rows that no devices share are longer.
+        longest: Most tokens of a sequence, where rows that a device has whole are longer.
 
     Raises:
         ValueError: There is no such way of attending.

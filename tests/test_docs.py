@@ -46,6 +46,7 @@ from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.monitoring.trackers import functions as trackers
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
@@ -55,14 +56,15 @@ from jaxrl_llm.sharding.layout import CONTEXTS
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics
+from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics, visual_metrics
 from jaxrl_llm.training.check_functions import abstract_pairs
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.load_functions import PAIR_FIELDS
 from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
 from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.run import run_training
-from jaxrl_llm.types import Batch
+from jaxrl_llm.training.stages.models import VISION_TIMER
+from jaxrl_llm.types import VISUALS, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -690,6 +692,14 @@ def chains():
     return set(episode_metrics(Rollouts([], [episode], [])))
 
 
+def seeing():
+    """Return the names that a step logs whose prompts have images, with a frozen tower."""
+    visuals = np.empty(1, object)
+    visuals[0] = (Visual(np.zeros((4, 24), np.uint8), (1, 2, 2), 2, b""),)
+    batch = Batch(np.ones((1, 2), np.int32), np.array([2], np.int32), {VISUALS: visuals})
+    return {*visual_metrics(batch), f"timing_s/{VISION_TIMER}"}
+
+
 def unscored():
     """Return the names that a validation logs whose answers have no score."""
     prompt, score = Prompt(0, (1,), data_source="x"), Score(math.nan, {}, "unscored: no verdict")
@@ -699,7 +709,7 @@ def unscored():
 def test_every_metric_is_documented(written):
     assert len(written) > 80
     patterns = documented().values()
-    everything = written | diagnostics() | ages() | chains() | unscored()
+    everything = written | diagnostics() | ages() | chains() | unscored() | seeing()
     everything |= set(GATEWAY_METRICS)  # of runs whose episodes programs lead
     assert [name for name in everything if not any(p.fullmatch(name) for p in patterns)] == []
 
@@ -731,7 +741,7 @@ def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
 
 
 def test_every_documented_metric_exists(written):
-    everything = written | diagnostics() | ages() | chains() | unscored()
+    everything = written | diagnostics() | ages() | chains() | unscored() | seeing()
     everything |= set(GATEWAY_METRICS)  # of runs whose episodes programs lead
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = ("monitoring/clock", "monitoring/metrics_log", "training/supervised", "cluster/context")

@@ -19,6 +19,7 @@ from benchmarks.code.structure import (
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_PARAMETERS = {
+    ("jaxrl_llm/data/picture_task.py", "pictures"): "each is a key of a config",
     ("jaxrl_llm/data/prepare.py", "arithmetic"): "each is a key of a config",
     ("jaxrl_llm/data/prepare.py", "reasoning_gym"): "each is a key of a config",
     ("jaxrl_llm/rewards/judge.py", "judge"): "each is a key of a config",
@@ -28,7 +29,7 @@ LONG_FILES: dict[str, str] = {}
 
 LEVELS = ("expression", "monty", "process", "service")
 NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
-NAMED_IN_CONFIGS |= {"jaxrl_llm/rewards/competition_math.py"}
+NAMED_IN_CONFIGS |= {"jaxrl_llm/rewards/competition_math.py", "jaxrl_llm/data/geometry_rows.py"}
 NAMED_IN_CONFIGS |= {f"jaxrl_llm/sandbox/{level}.py" for level in LEVELS}
 """Files whose functions a config names by kind: a data set and its reward, a level of isolation."""
 

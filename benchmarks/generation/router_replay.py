@@ -24,11 +24,12 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table
 from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.inputs import PackedTokens
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import PackedTokens, forward_rows
+from jaxrl_llm.models.transformer import forward_rows
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams

@@ -121,6 +121,7 @@ class PreferConfig(Section):
             adapter_is_new_or_given,
             adapter_has_a_kept_base,
             own_model_is_plain,
+            text_is_all,
         )
 
 
@@ -131,6 +132,15 @@ def longest_pair_fits(config: PreferConfig) -> Iterator[str]:
         yield (
             f"batch.max_tokens_per_device={room} can't hold the longest pair: twice "
             f"data.max_tokens={config.data.max_tokens}"
+        )
+
+
+def text_is_all(config: PreferConfig) -> Iterator[str]:
+    """Refuse images, which pairs have not got yet."""
+    if config.model.vision != "none":
+        yield (
+            f"model.vision={config.model.vision}: expected none, as preferences are of text alone "
+            "(jaxrl_llm.train and jaxrl_llm.sft read images)"
         )
 
 

@@ -51,6 +51,22 @@ class ServeConfig(Section):
             "mistral, deepseek or harmony; null: as its chat template does"
         ),
     )
+    vision: bool = Field(
+        default=False,
+        description="load the model's vision tower, too, so that chats may show images "
+        "(docs/images.md)",
+    )
+    max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="with vision: the largest area to which an image is resized; null takes the "
+        "model's",
+    )
+    min_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="with vision: the smallest area of an image; null takes the model's",
+    )
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
     host: str = Field(
         default="127.0.0.1", description="address to listen on; 0.0.0.0 listens to all machines"

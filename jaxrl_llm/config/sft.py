@@ -24,6 +24,7 @@ from jaxrl_llm.config.shared import (
     own_model_is_plain,
     profiled_steps_are_steps,
 )
+from jaxrl_llm.config.vision import images_are_seen
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -83,6 +84,7 @@ class SftConfig(Section):
             adapter_is_new_or_given,
             adapter_has_a_kept_base,
             own_model_is_plain,
+            images_are_seen,
         )
 
 

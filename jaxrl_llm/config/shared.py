@@ -36,7 +36,15 @@ def own_model_is_plain(config: Any) -> Iterator[str]:
     model = config.model
     if model.function is None:
         return
-    others = "lora", "adapter", "attention", "experts", "router_loss_coef", "router_bias_rate"
+    others = (
+        "vision",
+        "lora",
+        "adapter",
+        "attention",
+        "experts",
+        "router_loss_coef",
+        "router_bias_rate",
+    )
     yield from set_beside_own_model(model, "model", others)
     if model.remat == "full":
         yield (

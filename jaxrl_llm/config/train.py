@@ -42,6 +42,7 @@ from jaxrl_llm.config.shared import (
     profiled_steps_are_steps,
     set_beside_own_model,
 )
+from jaxrl_llm.config.vision import images_are_seen
 
 Config = TypeVar("Config", bound=Section)
 
@@ -95,6 +96,7 @@ class TrainConfig(Section):
             adapter_is_new_or_given,
             adapter_has_a_kept_base,
             own_model_is_plain,
+            images_are_seen,
             own_model_has_the_native_engine,
             something_scores,
             components_are_reported,

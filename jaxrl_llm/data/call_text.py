@@ -157,3 +157,15 @@ def count_common(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Return how many items two sequences begin with that are the same."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def joined_contents(one: Any, other: Any) -> Any:
+    """Return the contents of two messages as those of one; parts follow each other.
+
+    >>> joined_contents("a", "b"), len(joined_contents("a", [{"type": "image"}]))
+    ('a\\n\\nb', 2)
+    """
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (one, other))
+    return [part for content in parts for part in content]

@@ -3,11 +3,12 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Prompt:
         extra_info: more about the row.
         messages: the chat, if it is one.
         visuals: images and videos of the chat, in the order of their placeholder tokens.
+        load: decodes them; None: there are none, or they are decoded.
     """
 
     index: int
@@ -34,6 +36,15 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     visuals: tuple[Visual, ...] = ()
+    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+
+    def loaded(self) -> "Prompt":
+        """Return the prompt with its images and videos decoded.
+
+        Raises:
+            PictureError: one is damaged.
+        """
+        return self if self.load is None else replace(self, visuals=self.load(), load=None)
 
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
@@ -42,10 +53,17 @@ PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized supervised example: the loss falls on `tokens[response_start:]`."""
+    """A tokenized supervised example.
+
+    Attributes:
+        tokens: of prompt and response.
+        response_start: the loss falls on `tokens[response_start:]`.
+        load: decodes the prompt's images and videos; None: there are none.
+    """
 
     tokens: tuple[int, ...]
     response_start: int
+    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
 
 
 def tokenize_prompts(
@@ -56,6 +74,7 @@ def tokenize_prompts(
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     encode: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+    visuals: RowVisuals | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows through the chat template.
 
@@ -66,13 +85,14 @@ def tokenize_prompts(
         filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
         encode: messages -> token ids, in place of the chat template with these variables.
+        visuals: reads the rows' images and videos; None: rows that have some are refused.
 
     Returns:
-        The prompts, and how many rows were dropped.
+        The prompts, whose images are not decoded yet, and how many rows were dropped.
 
     Raises:
         ValueError: a prompt is too long and `filter_overlong` is off; no prompt is left; the
-            chat template does not fit.
+            chat template does not fit; an image can't be used (`PictureError`).
 
     >>> class Digits:
     ...     eos_token_id = 10
@@ -89,9 +109,10 @@ def tokenize_prompts(
     ((1, 2), 0)
     """
     encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
-    prompts = []
+    visuals = visuals or RowVisuals()
+    prompts: list[Prompt] = []
     for index, row in enumerate(rows):
-        tokens = encode(row["prompt"])
+        messages, tokens, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
             prompts.append(
                 Prompt(
@@ -100,7 +121,8 @@ def tokenize_prompts(
                     data_source=row["data_source"],
                     ground_truth=row["reward_model"]["ground_truth"],
                     extra_info=row.get("extra_info") or {},
-                    messages=row["prompt"],
+                    messages=messages,
+                    load=load,
                 )
             )
     return prompts, count_dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
@@ -157,6 +179,7 @@ def tokenize_examples(
     max_tokens: int,
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    visuals: RowVisuals | None = None,
 ) -> tuple[list[Example], int]:
     """Tokenize supervised rows: the templated prompt, the response as it stands, the eos token.
 
@@ -166,6 +189,7 @@ def tokenize_examples(
         max_tokens: the longest prompt plus response plus eos allowed, in tokens.
         filter_overlong: drop longer examples (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
+        visuals: as for `tokenize_prompts`.
 
     Returns:
         The examples, and how many rows were dropped.
@@ -187,13 +211,15 @@ def tokenize_examples(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
+    encode = functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
+    visuals = visuals or RowVisuals()
     examples = []
     for index, row in enumerate(rows):
-        prompt = encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {}))
+        _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
         tokens = (*prompt, *response, tokenizer.eos_token_id)
         if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
-            examples.append(Example(tokens=tokens, response_start=len(prompt)))
+            examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))
     return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
 
 

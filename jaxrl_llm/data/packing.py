@@ -32,6 +32,7 @@ class RowShape(NamedTuple):
     The i-th of its ranks, devices that wait for each other, has the i-th block of R / ranks rows.
     `cost` is that of a sequence, by which ranks are balanced, and `unit` what lengths are multiples
     of. Where a row is longer than the longest sequence, `longest` says how long that is.
+    `visual_share` is the most of a row's tokens that may stand for images and videos.
     """
 
     rows: int
@@ -41,6 +42,12 @@ class RowShape(NamedTuple):
     cost: Cost = VERL_COST
     unit: int = 1
     longest: int | None = None
+    visual_share: float = 1.0
+
+    @property
+    def visual_length(self) -> int:
+        """Return V, the most tokens of a row that stand for images and videos."""
+        return max(1, int(self.length * self.visual_share))
 
     @property
     def width(self) -> int:

@@ -38,6 +38,8 @@ def normalize_row(row: Any, where: str) -> Row:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a row as a dict, got {abbreviated(row)}")
+    if columns := [name for name in ("images", "videos") if row.get(name)]:
+        raise field_error(where, columns[0], row[columns[0]], "nothing: preferences are of text")
     if "completions" in row:
         return normalize_step_row(row, _as_messages(row.get("prompt")), where)
     is_pair = "chosen" in row or "rejected" in row

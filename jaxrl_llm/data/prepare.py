@@ -18,6 +18,8 @@ import yaml
 from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
+from jaxrl_llm.data.geometry_rows import geo3k
+from jaxrl_llm.data.picture_task import pictures
 from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.data.search_rows import search_r1
@@ -283,6 +285,8 @@ DATASETS: dict[str, Callable[..., Written]] = {
         retool_sft,
         search_r1,
         verifiers,
+        pictures,
+        geo3k,
     )
 }
 

@@ -2,9 +2,18 @@
 
 from typing import Any
 
+PARTS = ("text", "image", "image_url", "video")
+"""Types of the parts of a message."""
 
-def check_messages(row: Any, where: str) -> None:
-    """Raise ValueError unless a row's prompt is a list of messages with role and content."""
+
+def check_messages(row: Any, where: str, *, parts: bool = False) -> None:
+    """Raise ValueError unless a row's prompt is a list of messages with role and content.
+
+    Args:
+        row: to check.
+        where: it stands, for messages.
+        parts: whether a content may be a list of typed parts, too.
+    """
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a row as a dict, got {abbreviated(row)}")
     messages = row.get("prompt")
@@ -14,9 +23,25 @@ def check_messages(row: Any, where: str) -> None:
         name = f"prompt[{number}]"
         if not isinstance(message, dict):
             raise field_error(where, name, message, "an object with 'role' and 'content'")
-        for key in ("role", "content"):
+        is_list = parts and isinstance(message.get("content"), list)
+        if is_list:
+            _check_parts(message["content"], f"{name}.content", where)
+        for key in ("role",) if is_list else ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise field_error(where, f"{name}.{key}", message.get(key), "a string")
+
+
+def _check_parts(parts: list[Any], name: str, where: str) -> None:
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in PARTS:
+            expected = f"an object whose 'type' is one of {', '.join(PARTS)}"
+            raise field_error(where, f"{name}[{number}]", part, expected)
+        for key in ("text", "image_url"):
+            if kind == key and part.get(key) is None:
+                raise field_error(where, f"{name}[{number}].{key}", None, f"a part's {key}")
+        if kind == "text" and not isinstance(part["text"], str):
+            raise field_error(where, f"{name}[{number}].text", part["text"], "a string")
 
 
 def field_error(where: str, name: str, value: Any, expected: str) -> ValueError:

@@ -17,6 +17,18 @@ from jaxrl_llm.data.preference_rows import normalize_row
 from jaxrl_llm.data.row_fields import check_messages, field_error
 
 Row = dict[str, Any]
+
+
+class FileRow(dict[str, Any]):
+    """A row of a file.
+
+    Attributes:
+        folder: of the file, where relative paths in it begin.
+    """
+
+    folder: Path = Path()
+
+
 Written = dict[Path, int]  # rows per file
 
 
@@ -108,12 +120,13 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> Written:
     return written
 
 
-def verl_rows(paths: Sequence[str]) -> list[Row]:
+def verl_rows(paths: Sequence[str]) -> Sequence[Row]:
     """Read rows for reinforcement learning from parquet and jsonl files, in the order given.
 
     Args:
         paths: files of rows `{"prompt": [{"role", "content"}, …], "data_source": str,
-            "reward_model": {"ground_truth": …}, "extra_info": {…}}`, the last one optional.
+            "reward_model": {"ground_truth": …}, "extra_info": {…}}`, the last one optional; and
+            `images` and `videos` (docs/images.md).
 
     Returns:
         The rows of all the files.
@@ -129,7 +142,7 @@ def verl_rows(paths: Sequence[str]) -> list[Row]:
     return _read_all(paths, check_prompt_row)
 
 
-def sft_rows(paths: Sequence[str]) -> list[Row]:
+def sft_rows(paths: Sequence[str]) -> Sequence[Row]:
     """Read supervised rows `{"prompt": [messages], "response": str}` from parquet and jsonl files.
 
     Args:
@@ -148,15 +161,16 @@ def sft_rows(paths: Sequence[str]) -> list[Row]:
     return _read_all(paths, check_example_row)
 
 
-def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[Row]:
+def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[FileRow]:
     if isinstance(paths, str) or not paths:
         raise ValueError(f"dataset paths: expected a list of one file or more, got {paths!r}")
-    rows: list[Row] = []
+    rows: list[FileRow] = []
     for path in paths:
         file_rows = read_rows(path)
         for number, row in enumerate(file_rows):
             check(row, f"{path}, row {number}")
-        rows += file_rows
+            rows.append(FileRow(row))
+            rows[-1].folder = Path(path).parent
     return rows
 
 
@@ -224,7 +238,7 @@ def check_prompt_row(row: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: train.jsonl, row 0: field 'prompt': expected a list of messages, got '2+2='
     """
-    check_messages(row, where)
+    check_messages(row, where, parts=True)
     source = row.get("data_source")
     if not isinstance(source, str) or not source:
         raise field_error(where, "data_source", source, "a non-empty string")
@@ -245,7 +259,7 @@ def check_example_row(row: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: sft.jsonl, row 0: field 'response': expected a non-empty string, got 4
     """
-    check_messages(row, where)
+    check_messages(row, where, parts=True)
     response = row.get("response")
     if not isinstance(response, str) or not response:
         raise field_error(where, "response", response, "a non-empty string")

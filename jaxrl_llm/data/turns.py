@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.call_text import count_common
+from jaxrl_llm.data.call_text import count_common, joined_contents
 from jaxrl_llm.data.chat import Message, encode_prompt, render_prompt
 from jaxrl_llm.data.harmony import is_harmony, with_thinking
 from jaxrl_llm.data.probes import REPLY, USER, Turn, probe_turns
@@ -335,7 +335,7 @@ class TurnTemplate:
                 named = {"name": call.name or "tool", "tool_call_id": call.id or PROBE.id}
                 told.append({"content": ""} | named | given)
             elif told and told[-1]["role"] == "user" and (joins or (joined and role == "user")):
-                told[-1]["content"] += "\n\n" + message["content"]
+                told[-1]["content"] = joined_contents(told[-1]["content"], message["content"])
             else:
                 told.append({**message} if not joins else {**USER, "content": message["content"]})
         return told

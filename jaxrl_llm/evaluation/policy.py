@@ -20,6 +20,7 @@ from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import PromptLike, as_prompts
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -66,6 +67,7 @@ class Policy:
         layout: where the weights and rows of tokens are.
         dtype: of the computation.
         step: of the checkpoint, None for a directory.
+        source: the directory, or that which a run's model began as.
     """
 
     model: Model
@@ -75,6 +77,7 @@ class Policy:
     layout: Layout
     dtype: str = "float32"
     step: int | None = None
+    source: str = ""
 
     @functools.cached_property
     def forward(self) -> ForwardConfig:
@@ -245,6 +248,7 @@ def load_policy(
     on_host: bool = False,
     function_from: str | None = None,
     max_tokens: int | None = None,
+    vision: bool = False,
 ) -> Policy:
     """Load the policy of a Hugging Face directory, or of a run.
 
@@ -259,9 +263,11 @@ def load_policy(
             `model.function`.
         max_tokens: the longest sequence, by which the factors of LongRoPE are chosen; None: within
             the model's original context, and longer ones are refused.
+        vision: load the vision tower of a directory, too. That of a run always is, if it has one.
 
     Raises:
-        ConfigError: nothing there can be read, it is no language model, or a directory has steps.
+        ConfigError: nothing there can be read, it is no language model, or a directory has steps;
+            with `vision`, there is no vision tower.
     """
     path, mesh = str(path), MeshConfig()
     layout = layout or open_layout(mesh, "train", mesh.train)
@@ -275,13 +281,17 @@ def load_policy(
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
         source = path
         with config_errors_at("model"):
-            spec = read_spec(path)
+            spec = read_spec(path, vision=vision)
             if spec.value_head or spec.reward_head:
                 raise ValueError(f"{path} ends in a value head, expected a language model")
             homes = layout.of(declare(spec))
             if on_host:
                 homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
             params, model = load_params(path, spec, shardings=homes), model_of(spec)
+    if vision and not (isinstance(model, VisionModel) and model.vision):
+        raise ConfigError(
+            f"vision: {path} has no vision tower that reads images, expected one (docs/models.md)"
+        )
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         policy = Policy(
@@ -292,6 +302,7 @@ def load_policy(
             layout=layout,
             dtype=dtype,
             step=step,
+            source=source,
         )
     if not on_host:
         _ = policy.forward  # kernels are tried out now, as this can't be done inside of `jax.jit`

@@ -50,17 +50,34 @@ def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterato
     """
     for row in rows:
         messages = json.loads(row["prompt"])
-        prompt = messages[-1]["content"] if messages else ""
+        prompt = last_message(messages)
         parts = [] if row["score"] is None else [f"{row['score']:.4g}"]
         if row["error"] is not None:
             parts.append(shorten(printable(explained(row["error"])), ERROR_CHARS))
         advantage = row["advantage"]
         yield [
-            shorten(printable(str(prompt)), PROMPT_LINES * width),
+            shorten(printable(prompt), PROMPT_LINES * width),
             shorten(printable(row["answer"]), ANSWER_LINES * width),
             "\n".join(parts),
             "" if advantage is None else f"{advantage:.3g}",
         ]
+
+
+def last_message(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a chat's last message, with a mark for each image; "" without any.
+
+    >>> last_message([{"content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}])
+    '[image] How many?'
+    """
+    return message_text(messages[-1]["content"]) if messages else ""
+
+
+def message_text(content: Any) -> str:
+    """Return what is shown of a message's content: its texts, and a mark for each image."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
+    return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
 
 
 def explained(error: str) -> str:

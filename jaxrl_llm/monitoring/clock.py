@@ -21,6 +21,7 @@ LABELS = {
     "gen": "sampling",
     "gen_max": "sampling greedily",
     "reward": "scoring",
+    "vision": "reading the images",
     "old_log_prob": "log-probs",
     "ref": "the reference's log-probs",
     "teacher": "the teachers' log-probs",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.monitoring.answers import choose_answers, explained, printable
+from jaxrl_llm.monitoring.answers import choose_answers, explained, last_message, printable
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
 from jaxrl_llm.monitoring.writer import Outages
@@ -59,7 +59,8 @@ class RolloutDumps:
 
 
 def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Return a row for each answer, as parquet can hold it."""
+    """Return a row for each answer, as parquet can hold it; of images only their digests."""
+    seen = any(episode.visuals for episode in rollouts.episodes)
     return [
         {
             "prompt": json.dumps(prompt.messages, ensure_ascii=False),
@@ -74,6 +75,7 @@ def answer_rows(rollouts: Rollouts, scores: Sequence[Score]) -> list[dict[str, A
             "score": None if score.is_unscored else score.score,
             "extra": json.dumps(score.extra, ensure_ascii=False),
             "error": score.error if episode.usable else f"broken: {episode.error}",
+            **({"visuals": [visual.key.hex() for visual in episode.visuals]} if seen else {}),
         }
         for prompt, episode, text, score in zip(*rollouts[:3], scores, strict=True)
     ]
@@ -134,7 +136,7 @@ def example_lines(rollouts: Rollouts, scores: Sequence[Score], *, samples: int) 
     lines = []
     for index in range(0, len(scores), samples)[:EXAMPLES]:
         messages, score = rollouts.prompts[index].messages, scores[index]
-        asked = (messages[-1]["content"] if messages else None) or ""
+        asked = last_message(messages)
         mark = "" if "acc" not in score.extra else "✓ " if score.extra["acc"] else "✗ "
         result = f"{mark}{score.score:.4g}" if score.error is None else explained(score.error)
         prompt, answer = (

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
+from jaxrl_llm.monitoring.answers import last_message
 
 SHOWN = {
     "score": "critic/score/mean",
@@ -263,8 +264,7 @@ def _told(text: str) -> str:
 
 def _last_message(prompt: str) -> str:
     """Return the text of a prompt's last message; none of one that was given as tokens."""
-    messages = json.loads(prompt)
-    return str(messages[-1]["content"]) if messages else ""
+    return last_message(json.loads(prompt))
 
 
 def _number(value: Any) -> str:

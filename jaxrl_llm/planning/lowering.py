@@ -5,8 +5,8 @@ included, which no GPU does. It has float16, which is as large. So what is compi
 program with float16 in place of bfloat16; nothing of it is ever run.
 """
 
+import dataclasses
 import enum
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,21 +19,17 @@ from jaxlib.mlir import ir
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.models.paged_attention import attend_in_turn
-from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.check_functions import abstract_fields, abstract_pairs
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 from jaxrl_llm.training.layouts import microbatch_shape, update_shape
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
@@ -42,6 +38,7 @@ from jaxrl_llm.training.objective import COEFS
 from jaxrl_llm.training.roles import inference_of, learner_of, replaying, taught_by
 from jaxrl_llm.training.stages.reference import reference_dtype
 from jaxrl_llm.training.teacher_model import TeacherModel
+from jaxrl_llm.training.visuals import FrozenTower, VisualPacker
 from jaxrl_llm.types import Rows
 
 
@@ -181,7 +178,7 @@ def plan_role(
     if spec.lora is not None:
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
-    settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
+    settings = planned_forward(config, spec, layout)
     settings = replaying(settings, config) if name == "actor" else settings
     shape = microbatch_shape(config, settings, layout)
     of_updates = update_shape(config, settings, layout, shape)
@@ -198,7 +195,9 @@ def plan_role(
         coefs["balance_weights"] = weights
 
     def micro(names: set[str], bucket: RowShape) -> MicroBatch:
-        return abstract_microbatch(names, config, bucket, layout.mesh, settings.route_shape)
+        return abstract_microbatch(
+            names, config, bucket, layout.mesh, settings.route_shape, settings.visuals
+        )
 
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
         return params, frozen, micro(update.objective.asks_for(), bucket), coefs
@@ -221,6 +220,21 @@ def plan_role(
         *(spec, settings, layout, shape, of_updates),
         *(params, state.opt_state, frozen, needed),
     ), trace
+
+
+def planned_forward(config: TrainConfig, spec: ModelSpec, layout: Layout) -> ForwardConfig:
+    """Return how the policy, or a model like it, is run, with the shapes of a frozen tower."""
+    model, temperature = Decoder(spec), config.rollout.temperature
+    tower = None
+    if spec.vision_apart:
+        tower = FrozenTower(abstract_tower(config, spec, layout), model, layout, config.model.dtype)
+    return forward_config(config.model, model, layout, temperature, tower)
+
+
+def abstract_tower(config: TrainConfig, spec: ModelSpec, layout: Layout) -> Any:
+    """Return the parameters of a frozen vision tower as shapes."""
+    whole = dataclasses.replace(without_adapter(spec), vision_apart=False)
+    return abstract_params(whole, layout, config.model.dtype)["vision"]
 
 
 def abstract_teacher(config: TrainConfig, student: ModelSpec, layout: Layout) -> TeacherModel:
@@ -262,7 +276,7 @@ def plan_reference(
         apart: whether that is elsewhere than the actor, whose pass it has otherwise.
     """
     weights = abstract_params(spec, layout, reference_dtype(config))
-    settings = forward_config(config.model, model_of(spec), layout, config.rollout.temperature)
+    settings = planned_forward(config, spec, layout)
     shape = microbatch_shape(config, settings, layout)
     if apart:
         infer = logprob_pass(settings.over(shape), shape, layout.mesh, ("logprobs",))
@@ -270,7 +284,8 @@ def plan_reference(
         infer = inference_of("actor", functions, settings, shape, layout)
 
     def trace(bucket: RowShape = shape) -> Any:
-        rows = abstract_microbatch(set(), config, bucket, layout.mesh).rows
+        visuals = settings.visuals
+        rows = abstract_microbatch(set(), config, bucket, layout.mesh, visuals=visuals).rows
         return infer.run.trace(weights, {}, rows)
 
     return AbstractModel(spec, settings, layout, shape, shape, weights, None, {}), trace
@@ -282,6 +297,7 @@ def abstract_microbatch(
     shape: RowShape,
     mesh: Mesh,
     routes: RouteShape | None = None,
+    visuals: VisualPacker | None = None,
 ) -> MicroBatch:
     """Return a micro-batch with the fields that a loss asks for, as shapes.
 
@@ -291,6 +307,7 @@ def abstract_microbatch(
         shape: of the micro-batch.
         mesh: the devices.
         routes: what its rows hold of choices of experts; None: nothing.
+        visuals: packs images and videos beside the rows; None: there are none.
     """
     known = abstract_fields(
         shape.sequences,
@@ -308,77 +325,14 @@ def abstract_microbatch(
     slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
     scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
     replayed: Any = routes and jax.ShapeDtypeStruct((*row.shape, *routes[:2]), routes.dtype)
-    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed), fields)
+    seen: Any = visuals and jax.tree.map(as_shape, visuals.without_any(shape))
+    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed, seen), fields)
     return with_shardings(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
 
 
-class AbstractEngine(NamedTuple):
-    """The native engine, as shapes.
-
-    Attributes:
-        weights: in the compute dtype.
-        pages: of keys and values, with the slots of states.
-        rows: the most that are gathered from them; nothing where pages are read in place.
-        choice: how it reads its cache.
-        prefill_tokens: tokens of prompts that it reads at once, at most.
-    """
-
-    weights: Any
-    pages: Any
-    rows: Any
-    choice: PagedChoice
-    prefill_tokens: int
-
-
-def plan_engine(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, gpu: DeviceInfo | None
-) -> tuple[AbstractEngine, dict[StepId, Callable[[], Any]]]:
-    """Return the engine, and the functions that trace its largest programs.
-
-    Args:
-        config: of the run.
-        spec: the model.
-        layout: where it stands.
-        gpu: on which it is to run; None: on this machine's devices.
-    """
-    choice = None if gpu is None else planned_choice(config, spec, layout, gpu)
-    if choice is None:
-        own = without_adapter(spec)
-        choice = choose_cache_kernel(
-            config.model.attention,
-            own,
-            layout,
-            config.model.dtype,
-            is_int8=config.rollout.kv_cache_dtype == "int8",
-        )
-    engine = native_engine(config, model_of(spec), layout, choice=choice)
-    engine.close()
-    trace = {
-        StepId(ENGINE, kind): functools.partial(engine.trace, kind.value)
-        for kind in (StepKind.PREFILL, StepKind.DECODE)
-    }
-    prompts = max(rows * length for rows, length in engine.programs.sizes.prefill_shapes)
-    weights, (pages, *rows) = engine.shapes()
-    return AbstractEngine(weights, pages, rows, choice, prompts), trace
-
-
-def planned_choice(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, gpu: DeviceInfo
-) -> PagedChoice:
-    """Decide how an engine on a GPU would read its cache, if the kernel over pages agrees there.
-
-    In programs for CPU devices `attend_in_turn` stands for the kernel.
-    """
-    is_for_cpu = layout.mesh.devices.flat[0].platform == "cpu"
-    return choose_paged_kernel(
-        config.model.attention,
-        without_adapter(spec),
-        layout,
-        config.model.dtype,
-        device=gpu,
-        is_int8=config.rollout.kv_cache_dtype == "int8",
-        kernel=attend_in_turn if is_for_cpu else None,
-    )
+def as_shape(array: Any) -> jax.ShapeDtypeStruct:
+    """Return an array as a shape."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def with_shardings(tree: Any, layout: Any) -> Any:

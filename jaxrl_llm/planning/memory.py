@@ -14,16 +14,16 @@ from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo, device_of
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.engine import AbstractEngine, plan_engine
 from jaxrl_llm.planning.lowering import (
     ENGINE,
-    AbstractEngine,
     AbstractModel,
     StepId,
     StepKind,
     abstract_params,
     abstract_teacher,
+    abstract_tower,
     bytes_per_device,
-    plan_engine,
     plan_reference,
     plan_role,
 )
@@ -31,7 +31,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.load_model import adapted_spec
+from jaxrl_llm.training.load_model import adapted_spec, model_spec
 from jaxrl_llm.training.resolve import resolve_functions
 
 
@@ -111,7 +111,7 @@ def plan_shapes(
     functions, layouts = resolve_functions(config), open_layouts(config.mesh, devices)
     gpu = device_of(layouts.rollout) if devices else gpu
     with config_errors_at("model.path"):
-        base = read_spec(config.model.path)
+        base = model_spec(config.model)
     spec = adapted_spec(base, config.model.lora, config.model.adapter)
     roles: dict[str, AbstractModel] = {}
     throughout: list[Allocation] = []
@@ -124,6 +124,8 @@ def plan_shapes(
         trace |= steps
         sizes = {"parameters": role.params, "optimizer": role.optimizer}
         sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
+        if own.vision_apart and name == "actor":  # the others read its features, too
+            sizes["vision tower"] = abstract_tower(config, own, layout)
         for array, tree in sizes.items():
             throughout.append(Allocation(name, array, bytes_per_device(tree), layout))
     if functions.runs_teacher_in_update and not functions.needs_teacher:

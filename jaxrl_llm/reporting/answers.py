@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.data.call_formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, PYTHONIC
 from jaxrl_llm.data.harmony import HARMONY
+from jaxrl_llm.monitoring.answers import message_text
 from jaxrl_llm.reporting.curves import short
 from jaxrl_llm.reporting.tokens import TokenTexts, decoder
 from jaxrl_llm.runs.files import RunFiles
@@ -249,7 +250,8 @@ def _shown_prompt(prompt: str) -> list[list[str]]:
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    is_text = isinstance(content, str | list)
+    return message_text(content) if is_text else json.dumps(content, ensure_ascii=False)
 
 
 def evenly(values: Sequence[int], count: int) -> list[int]:

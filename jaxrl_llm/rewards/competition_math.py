@@ -88,6 +88,46 @@ def math_dapo(
     return {"score": -1.0 + min(bonus, MOST_TURN_BONUS), "acc": 0.0, "pred": pred}
 
 
+def geo3k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None,
+    *,
+    format_weight: float = 0.1,
+    seconds: int = 5,
+) -> dict[str, Any]:
+    r"""Score a geometry problem's reply by its answer and, a little, by its form.
+
+    The answer is right as in `math`. The form is right if the reply is a <think>…</think> and then,
+    somewhere, a \boxed{…}.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply.
+        ground_truth: the reference answer in LaTeX, without the box.
+        extra_info: not used.
+        format_weight: share of the score that the form has, the answer the rest.
+        seconds: as in `math`.
+
+    Returns:
+        The score, 1.0 where both are right; `acc` is of the answer; `pred` is the text in the box.
+
+    Raises:
+        ValueError: `format_weight` is not from 0 to 1.
+
+    >>> geo3k("geo3k", r"<think>3 + 4</think> It is \boxed{7}", "7", None)["score"]
+    1.0
+    >>> geo3k("geo3k", r"It is \boxed{7}", "7", None)["score"]
+    0.9
+    """
+    if not 0 <= format_weight <= 1:
+        raise ValueError(f"geo3k: expected format_weight from 0 to 1, got {format_weight}")
+    result = math(data_source, solution_str, ground_truth, extra_info, seconds=seconds)
+    score = (1 - format_weight) * result["acc"] + format_weight * _thinks_first(solution_str)
+    return result | {"score": score}
+
+
 def same_answer(pred: str, reference: str, seconds: int = 5) -> bool:
     r"""Return whether two answers in LaTeX are the same text, or equal by Math-Verify.
 
@@ -107,6 +147,13 @@ def same_answer(pred: str, reference: str, seconds: int = 5) -> bool:
         return parse(rf"\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
 
     return verify(read(reference), read(pred), timeout_seconds=seconds)
+
+
+def _thinks_first(reply: str) -> bool:
+    """Tell whether a reply is a <think>…</think>, and has a box behind it."""
+    thought = reply.removeprefix("<think>")
+    behind = thought.partition("</think>")[2]
+    return thought != reply and "}" in behind.partition(r"\boxed{")[2]
 
 
 def _bare(answer: str) -> str:

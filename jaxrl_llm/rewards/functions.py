@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from jaxrl_llm.rewards.code import python_tests as python_tests
+from jaxrl_llm.rewards.competition_math import geo3k as geo3k
 from jaxrl_llm.rewards.competition_math import last_boxed as last_boxed
 from jaxrl_llm.rewards.competition_math import math as math
 from jaxrl_llm.rewards.competition_math import math_dapo as math_dapo
@@ -270,6 +271,9 @@ GENERATED = "reasoning_gym/"
 SEARCH_R1 = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """Data sets of Search-R1, as verl names them behind `searchR1_`."""
 
+PICTURES = ("dots", "digits", "shapes")
+"""Kinds of `data.prepare: {fn: pictures}`."""
+
 SOURCES = {
     "arithmetic": arithmetic,
     "look_up": last_answer,
@@ -280,6 +284,8 @@ SOURCES = {
     "verifiers": environment_score,
     "search": search_em,
     **dict.fromkeys(map("searchR1_{}".format, SEARCH_R1), search_em),
+    **dict.fromkeys(map("pictures/{}".format, PICTURES), last_answer),
+    "hiyouga/geometry3k": geo3k,
     "openai/gsm8k": gsm8k,
     "MATH": math,
     "lighteval/MATH": math,

@@ -7,6 +7,7 @@ of the config. It returns when the episode is over; a limit that is reached ends
 that it lets pass.
 """
 
+from jaxrl_llm.data.call_text import joined_contents
 from jaxrl_llm.rollout.chat import Chat
 from jaxrl_llm.rollout.openai_program import openai_program
 from jaxrl_llm.rollout.sessions import EpisodeEnvironment, Tools
@@ -78,7 +79,7 @@ async def with_compaction(
         chat.append(request)
         summary = (await chat.generate()).text.strip()
         *before, last = chat.prompt.messages
-        chat = chat.new([*before, {**last, "content": f"{last['content']}\n\n{summary}"}])
+        chat = chat.new([*before, {**last, "content": joined_contents(last["content"], summary)}])
 
 
 async def with_environment(

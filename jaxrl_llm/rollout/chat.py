@@ -11,6 +11,8 @@ import numpy as np
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.rollout.contents import BrokenEpisode, MessageContents, Stretch
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.episode_log import ChainTurn, EpisodeLog
 from jaxrl_llm.rollout.seeds import turn_seed
@@ -44,10 +46,6 @@ class EpisodeEnd(Exception):
         self.reason = reason
 
 
-class BrokenEpisode(Exception):
-    """An episode that failed for no fault of the policy's."""
-
-
 class Chat:
     """One episode as its agent sees it, or one of its chains.
 
@@ -62,7 +60,7 @@ class Chat:
         sampling: how, the number of tokens aside.
         limits: of the episode.
         seed: of the episode; that of a plain answer.
-        cut_text: (text, tokens) -> the text with its middle left out where it has more tokens.
+        contents: reads what messages hold besides text.
     """
 
     def __init__(
@@ -74,16 +72,18 @@ class Chat:
         limits: EpisodeLimits,
         *,
         seed: int,
-        cut_text: Callable[[str, int], str],
+        contents: MessageContents,
     ) -> None:
         """Begin with the prompt; nothing is drawn yet."""
-        self.prompt, self.limits, self.sampling, self.seed = prompt, limits, sampling, seed
-        self._template, self._generate, self._cut_text = template, generate, cut_text
+        messages = contents.named(prompt.messages, prompt.visuals if prompt.messages else ())
+        self.prompt = replace(prompt, messages=messages)
+        self.limits, self.sampling, self.seed = limits, sampling, seed
+        self._template, self._generate, self.contents = template, generate, contents
         self._log, self._is_first = EpisodeLog(), True
-        self._begin(prompt.messages)
+        self._begin(messages)
 
     def _begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._opening: tuple[int, ...] | None = None
+        self._opening: Stretch | None = None
         self._pieces: list[EpisodePiece] = []
         self._messages: list[dict[str, Any]] = [dict(m) for m in messages]
         self._pending: list[dict[str, Any]] = []
@@ -122,7 +122,7 @@ class Chat:
         """How many tokens the chain may still have, drawn and told."""
         most = self.limits.new_tokens
         if not self._is_first:
-            most = min(most, self.limits.prompt_tokens + most - len(self._opening or ()))
+            most = min(most, self.limits.prompt_tokens + most - len(self._begun.tokens))
         return most - sum(len(piece.tokens) for piece in self._pieces)
 
     @property
@@ -152,10 +152,19 @@ class Chat:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The chain so far: the prompt, and what was drawn and told."""
-        opening = self._opening
-        if opening is None:
-            opening = self.prompt.tokens if self._is_first else ()
-        return (*opening, *(int(t) for piece in self._pieces for t in piece.tokens))
+        return (*self._begun.tokens, *(int(t) for piece in self._pieces for t in piece.tokens))
+
+    @property
+    def visuals(self) -> tuple[Visual, ...]:
+        """The images and videos of the chain so far, in the order of their placeholder tokens."""
+        return (*self._begun.visuals, *(v for piece in self._pieces for v in piece.visuals))
+
+    @property
+    def _begun(self) -> Stretch:
+        """What the chain begins with."""
+        if self._opening is not None:
+            return self._opening
+        return Stretch(self.prompt.tokens, self.prompt.visuals) if self._is_first else Stretch()
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Answer:
         """Draw the policy's next turn.
@@ -174,20 +183,26 @@ class Chat:
         self._check_ready()
         told = self._told()
         if self._opening is None:
-            self._opening = tuple(self._opened())
-        room = self._room(len(told), max_tokens)
+            self._opening = self._opened()
+        room = self._room(len(told.tokens), max_tokens)
         await self._add_turn(told, room, tuple(stop))
         assert self._last is not None, "it is drawn"
         return self._last
 
     async def generate_after(
-        self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: Sequence[int],
+        *,
+        visuals: tuple[Visual, ...] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Completion:
         """Draw the policy's next turn after exactly these tokens.
 
         Args:
             tokens: the chain so far, and what is told after it. Before its first turn, a prompt of
                 the agent's own making.
+            visuals: images and videos of all these tokens, in the order of their placeholders.
             max_tokens: as in `generate`.
             stop: as in `generate`.
 
@@ -204,24 +219,27 @@ class Chat:
                 f"chat.generate_after: got {len(self._pending)} appended messages, which tokens "
                 "can't be told after; expected none"
             )
-        told = self._beyond(tokens) if self._last is not None else []
+        given = Stretch(tuple(map(int, tokens)), visuals)
+        told = Stretch()
+        if self._last is not None:
+            told = given.beyond(Stretch(self.tokens, self.visuals), self.tokenizer)
         if self._opening is None:
             self._check_prompt_length(len(tokens), "as the agent wrote it")
-            self._opening = tuple(map(int, tokens))
-        room = self._room(len(told), max_tokens)
+            self._opening = given
+        room = self._room(len(told.tokens), max_tokens)
         said = told if self._is_first or self._messages else self._opening
-        if said:
-            text = self.tokenizer.decode(said)
+        if said.tokens:
+            text = self.tokenizer.decode(said.tokens)
             self._messages.append({"role": "user", "content": text, "as_tokens": True})
         return await self._add_turn(told, room, tuple(stop))
 
-    async def _add_turn(self, told: list[int], room: int, stop: tuple[str, ...]) -> Completion:
+    async def _add_turn(self, told: Stretch, room: int, stop: tuple[str, ...]) -> Completion:
         """Tell tokens and draw a turn; what was appended is told with them."""
         assert self._opening is not None, "it is opened"
         if self._number is None:
             self._number = self._log.begin_chain(self._opening, self._messages)
-        if told:
-            self._add_piece(EpisodePiece.told(told))
+        if told.tokens:
+            self._add_piece(EpisodePiece.told(told.tokens, visuals=told.visuals))
         self._messages += self._pending
         self._pending, before = [], self.tokens
         completion = await self._draw(before, room, stop)
@@ -242,16 +260,19 @@ class Chat:
         """Tell the policy what others say; it is in the stream once the next turn is drawn.
 
         Args:
-            messages: one or several, with `role` and `content`; a text is a user's message.
+            messages: one or several, with `role` and `content`: a text, or a list of parts
+                `{"type": "text", "text": …}` and `{"type": "image", "image": …}`, whose images are
+                in any form of `data.visuals.pictures.read_picture` but that of a path; videos
+                likewise. A text alone is a user's message.
+
+        Raises:
+            BrokenEpisode: an image can't be read, or not by this policy.
         """
         if isinstance(messages, str):
             messages = {"role": "user", "content": messages}
         several = [messages] if isinstance(messages, Mapping) else messages
         limit = self.limits.observation_tokens
-        self._pending += [
-            {**message, "content": self._cut_text(str(message["content"]), limit)}
-            for message in several
-        ]
+        self._pending += [self.contents.take(message, limit) for message in several]
 
     def reward(self, value: float, *, turn: int | None = None) -> None:
         """Add to the reward of a turn.
@@ -280,13 +301,14 @@ class Chat:
         self.end(reason)
         return EpisodeEnd(self._log.end)
 
-    def add_chain(self, opening: tuple[int, ...], turns: Sequence[ChainTurn]) -> None:
+    def add_chain(self, opening: Stretch, turns: Sequence[ChainTurn]) -> None:
         """Add a chain that was drawn elsewhere, as by the gateway."""
         self._log.add_chain(opening, turns)
 
     def episode(self, seconds: float, error: str | None = None) -> Episode:
         """Return what has been drawn and told."""
-        return self._log.episode(self.tokens, self._messages, seconds, error)
+        begun = Stretch(self.tokens, self.visuals)
+        return self._log.episode(begun, self._messages, seconds, error)
 
     def _check_ready(self) -> None:
         if self._log.is_generating:
@@ -312,56 +334,40 @@ class Chat:
             raise self.ended("length")
         return room
 
-    def _beyond(self, tokens: Sequence[int]) -> list[int]:
-        """Return those of the tokens that the stream, with which they begin, does not have yet."""
-        stream = self.tokens
-        pairs = enumerate(zip(tokens, stream, strict=False))
-        same = next((i for i, (got, own) in pairs if got != own), min(len(tokens), len(stream)))
-        if same == len(stream):
-            return [int(token) for token in tokens[same:]]
-        got, own = (self.tokenizer.decode(t[same : same + 8]) for t in (list(tokens), stream))
-        raise BrokenEpisode(
-            f"chat.generate_after: got {len(tokens)} tokens that differ from the stream of "
-            f"{len(stream)} from token {same} on: {got!r}, expected {own!r}"
-        )
-
-    def _told(self) -> list[int]:
+    def _told(self) -> Stretch:
         """Return the tokens between the last turn and the next one.
 
         Raises:
             BrokenEpisode: there is nothing to tell.
         """
         if self._last is None:
-            return []
+            return Stretch()
         if not self._pending:
             raise BrokenEpisode(
                 "chat.generate: got a second call with nothing told since the last turn, expected "
                 "chat.append in between"
             )
         stop = self._stopped_by if isinstance(self._stopped_by, int) else None
-        return self._template.following(
+        tokens = self._template.following(
             self._pending, calls=self._last.calls, closed=stop is not None, stop=stop
         )
+        return self._shown(tokens, self._pending)
 
-    def _opened(self) -> Sequence[int]:
-        """Return the tokens of the prompt, with what the environment says first.
+    def _shown(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Stretch:
+        """Return what a template has written for messages, with the tokens of their images."""
+        visuals = self.contents.visuals(messages)
+        return Stretch(tuple(self.contents.expand(tokens, visuals)), visuals)
 
-        Raises:
-            BrokenEpisode: they are too many, or a chain begins with nothing.
-        """
-        if self._is_first and not self._pending:
-            return self.prompt.tokens
-        if not self._is_first:
-            return self._opened_anew()
-        tokens = self._template.opening(self._messages, told=self._pending)
-        self._check_prompt_length(len(tokens), "with what the environment says first")
-        return tokens
-
-    def _opened_anew(self) -> Sequence[int]:
-        """Return the tokens of a later chain's prompt.
+    def _opened(self) -> Stretch:
+        """Return the chain's prompt, with what the environment says first.
 
         Only what it has of the row's prompt may hold special tokens: the rest is of others.
+
+        Raises:
+            BrokenEpisode: its tokens are too many, or a chain begins with nothing.
         """
+        if self._is_first and not self._pending:
+            return self._begun
         if not self.messages:
             raise BrokenEpisode(
                 "chat.generate: got a new chain without messages, expected some from chat.new or "
@@ -369,7 +375,10 @@ class Chat:
             )
         pairs = zip(self._messages, self.prompt.messages, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == dict(pair[1]), pairs))
-        return self._template.opening(self.messages[:same], told=self.messages[same:])
+        tokens = self._template.opening(self.messages[:same], told=self.messages[same:])
+        opening = self._shown(tokens, self.messages)
+        self._check_prompt_length(len(opening.tokens), "with what the environment says first")
+        return opening
 
     def _check_prompt_length(self, length: int, part: str) -> None:
         if self._is_first and length > self.limits.prompt_tokens:
@@ -380,7 +389,8 @@ class Chat:
 
     async def _draw(self, stream: tuple[int, ...], room: int, stop: tuple[str, ...]) -> Completion:
         sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
-        request = Request(stream, sampling, turn_seed(self.seed, self.turn))
+        seed = turn_seed(self.seed, self.turn)
+        request = Request(stream, sampling, seed, visuals=self.visuals)
         self._log.is_generating = True
         try:
             return await self._generate(request)

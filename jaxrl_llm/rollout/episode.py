@@ -13,8 +13,9 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int
 
 from jaxrl_llm.models.moe.routing import NO_ROUTE
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.types import ROUTES
+from jaxrl_llm.types import ROUTES, VISUALS
 
 NOT_DRAWN = -1
 """The turn and the version of a token that the policy did not draw."""
@@ -32,6 +33,7 @@ class EpisodePiece(NamedTuple):
         drawn: whether the policy drew them; else a tool, an environment or the template told them.
         chain: number of the chain that it belongs to, in the order of their first turns. The first
             piece of a later chain is its prompt.
+        visuals: images and videos in it, in the order of their placeholder tokens.
     """
 
     tokens: Int[np.ndarray, " T"]
@@ -39,9 +41,12 @@ class EpisodePiece(NamedTuple):
     versions: Int[np.ndarray, " T"]
     drawn: bool
     chain: int = 0
+    visuals: tuple[Visual, ...] = ()
 
     @classmethod
-    def told(cls, tokens: Sequence[int], chain: int = 0) -> "EpisodePiece":
+    def told(
+        cls, tokens: Sequence[int], chain: int = 0, visuals: tuple[Visual, ...] = ()
+    ) -> "EpisodePiece":
         """Return a piece that the policy did not draw."""
         count = len(tokens)
         return cls(
@@ -50,6 +55,7 @@ class EpisodePiece(NamedTuple):
             np.full(count, NOT_DRAWN, np.int32),
             drawn=False,
             chain=chain,
+            visuals=visuals,
         )
 
 
@@ -91,6 +97,7 @@ class Episode:
         chats: the messages of each chain, by number; empty where there is one.
         routes: of each chain, by number, the experts that its tokens went to in the engine, from
             its first token on; nothing where the engine does not record them.
+        prompt_visuals: images and videos before the first turn, in the order of their tokens.
     """
 
     prompt: tuple[int, ...]
@@ -106,13 +113,21 @@ class Episode:
     last_answer: str | None = None
     chats: tuple[tuple[dict[str, Any], ...], ...] = ()
     routes: tuple[Int[np.ndarray, "_ M experts"] | None, ...] = ()
+    prompt_visuals: tuple[Visual, ...] = ()
 
     @classmethod
-    def of(cls, prompt: Sequence[int], completion: Completion) -> "Episode":
+    def of(
+        cls, prompt: Sequence[int], completion: Completion, visuals: tuple[Visual, ...] = ()
+    ) -> "Episode":
         """Return a plain answer as an episode of one turn."""
-        piece = EpisodePiece(*completion[:3], drawn=True)
-        finish, stopped_by, routes = completion.finish, completion.stopped_by, (completion.routes,)
-        return cls(tuple(prompt), (piece,), finish, stopped_by, routes=routes)
+        return cls(
+            tuple(prompt),
+            (EpisodePiece(*completion[:3], drawn=True),),
+            completion.finish,
+            completion.stopped_by,
+            routes=(completion.routes,),
+            prompt_visuals=visuals,
+        )
 
     @property
     def usable(self) -> bool:
@@ -150,6 +165,11 @@ class Episode:
         return _joined([np.full(len(p.tokens), p.chain, np.int32) for p in pieces], np.int32)
 
     @property
+    def visuals(self) -> tuple[Visual, ...]:
+        """Images and videos of the prompt and of all chains, in the order of the stream."""
+        return (*self.prompt_visuals, *(v for piece in self.pieces for v in piece.visuals))
+
+    @property
     def chains(self) -> int:
         """How many chains it has: contexts in which the policy drew."""
         return 1 + max((piece.chain for piece in self.pieces), default=0)
@@ -161,11 +181,18 @@ class Episode:
             return self
         number = next((p.chain for p in reversed(self.pieces) if p.drawn), 0)
         prompt, own = self.prompt, [piece for piece in self.pieces if piece.chain == number]
+        visuals = self.prompt_visuals
         if number:
-            prompt, own = tuple(own[0].tokens.tolist()), own[1:]
-        pieces = tuple(piece._replace(chain=0) for piece in own)
-        routes = self.routes[number : number + 1]
-        return replace(self, prompt=prompt, pieces=pieces, rewards=(), chats=(), routes=routes)
+            prompt, visuals, own = tuple(own[0].tokens.tolist()), own[0].visuals, own[1:]
+        return replace(
+            self,
+            prompt=prompt,
+            pieces=tuple(piece._replace(chain=0) for piece in own),
+            rewards=(),
+            chats=(),
+            routes=self.routes[number : number + 1],
+            prompt_visuals=visuals,
+        )
 
     @property
     def drawn(self) -> Bool[np.ndarray, " T"]:
@@ -214,6 +241,17 @@ def laid_out_routes(
                 places = np.flatnonzero(chain_ids[i] == chain)[: len(known)]
                 routes[i, places] = known[: len(places)]
     return {ROUTES: routes}
+
+
+def laid_out_visuals(episodes: Sequence[Episode], usable: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the images and videos of each episode [B], by their field; no field without any.
+
+    Of an episode that is not usable they are those of the prompt.
+    """
+    visuals = np.empty(len(episodes), object)
+    for i, episode in enumerate(episodes):
+        visuals[i] = episode.visuals if usable[i] else episode.prompt_visuals
+    return {VISUALS: visuals} if any(visuals) else {}
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxrl_llm.rollout.contents import Stretch
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.types import Completion
 
-ChainTurn = tuple[Sequence[int], Completion, str, Sequence[dict[str, Any]]]
+ChainTurn = tuple[Stretch, Completion, str, Sequence[dict[str, Any]]]
 """What is told before a turn, the turn, its text, and the messages of both."""
 
 
@@ -19,7 +20,7 @@ class EpisodeLog:
     """The record of an episode while it is held, shared by its chats.
 
     Attributes:
-        opening: token ids before the first turn; None before it.
+        opening: token ids before the first turn, and their images; None before it.
         pieces: what follows, in order, of all chains.
         rewards: of each turn.
         stopped_by: the token or text that ended the last turn, if one did.
@@ -34,7 +35,7 @@ class EpisodeLog:
         score: what the environment returned, if there is one.
     """
 
-    opening: tuple[int, ...] | None = None
+    opening: Stretch | None = None
     pieces: list[EpisodePiece] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     stopped_by: int | str | None = None
@@ -48,7 +49,7 @@ class EpisodeLog:
     tool_records: list[ToolRecord] = field(default_factory=list)
     score: float | None = None
 
-    def begin_chain(self, opening: tuple[int, ...], messages: list[dict[str, Any]]) -> int:
+    def begin_chain(self, opening: Stretch, messages: list[dict[str, Any]]) -> int:
         """Note that a chain draws its first turn; return its number.
 
         Args:
@@ -59,7 +60,7 @@ class EpisodeLog:
         if self.opening is None:
             self.opening = opening
         else:
-            self.pieces.append(EpisodePiece.told(opening, number))
+            self.pieces.append(EpisodePiece.told(opening.tokens, number, opening.visuals))
         self.chats.append(messages)
         self.routes.append(None)
         return number
@@ -81,7 +82,7 @@ class EpisodeLog:
         self.stopped_by = completion.stopped_by
         self.last_finish = completion.finish
 
-    def add_chain(self, opening: tuple[int, ...], turns: Sequence[ChainTurn]) -> None:
+    def add_chain(self, opening: Stretch, turns: Sequence[ChainTurn]) -> None:
         """Add a chain whose turns are all drawn.
 
         Args:
@@ -91,15 +92,15 @@ class EpisodeLog:
         messages: list[dict[str, Any]] = []
         number = self.begin_chain(opening, messages)
         for told, completion, answer, new in turns:
-            if told:
-                self.pieces.append(EpisodePiece.told(told, number))
+            if told.tokens:
+                self.pieces.append(EpisodePiece.told(told.tokens, number, told.visuals))
             self.pieces.append(EpisodePiece(*completion[:3], drawn=True, chain=number))
             messages += new
             self.end_turn(number, completion, answer.strip())
 
     def episode(
         self,
-        prompt: tuple[int, ...],
+        prompt: Stretch,
         messages: list[dict[str, Any]],
         seconds: float,
         error: str | None,
@@ -107,14 +108,15 @@ class EpisodeLog:
         """Return what has been drawn and told.
 
         Args:
-            prompt: tokens that stand for the opening, before there is one.
+            prompt: what stands for the opening, before there is one.
             messages: that stand for those of a chain, before one has drawn.
             seconds: from the episode's start to its end.
             error: why it is broken.
         """
         chats = tuple(tuple(chat) for chat in self.chats)
+        opening = prompt if self.opening is None else self.opening
         return Episode(
-            prompt if self.opening is None else self.opening,
+            opening.tokens,
             tuple(self.pieces),
             "broken" if error is not None else self.end or self.last_finish,
             self.stopped_by,
@@ -127,4 +129,5 @@ class EpisodeLog:
             self.last_answer,
             chats if len(chats) > 1 else (),
             tuple(self.routes),
+            opening.visuals,
         )

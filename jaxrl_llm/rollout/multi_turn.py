@@ -15,7 +15,9 @@ from jaxrl_llm.config.sections.agent import AgentConfig
 from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.rollout.chat import Chat, EpisodeEnd, Generate
+from jaxrl_llm.rollout.contents import MessageContents
 from jaxrl_llm.rollout.engine import Engine, Stop
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.load_agent import asked_by, load_agent, open_gateway
@@ -46,7 +48,6 @@ log = logging.getLogger(__name__)
 
 DRIFT_SAMPLE = 8
 """Episodes of a step whose streams are compared with the template's rendering."""
-CUT = " ... "
 
 
 class EpisodeSampler:
@@ -59,6 +60,7 @@ class EpisodeSampler:
         template_kwargs: variables of the chat template.
         prompt_tokens: the longest prompt.
         example: a row of the data, with which tools are tried.
+        processor: of images and videos; None: the policy reads text alone.
 
     Raises:
         ConfigError: a function can't be found or called, or the chat template does not fit.
@@ -75,10 +77,11 @@ class EpisodeSampler:
         template_kwargs: dict[str, Any],
         prompt_tokens: int,
         example: EpisodeRow | None = None,
+        processor: VisualProcessor | None = None,
     ) -> None:
         """Load the functions; worker processes start when they are needed."""
+        self._processor = processor
         self._agent_config, self._tokenizer, self._prompt_tokens = config, tokenizer, prompt_tokens
-        self._cut_tokens = len(tokenizer(CUT, add_special_tokens=False)["input_ids"])
         self._agent = load_agent(config)
         template = functools.partial(
             TurnTemplate,
@@ -104,14 +107,20 @@ class EpisodeSampler:
             self._gateway.close()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt, in which the model is told of its tools."""
+        """Return the token ids of a prompt, in which the model is told of its tools.
+
+        Each image has one placeholder in it.
+        """
         return self._template.opening(messages)
 
     def with_tools_in_prompt(self, prompt: Prompt) -> Prompt:
         """Return a prompt in which the model is told of its tools, if it is a chat."""
         if not prompt.messages:
             return prompt
-        return dataclasses.replace(prompt, tokens=tuple(self.opening(prompt.messages)))
+        prompt, tokens = prompt.loaded(), self.opening(prompt.messages)
+        contents = MessageContents(self._tokenizer, self._processor)
+        tokens = contents.expand(tokens, prompt.visuals)
+        return dataclasses.replace(prompt, tokens=tuple(tokens))
 
     def sample(
         self,
@@ -220,7 +229,9 @@ class EpisodeSampler:
         generate = after_turns(state, generate)
         prompt, seed = state.prompt, state.seed
         chat = Chat(
-            prompt, self._template, generate, sampling, limits, seed=seed, cut_text=self._cut
+            *(prompt, self._template, generate, sampling, limits),
+            seed=seed,
+            contents=MessageContents(self._tokenizer, self._processor),
         )
         row = row_of(prompt)
         session = self._pool.open(state.number, row, tool_seed(seed), journal)
@@ -249,17 +260,6 @@ class EpisodeSampler:
         finally:
             await asyncio.shield(session.close())
 
-    def _cut(self, text: str, tokens: int) -> str:
-        """Return a text of at most so many tokens, its middle left out."""
-        if len(text) <= tokens:  # a token has a character at least
-            return text
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) <= tokens:
-            return text
-        head, tail = tokens // 2, tokens - tokens // 2 - self._cut_tokens
-        decode = functools.partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
-        return decode(ids[:tokens]) if tail < 1 else decode(ids[:head]) + CUT + decode(ids[-tail:])
-
     def check_broken(self, episodes: Sequence[Episode]) -> None:
         """Log episodes that are broken.
 
@@ -285,6 +285,7 @@ class EpisodeSampler:
             if e.usable
             and e.turns > 1
             and e.chains == 1
+            and not e.visuals  # whose tokens the template does not write
             and not any("as_tokens" in m for m in e.messages)
         ][:DRIFT_SAMPLE]
         if not chosen:
@@ -303,6 +304,7 @@ def open_episode_sampler(
     template_kwargs: dict[str, Any],
     prompt_tokens: int,
     stack: contextlib.ExitStack,
+    processor: VisualProcessor | None = None,
 ) -> EpisodeSampler | None:
     """Build what samples episodes of many turns, if the config has an agent, tools or environment.
 
@@ -314,6 +316,7 @@ def open_episode_sampler(
         template_kwargs: variables of the chat template.
         prompt_tokens: the longest prompt.
         stack: ends the tools' processes.
+        processor: as for `EpisodeSampler`.
 
     Raises:
         ConfigError: as for `EpisodeSampler`.
@@ -327,6 +330,7 @@ def open_episode_sampler(
         template_kwargs=template_kwargs,
         prompt_tokens=prompt_tokens,
         example=as_episode_row(rows[0]),
+        processor=processor,
     )
     stack.callback(episodes.close)
     return episodes

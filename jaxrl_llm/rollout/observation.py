@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 
 
 class Observation(NamedTuple):
-    """What a tool or an environment answers; a text alone may stand for it.
+    """What a tool or an environment answers; a text or an image alone may stand for it.
 
     Attributes:
-        text: told to the model.
+        text: told to the model: a text, an image, or a list of texts and images in their order. An
+            image is a PIL image, the bytes of a file of one, or an array of uint8 [H W 3].
         reward: added to the reward of the turn that it answers.
         end: whether the episode ends here.
     """
 
-    text: str = ""
+    text: Any = ""
     reward: float = 0.0
     end: bool = False
 

@@ -18,7 +18,13 @@ from jaxrl_llm.rollout.engine import (
     PartialEngine,
     Stop,
 )
-from jaxrl_llm.rollout.episode import NO_CHAIN, NOT_DRAWN, Episode, laid_out_routes
+from jaxrl_llm.rollout.episode import (
+    NO_CHAIN,
+    NOT_DRAWN,
+    Episode,
+    laid_out_routes,
+    laid_out_visuals,
+)
 from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
 from jaxrl_llm.types import Batch
 
@@ -113,12 +119,14 @@ def begin_episodes(
 ) -> list[EpisodeState]:
     """Return G episodes for each prompt, of which nothing is drawn yet.
 
+    Images and videos of the prompts are decoded.
+
     Args:
         prompts: P prompts.
         samples: G.
         seed: entropy of this call; each episode gets a seed of its own from it.
     """
-    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    repeated = [p for prompt in prompts for p in [prompt.loaded()] * samples]
     seeds = answer_seeds(seed, len(repeated))
     return [
         EpisodeState(prompt, own, seed, number)
@@ -197,7 +205,7 @@ def sample_states(
     """
     for state in states:
         if state.episode is None and state.turns and state.turns[-1].finish:
-            state.episode = Episode.of(state.prompt.tokens, state.turns[-1])
+            state.episode = Episode.of(state.prompt.tokens, state.turns[-1], state.prompt.visuals)
     needed = len(states) if needed is None else needed
     first = [state for state in states[:needed] if state.is_open]
     begun = first + [state for state in states[needed:] if state.is_open]
@@ -211,6 +219,7 @@ def sample_states(
             else replace(sampling, max_new_tokens=min(state.limit, sampling.max_new_tokens)),
             state.seed,
             state.turns[-1] if state.turns else None,
+            state.prompt.visuals,
         )
         for state in begun
     ]
@@ -241,7 +250,7 @@ def keep_drawn(state: EpisodeState, drawn: Completion, longest: int) -> bool:
     if state.limit is not None and drawn.finish == "length" and len(drawn.tokens) < longest:
         state.turns = [drawn._replace(finish="")]  # it has come to its limit
     elif drawn.finish:
-        state.episode = Episode.of(state.prompt.tokens, drawn)
+        state.episode = Episode.of(state.prompt.tokens, drawn, state.prompt.visuals)
     return state.episode is not None
 
 
@@ -322,8 +331,8 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
     Returns:
         A batch with the fields `mask`, `response_lengths`, `group_ids`, `rollout_logprobs`,
         `turn_ids`, `chain_ids`, `versions`, `turns` and `usable`, and as `rewards` those of the
-        turns, each on the last token of its turn; and where the engine has recorded them the
-        `routes`.
+        turns, each on the last token of its turn; where the engine has recorded them the `routes`,
+        and where there are images and videos the `visuals`.
     """
     tokens, sizes = side_by_side(rollouts, max_tokens)
     usable = usable_rows(rollouts, samples, compares=compares)
@@ -354,6 +363,7 @@ def lay_out(rollouts: Rollouts, *, samples: int, max_tokens: int, compares: bool
             "turns": turn_ids.max(1, initial=NOT_DRAWN) + 1,
             "usable": usable,
             **laid_out_routes(rollouts.episodes, chain_ids, usable),
+            **laid_out_visuals(rollouts.episodes, usable),
         },
     )
 

@@ -9,6 +9,9 @@ from jaxrl_llm.rollout.chat import BrokenEpisode, Chat
 from jaxrl_llm.rollout.episode import ToolRecord
 from jaxrl_llm.rollout.tools.pool import Session, ToolResult
 
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts of text and images."""
+
 
 class Tools:
     """The tools of an episode.
@@ -42,7 +45,7 @@ class Tools:
         messages = []
         for call, result in zip(calls, results, strict=False):
             record(self._chat, result)
-            messages.append(tool_message(call, result.text))
+            messages.append(tool_message(call, result.content))
         refused = f"error: at most {limit} calls are allowed in one turn, got {len(calls)}"
         return messages + [tool_message(call, refused) for call in calls[limit:]]
 
@@ -59,15 +62,18 @@ class EpisodeEnvironment:
         """Begin nothing yet."""
         self._chat, self._session = chat, session
 
-    async def begin(self) -> str:
+    async def begin(self) -> Content:
         """Start the environment; return what it says first, which may be nothing.
+
+        Returns:
+            A text, or where it shows images the parts of a message.
 
         Raises:
             BrokenEpisode: it failed.
         """
         return await self._step(None)
 
-    async def step(self, answer: str) -> str:
+    async def step(self, answer: str) -> Content:
         """Tell the environment a turn of the policy; return what it says.
 
         Where it has ended, the chat draws no further turn.
@@ -77,12 +83,12 @@ class EpisodeEnvironment:
         """
         return await self._step(answer)
 
-    async def _step(self, answer: str | None) -> str:
+    async def _step(self, answer: str | None) -> Content:
         result = await self._session.step(answer)
         record(self._chat, result)
         if result.score is not None:
             self._chat.score = result.score
-        return result.text
+        return result.content
 
 
 def record(chat: Chat, result: ToolResult) -> None:
@@ -110,10 +116,10 @@ def record_end(chat: Chat, result: ToolResult) -> None:
         record(chat, result._replace(end=False))
 
 
-def tool_message(call: ToolCall, text: str) -> dict[str, Any]:
+def tool_message(call: ToolCall, content: Content) -> dict[str, Any]:
     """Return what a tool says as the message of a chat.
 
     >>> tool_message(ToolCall("add", {}, "call_0"), "3")
     {'role': 'tool', 'name': 'add', 'tool_call_id': 'call_0', 'content': '3'}
     """
-    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}

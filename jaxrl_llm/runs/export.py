@@ -30,9 +30,10 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.adapter import save_adapter
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.files import check_new_directory, whole_directory
+from jaxrl_llm.models.hf.load import load_arrays
 from jaxrl_llm.models.hf.save import save_arrays, save_params
 from jaxrl_llm.models.lora import split_adapter
-from jaxrl_llm.models.model import Model, decoder_spec, is_adapted, model_of
+from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, model_of
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.model_card import Exported, make_card
@@ -102,6 +103,7 @@ def restore_model(
     except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     params = saved.state  # numpy arrays, as `like` has no layout
+    params, model = with_tower(params, model, source)
     preferences = preference_config(config)
     scoring = scoring_of(preferences) if preferences else None
     return TrainedModel(params, model, source, saved.step, scoring)
@@ -116,8 +118,9 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
         function = _function_of(own, function_from)
         _warn_of_another_source(folder, function)
         return make_model(function, source, seed=config["seed"])
+    vision = of_policy.get("vision", "none")
     try:
-        spec = read_spec(source)
+        spec = read_spec(source, vision=vision != "none")
     except FileNotFoundError as error:
         hint = "" if Path(source).is_absolute() else f" ({RELATIVE})"
         raise ConfigError(f"model.path: {error}{hint}") from error
@@ -128,9 +131,13 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
     if head is not None:
         heads = {"value_head": head == "value", "reward_head": head == "reward"}
         return model_of(dataclasses.replace(spec, **heads))
+    lora, adapter = adapter_keys(of_policy)
     if role == "actor":
-        spec = adapted_spec(spec, *adapter_keys(of_policy))
-    return model_of(spec)
+        spec = adapted_spec(spec, lora, adapter)
+    # an adapter is merged into a base that has its tower
+    return model_of(
+        dataclasses.replace(spec, vision_apart=vision == "frozen" and spec.lora is None)
+    )
 
 
 def _function_of(tree: Mapping[str, Any], function_from: str | None) -> FunctionSpec:
@@ -233,10 +240,21 @@ def save_model(
         scoring: of a reward model, how it reads answers; see `scoring_of`.
     """
     kind = jax.numpy.dtype(dtype)
+    params, model = with_tower(params, model, source)
     if isinstance(model, Decoder):
         save_params(out, params, model.spec, source=source, dtype=kind, scoring=scoring)
     else:
         save_arrays(out, params, model.declare(), config=None, source=source, dtype=kind)
+
+
+def with_tower(params: Any, model: Model, source: str) -> tuple[Any, Model]:
+    """Return a model with the vision tower of its directory, if its own is apart and frozen."""
+    if not isinstance(model, Decoder) or not model.spec.vision_apart:
+        return params, model
+    whole = base_model(model)
+    declared = {"vision": whole.declare()["vision"]}
+    tower = load_arrays(source, declared, is_ignored=lambda name: True)
+    return {**params, **tower}, whole
 
 
 def head_of(model: Model) -> Literal["reward", "value"] | None:

@@ -58,7 +58,8 @@ def starting_digests(
         data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
         given = {n: v for n, v in getattr(item, "columns", {}).items() if not n.startswith("ref_")}
         data.update(repr(sorted(given.items())).encode() if given else b"")
-    weights = {name: (m.model.params, m.model.frozen) for name, m in models.items()}
+    loaded = {name: m.model for name, m in models.items()}
+    weights = {name: (m.params, m.frozen, m.tower_params) for name, m in loaded.items()}
     sums = {}
     for name, tree in (weights | {**frozen}).items():
         with on_device(tree) as held:  # some wait on the host

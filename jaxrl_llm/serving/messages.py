@@ -1,7 +1,7 @@
 """Messages and tools of OpenAI's chats, as chat templates want them, and answers as clients do."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,13 @@ import numpy as np
 from jaxrl_llm.data.call_text import ToolCall, dump_json
 from jaxrl_llm.data.tool_calls import CallFormat, ParsedAnswer
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.visuals.pictures import PictureError
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.serving.fields import APIError, shown, strict_json
+
+DETAILS = (None, "auto", "low", "high", "original")
+"""What a client may say of an image's resolution, which is the server's choice here."""
 
 
 def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -37,14 +43,17 @@ def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def parse_message(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as chat templates want it: content a text, tools' arguments an object.
+    """Return a message as chat templates want it, tools' arguments an object.
+
+    Its content is a text, or where it shows images a list of parts: `{"type": "text", "text": …}`
+    and `{"type": "image", "image": …}` with the image's URL; see `read_images`.
 
     Args:
         message: of a request.
         index: its number, for errors.
 
     Raises:
-        APIError: it is none, or holds something other than text.
+        APIError: it is none, or holds something other than text and images.
 
     >>> parse_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
     {'role': 'user', 'content': 'Hi'}
@@ -56,7 +65,9 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
         )
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(_parse_part(part, where) for part in content)
+        content = [_parse_part(part, where) for part in content]
+        if all(part["type"] == "text" for part in content):
+            content = "\n".join(part["text"] for part in content)
     elif content is None:
         content = ""
     elif not isinstance(content, str):
@@ -69,12 +80,89 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
 
 
-def _parse_part(part: Any, where: str) -> str:
-    """Return the text of a part of a message."""
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    if not is_text or not isinstance(part.get("text"), str):
-        raise APIError(f"{where}.content: got {shown(part)}, expected parts of text", param=where)
-    return part["text"]
+def _parse_part(part: Any, where: str) -> dict[str, str]:
+    """Return a part of a message, which is a text or an image."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    given = part.get("image_url") if kind == "image_url" else None
+    image = given if isinstance(given, dict) else {"url": given}
+    if not isinstance(image.get("url"), str) or image.get("detail") not in DETAILS:
+        raise APIError(
+            f"{where}.content: got {shown(part)}, expected parts of text, or of images as "
+            '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}',
+            param=where,
+        )
+    return {"type": "image", "image": image["url"]}
+
+
+def read_images(
+    messages: Sequence[Mapping[str, Any]], read: Callable[[str], Visual] | None
+) -> tuple[list[dict[str, Any]], tuple[Visual, ...]]:
+    """Read the images of a chat.
+
+    Args:
+        messages: of `parse_messages`.
+        read: (URL of an image) -> the image; None: the model reads none.
+
+    Returns:
+        The messages, whose parts only say where an image stands, and the images in order.
+
+    Raises:
+        APIError: an image can't be read, or not by this model.
+    """
+    visuals, told = list[Visual](), list[dict[str, Any]]()
+    for index, message in enumerate(messages):
+        parts, where = message.get("content"), f"messages[{index}]"
+        if not isinstance(parts, list):
+            told.append(dict(message))
+            continue
+        urls = [part["image"] for part in parts if part["type"] == "image"]
+        if read is None:
+            raise APIError(
+                f"{where}: got an image, but the model reads text alone here", param=where
+            )
+        try:
+            visuals += map(read, urls)
+        except PictureError as error:
+            raise APIError(f"{where}: an image can't be used: {error}", param=where) from error
+        shows = [part if part["type"] == "text" else {"type": "image"} for part in parts]
+        told.append({**message, "content": shows})
+    return told, tuple(visuals)
+
+
+def image_reader(
+    processor: VisualProcessor | None, most_tokens: int, known: dict[bytes, Visual] | None = None
+) -> Callable[[str], Visual] | None:
+    """Return what reads the images of one request, for `read_images`.
+
+    An image is decoded only if all that came so far may fit into the model.
+
+    Args:
+        processor: of images; None: the model reads none.
+        most_tokens: of all images together.
+        known: images by a digest of their URL, which are not decoded again; new ones are added.
+    """
+    if processor is None:
+        return None
+    known, tokens = {} if known is None else known, 0
+
+    def read(url: str) -> Visual:
+        nonlocal tokens
+        key = hashlib.sha256(url.encode()).digest()
+        tokens += (known.get(key) or processor.image_shape(url)).tokens
+        if tokens > most_tokens:
+            raise APIError(
+                f"the images have {tokens} tokens or more, expected at most {most_tokens} of them "
+                "and the text",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        if key not in known:
+            known[key] = processor.image(url)
+        return known[key]
+
+    return read
 
 
 def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:

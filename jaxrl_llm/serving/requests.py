@@ -5,7 +5,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +13,12 @@ import numpy as np
 from jaxrl_llm.data.chat import encode_prompt, render_prompt
 from jaxrl_llm.data.tool_calls import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serving.fields import APIError, Fields, is_a, shown
 from jaxrl_llm.serving.length import TextLimit
-from jaxrl_llm.serving.messages import parse_messages, parse_tools
+from jaxrl_llm.serving.messages import image_reader, parse_messages, parse_tools, read_images
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -35,6 +37,7 @@ class ServedModel(NamedTuple):
         max_answers: the most that one request may ask for.
         text_limit: of prompts, if there is one.
         call_format: in which the model writes calls of tools, by name; None: unknown.
+        processor: of images; None: the model reads text alone.
     """
 
     name: str
@@ -45,6 +48,7 @@ class ServedModel(NamedTuple):
     max_answers: int
     text_limit: TextLimit | None
     call_format: str | None = None
+    processor: VisualProcessor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class GenerationRequest:
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with a count of tokens.
         template: by which a chat's answers are taken apart; None: they are text and nothing else.
+        visuals: images of a chat's prompt, in the order of their placeholder tokens.
     """
 
     chat: bool
@@ -77,12 +82,16 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     template: TurnTemplate | None = None
+    visuals: tuple[Visual, ...] = ()
 
     def requests(self) -> list[Request]:
         """Return the engine's requests, the answers to one prompt side by side."""
         count = self.n * len(self.prompts)
         seeds = choice_seeds(self.seed, count)
-        return [Request(self.prompts[i // self.n], self.sampling, seeds[i]) for i in range(count)]
+        return [
+            Request(self.prompts[i // self.n], self.sampling, seeds[i], visuals=self.visuals)
+            for i in range(count)
+        ]
 
     @property
     def prompt_tokens(self) -> int:
@@ -132,7 +141,7 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     if choice not in ("auto", "none"):
         raise fields.refuse("tool_choice", choice, "auto or none")
     template = open_template(served, tools if choice == "auto" else [])
-    prompt = tokenize_messages(messages, kwargs, template, served)
+    prompt, visuals = tokenize_messages(messages, kwargs, template, served)
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -146,7 +155,8 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     left = max(1, served.max_tokens - len(prompt))
     reads = template.call_format or "</think>" in served.tokenizer.get_chat_template()
     common = fields, served, (prompt,), max_tokens or left
-    return parse_common(*common, chat=True, tops=tops, template=template if reads else None)
+    request = parse_common(*common, chat=True, tops=tops, template=template if reads else None)
+    return replace(request, visuals=visuals)
 
 
 def parse_common(
@@ -290,15 +300,25 @@ def tokenize_messages(
     kwargs: Mapping[str, Any],
     template: TurnTemplate,
     served: ServedModel,
-) -> tuple[int, ...]:
-    """Tokenise a chat, unless the text that the template makes of it is too long."""
+) -> tuple[tuple[int, ...], tuple[Visual, ...]]:
+    """Tokenise a chat, unless the text that the template makes of it is too long.
+
+    Returns:
+        The token ids, and the images whose placeholders they hold.
+    """
     variables = {**kwargs, **template.told_tools}
+    reader = image_reader(served.processor, served.max_tokens)
+    messages, visuals = read_images(messages, reader)
     try:
         chat = template.as_rendered(messages)
         if served.text_limit is not None:
             text = render_prompt(served.tokenizer, chat, **variables)
             served.text_limit.check(text, "messages")
-        return tuple(encode_prompt(served.tokenizer, chat, **variables))
+        tokens = encode_prompt(served.tokenizer, chat, **variables)
+        if served.processor is not None:
+            placeholders = served.processor.placeholders
+            tokens = placeholders.expand(tokens, visuals, served.tokenizer)
+        return tuple(tokens), visuals
     except REFUSALS as error:
         raise APIError(f"messages: {error}", param="messages") from error
 

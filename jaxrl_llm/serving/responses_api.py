@@ -89,7 +89,7 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
         fields = Fields(item if isinstance(item, dict) else {}, f"{where}.")
         kind = fields.take("type", str, "message" if fields.has("role") else "")
         if kind == "message":
-            role, text = fields.take("role", str, ""), _text(fields, "content", where)
+            role, text = fields.take("role", str, ""), _content(fields, "content", where)
             if role == "assistant":
                 turn("content")["content"] = text
             else:
@@ -104,7 +104,7 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
             turn("").setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             told = {"role": "tool", "tool_call_id": fields.take("call_id", str, "")}
-            messages.append(told | {"content": _text(fields, "output", where)})
+            messages.append(told | {"content": _content(fields, "output", where)})
         else:
             raise APIError(
                 f"{where}: got {shown(item)}, expected the type message, function_call, "
@@ -114,19 +114,31 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(fields: Fields, name: str, where: str) -> str:
-    """Return a text that may come in parts."""
+def _content(fields: Fields, name: str, where: str) -> str | list[dict[str, Any]]:
+    """Return a text that may come in parts, or the parts of a chat's message where some are images.
+
+    What an image's part holds is checked with the chat.
+    """
     given = fields.any_of(name)
     if isinstance(given, str):
         return given
-    parts = given if isinstance(given, list) else [given]
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") in TEXTS
-        if not is_text or not isinstance(part.get("text"), str):
+    parts = list[dict[str, Any]]()
+    for part in given if isinstance(given, list) else [given]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in TEXTS and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind == "input_image" and part.get("file_id") is None:
+            image = {"url": part.get("image_url"), "detail": part.get("detail")}
+            parts.append({"type": "image_url", "image_url": image})
+        else:
             raise APIError(
-                f"{where}.{name}: got {shown(part)}, expected a text or parts of text", param=where
+                f"{where}.{name}: got {shown(part)}, expected a text, or parts of text and images "
+                "(input_image with an image_url)",
+                param=where,
             )
-    return "\n".join(part["text"] for part in parts)
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
 class ResponseEnvelope:

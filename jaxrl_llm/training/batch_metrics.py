@@ -52,6 +52,7 @@ def batch_metrics(
             np.mean([episode.finish == "length" for episode in rollouts.episodes])
         ),
         **summary("prompt_length", prompts),
+        **visual_metrics(batch),
         "critic/groups_without_spread": groups_without_spread(
             given + turn_rewards(rollouts)[usable], batch["group_ids"][usable]
         ),
@@ -63,6 +64,19 @@ def batch_metrics(
         **balance(),
         **scoring_counts(scores),
     }
+
+
+def visual_metrics(batch: Batch) -> dict[str, float]:
+    """Return how many tokens of images and videos sequences have; nothing where none has any.
+
+    `vision/distinct` counts those whose pixels differ.
+    """
+    visuals = batch.visuals
+    tokens = np.array([sum(visual.tokens for visual in own) for own in visuals])
+    if not tokens.any():
+        return {}
+    keys = {visual.key for own in visuals for visual in own}
+    return {**summary("vision/tokens", tokens), "vision/distinct": float(len(keys))}
 
 
 def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:

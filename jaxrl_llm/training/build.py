@@ -44,6 +44,7 @@ from jaxrl_llm.training.teachers import (
     run_in_update,
     teacher_passes,
 )
+from jaxrl_llm.training.visuals import row_visuals
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def build_stages(
     compile_first_step(config, functions, model.model, models, layouts)
     models = with_teachers(models, teacher_passes(teachers), config, functions, tokenizer)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
-    episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack)
+    processor = row_visuals(config).processor
+    episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack, processor)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
     check_schedules(config, functions, count_steps(config, prompts))
     executor = open_executor(1, "background", stack)
@@ -218,7 +220,7 @@ def tokenize_rows(
         tokenizer: the policy's.
         episodes: whose prompts tell of tools; None: the chat template alone is applied.
     """
-    data = config.data
+    data, visuals = config.data, row_visuals(config.model, config.data)
 
     def tokenized(rows: Sequence[Row], key: str) -> list[Prompt]:
         with config_errors_at(key):
@@ -229,6 +231,7 @@ def tokenize_rows(
                 filter_overlong=data.filter_overlong,
                 template_kwargs=data.chat_template_kwargs,
                 encode=episodes and episodes.opening,
+                visuals=visuals,
             )[0]
 
     train = tokenized(train_rows, "data.train")

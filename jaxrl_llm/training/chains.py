@@ -6,13 +6,13 @@ episodes. A model reads each chain by itself, as the policy did. So a batch is c
 micro-batches are packed, and what models say of tokens is put back into their places.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl_llm.types import Batch
+from jaxrl_llm.types import VISUALS, Batch
 
 
 class ChainPlaces(NamedTuple):
@@ -57,7 +57,9 @@ def has_chains(batch: Batch) -> bool:
     return bool(batch.fields.get("chain_ids", np.zeros(1)).max(initial=0) > 0)
 
 
-def cut_chains(batch: Batch, names: Iterable[str], width: int) -> Batch:
+def cut_chains(
+    batch: Batch, names: Iterable[str], width: int, placeholders: Sequence[int] = ()
+) -> Batch:
     """Return a batch with a sequence for each chain; the same one where each episode has one.
 
     Args:
@@ -65,8 +67,9 @@ def cut_chains(batch: Batch, names: Iterable[str], width: int) -> Batch:
         names: of the fields that it needs; those of an episode [B] are each of its chains'.
         width: tokens of the longest chain that there may be. A mini-batch of episodes of one chain
             is cut down to it, as others of the step may have more.
+        placeholders: ids of the tokens that stand for images and videos, which are kept.
     """
-    names = {*names, "mask"} & batch.fields.keys()
+    names = {*names, "mask", *([VISUALS] if placeholders else [])} & batch.fields.keys()
     places = chain_places(batch)
     if places is None:
         if "chain_ids" not in batch.fields or batch.tokens.shape[1] <= width:
@@ -80,7 +83,22 @@ def cut_chains(batch: Batch, names: Iterable[str], width: int) -> Batch:
         else batch[name][places.episodes]
         for name in names
     }
+    if VISUALS in names:
+        fields[VISUALS] = _cut_visuals(batch, places, placeholders)
     return Batch(batch.tokens[rows, places.columns], places.sizes, fields)
+
+
+def _cut_visuals(batch: Batch, places: ChainPlaces, placeholders: Sequence[int]) -> np.ndarray:
+    """Return the images and videos of each chain [N]: those whose first token it has."""
+    cut = np.empty(len(places.sizes), object)
+    is_visual = np.isin(batch.tokens, placeholders) & ~batch["mask"]
+    for chain, (episode, size) in enumerate(zip(places.episodes, places.sizes, strict=True)):
+        visuals = batch.visuals[episode]
+        counts = np.array([0, *(visual.tokens for visual in visuals)]).cumsum()
+        firsts = np.flatnonzero(is_visual[episode])[counts[:-1]]
+        own = np.isin(firsts, places.columns[chain, :size])
+        cut[chain] = tuple(v for v, is_own in zip(visuals, own, strict=True) if is_own)
+    return cut
 
 
 def join_chains(values: np.ndarray, places: ChainPlaces, batch: Batch) -> np.ndarray:

@@ -149,13 +149,8 @@ def _head(
     head = split_head(params, model, layout)
     if head is None:
         return None, PartitionSpec(), HeadProjection()
-    projection = HeadProjection(
-        softcap=model.model.logit_softcap,
-        chunk=model.logprob_chunk,
-        embed_axes=head.embed_axes,
-        vocab_axes=head.vocab_axes,
-    )
-    return head.array, PartitionSpec(head.embed_axes, head.vocab_axes), projection
+    axes = PartitionSpec(head.embed_axes, head.vocab_axes)
+    return head.array, axes, model.projection(head)
 
 
 def top_pass(
@@ -191,7 +186,7 @@ def top_pass(
         top = by_sequence(run(states, head, needed), rows, model, axes=1)
         return {"logprobs": logprobs, **dict(zip(OF_TOP, top, strict=True))}
 
-    return Inference(infer, shape, mesh, {})
+    return Inference(infer, shape, mesh, {}, model)
 
 
 def to_rows(values: Num[Array, "b T K"], rows: Rows) -> Num[Array, "X K"]:

@@ -148,7 +148,7 @@ def per_answer(
     compute = jax.jit(lambda fields: call(function, fields))
 
     def checked(batch: Batch) -> np.ndarray:
-        result = compute(dict(batch.fields))
+        result = compute(batch.arrays)
         values = np.asarray(check_per_answer(result, function, key, kind, len(batch["mask"])))
         values = np.where(batch["usable"], values, np.zeros_like(values))
         if kind is not np.bool_ and not np.isfinite(values).all():
@@ -188,7 +188,7 @@ def correction_step(functions: Sequence[Callable[..., Any]]) -> Callable[[Batch]
         return weights
 
     def add(batch: Batch) -> Batch:
-        weights = np.asarray(compute(dict(batch.fields)))
+        weights = np.asarray(compute(batch.arrays))
         if not np.isfinite(weights[batch["mask"]]).all():
             names = ", ".join(name_of(function) for function in functions)
             raise ScoreError(f"algorithm.correction: {names} returned NaN or infinity")
@@ -237,7 +237,7 @@ def advantage_step(
     compute = jax.jit(functools.partial(compute_advantages, function, with_returns=with_returns))
 
     def add(batch: Batch) -> Batch:
-        arrays = {name: np.asarray(array) for name, array in compute(dict(batch.fields)).items()}
+        arrays = {name: np.asarray(array) for name, array in compute(batch.arrays).items()}
         for name, array in arrays.items():
             wrong = np.flatnonzero(~np.isfinite(array).all(1))
             if wrong.size:

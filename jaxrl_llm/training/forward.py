@@ -10,17 +10,27 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.algorithms.logprobs import TokenStats, token_stats, token_stats_from_logits
+from jaxrl_llm.algorithms.logprobs import (
+    TokenStats,
+    projected_token_stats,
+    token_stats_from_logits,
+)
+from jaxrl_llm.algorithms.projection import HeadProjection
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.capabilities import RoutedModel
 from jaxrl_llm.models.gather import SplitMatrix
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.kernels import Kernel
-from jaxrl_llm.models.model import Model, RoutedModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.spec import RouteShape
+from jaxrl_llm.models.vision.inputs import VisualTokens
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
+from jaxrl_llm.training.visuals import VisualPacker
 from jaxrl_llm.types import ROUTES, Rows
 
 
@@ -35,7 +45,7 @@ class ForwardConfig:
     (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), `rules` how a model of the
     user's own splits its logical axes, and `longest` is the most tokens of a sequence, where rows
     are longer. Where `router_replay`, the config's key, is not none, tokens go to the experts that
-    their rows say.
+    their rows say. `visuals` packs the images and videos that the model reads; None: it reads none.
     """
 
     model: Model
@@ -51,6 +61,7 @@ class ForwardConfig:
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES, hash=False)
     longest: int | None = None
     router_replay: str = "none"
+    visuals: VisualPacker | None = field(default=None, hash=False)
 
     @property
     def replays(self) -> bool:
@@ -69,6 +80,17 @@ class ForwardConfig:
             return None
         assert isinstance(self.model, RoutedModel), "the config's check has refused others"
         return self.model.route_shape
+
+    def projection(self, head: SplitMatrix, temperature: float = 1.0) -> HeadProjection:
+        """Return how hidden states become logits by an output projection that devices hold."""
+        return HeadProjection(
+            temperature=temperature,
+            softcap=self.model.logit_softcap,
+            chunk=self.logprob_chunk,
+            embed_axes=head.embed_axes,
+            vocab_axes=head.vocab_axes,
+            never=() if self.visuals is None else self.visuals.spec.never_sampled,
+        )
 
     def over(self, shape: RowShape) -> "ForwardConfig":
         """Return the same for micro-batches of a shape."""
@@ -105,11 +127,7 @@ def token_stats_from_hidden(
         score = functools.partial(token_stats_from_logits, temperature=config.temperature)
     else:
         score = functools.partial(
-            token_stats,
-            temperature=config.temperature,
-            softcap=config.model.logit_softcap,
-            chunk=config.logprob_chunk,
-            head_axes=(head.embed_axes, head.vocab_axes),
+            projected_token_stats, config.projection(head, temperature=config.temperature)
         )
         places.insert(1, head.array)
         specs.insert(1, PartitionSpec(head.embed_axes, head.vocab_axes))
@@ -182,9 +200,9 @@ def _run(
         layout.split_context(jnp.asarray(x))
         for x in (rows.tokens, rows.positions, rows.segment_ids)
     )
-    replayed = {}
-    if config.replays:
-        replayed["routes"] = layout.split_context(jnp.asarray(rows.routes))
+    given = {}
+    if config.replays or config.visuals is not None:
+        given["inputs"] = _inputs(params, rows, config, layout)
     return config.model.hidden_states(
         params,
         tokens,
@@ -193,8 +211,27 @@ def _run(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         layout=layout,
-        **replayed,
+        **given,
     )
+
+
+def _inputs(params: Params, rows: Rows, config: ForwardConfig, layout: Layout) -> RowInputs:
+    """Return what the rows hold beside tokens, with features of the patches that they have."""
+    routes = layout.split_context(jnp.asarray(rows.routes)) if config.replays else None
+    if config.visuals is None:
+        return RowInputs(routes)
+    assert rows.visual is not None, "the model's own packer has packed the rows"
+    index, given, rotary = rows.visual
+    if isinstance(given, PatchRows):
+        given = config.visuals.model.encode_visuals(
+            params,
+            given,
+            dtype=jnp.dtype(config.dtype),
+            remat=config.remat,
+            layout=layout,
+            bounds=FrameBounds(),
+        )
+    return RowInputs(routes, VisualTokens(jnp.asarray(index), given), rotary)
 
 
 def values_from_hidden(

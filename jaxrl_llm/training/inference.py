@@ -64,7 +64,7 @@ def logprob_pass(
         stats = token_stats_from_hidden(everything, hidden, rows, model, mesh)._asdict()
         return {name: (stats | {ROUTES: routes})[name] for name in names}
 
-    return Inference(infer, shape, mesh, frozen or {}, model.route_shape)
+    return Inference(infer, shape, mesh, frozen or {}, model)
 
 
 def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference":
@@ -73,7 +73,7 @@ def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference"
     def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
         return {"values": value_fields(combine_params(params, rest), rows, model, mesh)}
 
-    return Inference(infer, shape, mesh, {})
+    return Inference(infer, shape, mesh, {}, model)
 
 
 class Inference:
@@ -84,7 +84,7 @@ class Inference:
         shape: of the micro-batches.
         mesh: the devices.
         frozen: the parameters that are not in those given at each call.
-        route_shape: of the choices of experts that it replays; None: it replays none.
+        model: how the model is run, which says what rows hold for it beside tokens.
 
     Attributes:
         run: `compute`, jitted.
@@ -97,13 +97,13 @@ class Inference:
         shape: RowShape,
         mesh: Mesh,
         frozen: Params,
-        route_shape: RouteShape | None = None,
+        model: ForwardConfig,
     ) -> None:
         """Compile nothing yet."""
         options = compiler_options(Task.TRAIN, mesh.devices.flat)
         self.run: Any = jax.jit(compute, compiler_options=options)
-        self.programs, self._frozen = BucketPrograms("log-probs", self.run, shape, mesh), frozen
-        self._route_shape = route_shape
+        self.programs = BucketPrograms("log-probs", self.run, shape, mesh, model.visuals)
+        self._frozen, self._route_shape = frozen, model.route_shape
 
     def compile_ahead(self, params: Params, rows_like: Callable[[RowShape], Rows]) -> None:
         """Begin to compile what the first batch needs in all likelihood.
@@ -151,7 +151,7 @@ def balance_pass(
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
         return router_totals(combine_params(params, rest), rows, model, mesh)
 
-    programs = BucketPrograms("experts' load", count, shape, mesh)
+    programs = BucketPrograms("experts' load", count, shape, mesh, model.visuals)
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def weigh(total: RouterStats) -> Array:

@@ -176,6 +176,7 @@ def packed_shape(
     longest: int,
     sequences: int,
     long_rows: bool = False,
+    visual_tokens: int | None = None,
 ) -> RowShape:
     """Return the shape of the micro-batches of a pass.
 
@@ -186,6 +187,7 @@ def packed_shape(
         longest: sequence, in tokens; a row is as long, or longer if several devices share it.
         sequences: in all.
         long_rows: whether a row may be several times as long; see `takes_long_rows`.
+        visual_tokens: the most on each device that stand for images and videos; None: all.
 
     Raises:
         ConfigError: a device can't hold its part of a row.
@@ -198,7 +200,7 @@ def packed_shape(
             f"tokens, which context={layout.pieces} share: expected "
             f"{length // layout.pieces} or more"
         )
-    return row_shape(
+    shape = row_shape(
         tokens * layout.shards,
         length,
         sequences=sequences,
@@ -207,6 +209,7 @@ def packed_shape(
         unit=share,
         long_rows=long_rows,
     )
+    return shape._replace(visual_share=min(1.0, (visual_tokens or tokens) / tokens))
 
 
 def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> bool:
@@ -247,6 +250,7 @@ def microbatch_shape(
         longest=longest,
         sequences=minibatch_size(config),
         long_rows=takes_long_rows(forward, layout, longest),
+        visual_tokens=config.batch.max_visual_tokens_per_device,
     )
 
 

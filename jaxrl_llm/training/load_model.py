@@ -37,6 +37,7 @@ from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.kernel_choice import choose_attention, choose_experts
 from jaxrl_llm.training.own_model import KEY, check_axes, make_model
+from jaxrl_llm.training.visuals import FrozenTower, VisualPacker
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +50,24 @@ class LoadedModel(NamedTuple):
         params: float32 master weights of what is trained: all, or the adapter.
         like: shape, dtype and sharding of each of these arrays.
         frozen: the model that an adapter is beside, in the compute dtype; None without one.
+        tower: the vision tower, if it is frozen.
     """
 
     model: Model
     params: Any
     like: Any
     frozen: Any = None
+    tower: FrozenTower | None = None
 
     @property
     def spec(self) -> ModelSpec:
         """Return the architecture, of a model that a Hugging Face directory describes."""
         return decoder_spec(self.model)
+
+    @property
+    def tower_params(self) -> Any:
+        """Return the parameters of a frozen vision tower; None without one."""
+        return self.tower and self.tower.params
 
     def for_length(self, longest: int) -> "LoadedModel":
         """Return it as it is run where no sequence is longer; see `ModelSpec.for_length`."""
@@ -76,17 +84,57 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
     if config.function is not None:
         return open_own_model(config, config.function, layout, seed=seed)
     with config_errors_at("model.path"):
-        spec = read_spec(config.path)
+        spec = model_spec(config)
         if spec.value_head or spec.reward_head:
             raise ValueError(f"{config.path} ends in a value head, expected a language model")
         is_adapted = config.lora is not None or config.adapter is not None
         check_expert_keys(config, spec, is_adapted=is_adapted)
-        if not config.random_init:
-            model = read_model(config.path, spec, layout)
-            return with_adapter(model, config, layout, seed=seed) if is_adapted else model
-        split = layout.of(declare(spec))
-        draw = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)
-        return laid_out(model_of(spec), draw(jax.random.key(seed)), layout)
+        whole = dataclasses.replace(spec, vision_apart=False)
+        if config.random_init:
+            split = layout.of(declare(whole))
+            draw = jax.jit(lambda key: init_params(whole, key=key), out_shardings=split)
+            model = laid_out(model_of(whole), draw(jax.random.key(seed)), layout)
+        else:
+            model = read_model(config.path, whole, layout)
+        if spec.vision_apart:
+            model = with_frozen_tower(model, spec, layout, config.dtype)
+        return with_adapter(model, config, layout, seed=seed) if is_adapted else model
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """Read the spec of a model as it is trained: without its tower, if that is not.
+
+    Raises:
+        ConfigError: a tower is asked for that is not there.
+        ValueError: as for `read_spec`, as FileNotFoundError.
+    """
+    if config.vision == "none":
+        return read_spec(config.path)
+    spec = read_spec(config.path, vision=True)
+    if spec.vision is None:
+        raise ConfigError(
+            f"model.vision={config.vision}, but {config.path} has no vision tower that reads "
+            "images (docs/models.md lists those that have): set it to none"
+        )
+    return dataclasses.replace(spec, vision_apart=config.vision == "frozen")
+
+
+def with_frozen_tower(
+    model: LoadedModel, spec: ModelSpec, layout: Layout, dtype: str
+) -> LoadedModel:
+    """Return a model without its vision tower, and that beside it in the compute dtype.
+
+    Args:
+        model: with its tower.
+        spec: of the same without.
+        layout: where it stands.
+        dtype: of computing.
+    """
+    decoder, params = Decoder(spec), dict(model.params)
+    homes, dtypes = layout.of(declare(model.spec)), compute_dtypes(model.spec, dtype)
+    tower = reshard(params.pop("vision"), homes["vision"], dtype=dtypes["vision"])
+    alone = laid_out(decoder, params, layout)
+    return alone._replace(tower=FrozenTower(tower, decoder, layout, dtype))
 
 
 def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
@@ -200,7 +248,8 @@ def with_adapter(
     if config.dtype != "float32":
         dtypes = compute_dtypes(base.spec, config.dtype)
         frozen = reshard(frozen, layout.of(declare(base.spec)), dtype=dtypes)
-    return LoadedModel(model_of(spec), adapter, like_of(adapter, split), frozen)
+    like = like_of(adapter, split)
+    return LoadedModel(model_of(spec), adapter, like, frozen, base.tower)
 
 
 def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) -> ModelSpec:
@@ -270,9 +319,20 @@ def like_of(params: Any, layout: Any) -> Any:
 
 
 def forward_config(
-    config: ModelConfig, model: Model, layout: Layout, temperature: float = 1.0
+    config: ModelConfig,
+    model: Model,
+    layout: Layout,
+    temperature: float = 1.0,
+    tower: FrozenTower | None = None,
 ) -> ForwardConfig:
     """Return how the model is run in training.
+
+    Args:
+        config: of the model.
+        model: the functions.
+        layout: where it stands.
+        temperature: that logits are divided by.
+        tower: what has features of images, if that is not trained.
 
     Raises:
         ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
@@ -280,6 +340,7 @@ def forward_config(
     """
     check_split(config, model, layout)
     spec = model.spec if isinstance(model, Decoder) else None  # another model attends by itself
+    sees = isinstance(model, Decoder) and model.vision is not None
     return ForwardConfig(
         model=model,
         dtype=config.dtype,
@@ -292,6 +353,7 @@ def forward_config(
         kernel=spec and choose_attention(config.attention, spec, layout, config.dtype).kernel,
         grouped_kernels=spec and choose_experts(config.experts, spec, layout, config.dtype),
         rules=layout.rules if spec is None else DEFAULT_RULES,
+        visuals=VisualPacker(model, tower) if sees else None,
     )
 
 

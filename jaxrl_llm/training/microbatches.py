@@ -13,9 +13,11 @@ from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_
 from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches, plan_whole
 from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.vision.positions import placeholders
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.chains import chain_places, cut_chains, join_chains
+from jaxrl_llm.training.visuals import VisualPacker
 from jaxrl_llm.types import ROUTES, Batch, Rows
 
 Fields = dict[str, Any]
@@ -37,6 +39,7 @@ def pack_microbatches(
     shape: RowShape,
     mesh: Mesh,
     ready: Callable[[RowShape], Any] | None = None,
+    visuals: VisualPacker | None = None,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """Cut a batch into micro-batches on the devices, each with the indices of its sequences.
 
@@ -46,21 +49,28 @@ def pack_microbatches(
         shape: of the micro-batches.
         mesh: the devices.
         ready: waits until micro-batches of a bucket can be run.
+        visuals: packs images and videos; None: the model reads none.
 
     Raises:
-        ValueError: a batch wider than the longest sequence.
+        ValueError: a batch wider than the longest sequence; a sequence with more images than fit.
     """
     if batch.tokens.shape[1] > shape.width:
         raise ValueError(
             f"a batch of {batch.tokens.shape[1]} columns, expected at most {shape.width}"
         )
     sharding = over_batch(mesh)
-    for planned in plan_microbatches(batch.sequence_lengths, shape):
-        members, bucket = in_bucket(batch.sequence_lengths, planned, shape)
-        indices, micro = _laid_out(batch, names, members, bucket)
+    sizes = _sizes(batch, shape, visuals)
+    for planned in plan_microbatches(sizes, shape):
+        members, bucket = in_bucket(sizes, planned, shape)
+        indices, micro = _laid_out(batch, names, members, bucket, visuals)
         if ready is not None:
             ready(bucket)
         yield indices, distributed.put(micro, sharding)
+
+
+def _sizes(batch: Batch, shape: RowShape, visuals: VisualPacker | None) -> np.ndarray:
+    """Return the room in a row that each sequence takes."""
+    return batch.sequence_lengths if visuals is None else visuals.sizes(batch, shape)
 
 
 def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
@@ -83,12 +93,18 @@ def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
 
 
 def _laid_out(
-    batch: Batch, names: Iterable[str], members: list[list[int]], bucket: RowShape
+    batch: Batch,
+    names: Iterable[str],
+    members: list[list[int]],
+    bucket: RowShape,
+    visuals: VisualPacker | None,
 ) -> tuple[np.ndarray, MicroBatch]:
     indices = np.array([i for row in members for i in row], np.int32)
     marks = [batch.fields.get(name) for name in ("mask", "second_start")]
     marks += [batch[ROUTES]] if ROUTES in names else []
     rows = pack_rows(batch.tokens, batch.sequence_lengths, members, bucket, *marks)
+    if visuals is not None:
+        rows = rows._replace(visual=visuals.rows(batch, members, bucket))
     fields = {n: _pad(batch[n][indices], bucket) for n in names if n != ROUTES}
     return indices, MicroBatch(rows, fields)
 
@@ -113,11 +129,20 @@ class BucketPrograms:
         step: jitted; a call of it finds what is compiled here.
         shape: of the micro-batches.
         mesh: the devices.
+        visuals: packs images and videos; None: the model reads none.
     """
 
-    def __init__(self, label: str, step: Any, shape: RowShape, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        label: str,
+        step: Any,
+        shape: RowShape,
+        mesh: Mesh,
+        visuals: VisualPacker | None = None,
+    ) -> None:
         """Begin without any."""
         self._label, self._step, self._shape, self._mesh = label, step, shape, mesh
+        self._visuals = visuals
         self._is_ahead = compiles_ahead(mesh.devices.flat)
         self._programs: dict[Any, dict[RowShape, PendingProgram]] = {}
 
@@ -147,19 +172,21 @@ class BucketPrograms:
             params: what the step runs with; their layout and dtypes tell programs apart.
             inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
-        buckets, batch = self._shape.buckets, cut_chains(batch, names, self._shape.width)
+        buckets, visuals = self._shape.buckets, self._visuals
+        ids = () if visuals is None else placeholders(visuals.spec)
+        batch = cut_chains(batch, names, self._shape.width, ids)
         programs = self._programs.get(layout_and_dtypes(params), {})
         is_ready = all(p.is_done and not p.has_failed for p in programs.values())
         if len(programs) < len(buckets) or not is_ready:
             for bucket in buckets:
-                micro = _as_shapes(_laid_out(batch, names, [], bucket)[1], self._mesh)
+                micro = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], self._mesh)
                 given = abstract(inputs(micro))
                 self._program(params, bucket, lambda given=given: given)
             programs = self._programs[layout_and_dtypes(params)]
             self._start(programs, batch)
         ready = {bucket: program.result for bucket, program in programs.items()}
         return pack_microbatches(
-            batch, names, self._shape, self._mesh, lambda bucket: ready[bucket]()
+            batch, names, self._shape, self._mesh, lambda bucket: ready[bucket](), visuals
         )
 
     def _start(self, programs: dict[RowShape, PendingProgram], batch: Batch) -> None:
@@ -167,7 +194,7 @@ class BucketPrograms:
         if not self._is_ahead:
             compile_all([programs[bucket] for bucket in self._shape.buckets])
             return
-        sizes = batch.sequence_lengths
+        sizes = _sizes(batch, self._shape, self._visuals)
         plans = plan_microbatches(sizes, self._shape)
         needed = dict.fromkeys(in_bucket(sizes, plan, self._shape)[1] for plan in plans)
         BACKGROUND.add([programs[bucket] for bucket in needed][1:])  # this thread takes the first

@@ -105,7 +105,9 @@ def make_roles(
             model = laid_out(actor.model, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
-        settings = forward_config(config.model, model.model, layout, config.rollout.temperature)
+        settings = forward_config(
+            config.model, model.model, layout, config.rollout.temperature, actor.tower
+        )
         settings = replaying(settings, config) if name == "actor" else settings
         shape = shape_on(settings, layout)
         updates = update_shape(config, settings, layout, shape)
@@ -274,7 +276,7 @@ def covariance_annotator(
 
     def annotate(state: TrainState, batch: Batch) -> Batch:
         key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
-        fields = {**batch.fields, "logprobs": infer(state.params, batch)["logprobs"]}
+        fields = {**batch.arrays, "logprobs": infer(state.params, batch)["logprobs"]}
         high = check_marks(compute(fields, key), select, batch.tokens.shape)
         return batch.add(high_covariance=np.asarray(high))
 

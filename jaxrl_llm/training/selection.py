@@ -180,7 +180,7 @@ def pair_maker(
     compute = jax.jit(lambda fields: call(function, fields))
 
     def make(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        result = check_pairs(compute(dict(batch.fields)), function)
+        result = check_pairs(compute(batch.arrays), function)
         chosen, rejected, valid = map(np.asarray, result)
         chosen, rejected = chosen[valid], rejected[valid]
         groups, usable = batch["group_ids"], batch["usable"]

@@ -51,7 +51,8 @@ from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.teacher_model import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
-from jaxrl_llm.types import Batch
+from jaxrl_llm.training.visuals import row_visuals
+from jaxrl_llm.types import VISUALS, Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
 
@@ -114,6 +115,7 @@ def _train(
         clock = Clock()
         batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
         with clock("update_actor"):
+            _keep_features(learner, batch)
             state, update_metrics = learner.update(state, batch, coefs)
             update_metrics = jax.device_get(update_metrics)
         check_skipped(int(update_metrics["skipped"]), config.optim.max_skipped)
@@ -142,6 +144,13 @@ def _train(
     check_finished(step, total)
     BACKGROUND.clear()  # its programs' shapes hold on to the base
     return state.params, model, base, opened.display
+
+
+def _keep_features(learner: Learner, batch: Batch) -> None:
+    """Compute the features of a step's images where the vision tower is frozen."""
+    tower = learner.model.visuals and learner.model.visuals.tower
+    if tower is not None:
+        tower.keep(visual for visuals in batch.visuals for visual in visuals)
 
 
 def _loss_metrics(updated: Fields, teacher: SftTeacherConfig) -> dict[str, float]:
@@ -184,7 +193,7 @@ def _start(
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
-    forward = forward_config(config.model, model.model, layout)
+    forward = forward_config(config.model, model.model, layout, tower=model.tower)
     shape = packed_shape(
         layout,
         model.model,
@@ -192,6 +201,7 @@ def _start(
         longest=config.data.max_tokens,
         sequences=config.batch.examples_per_step,
         long_rows=takes_long_rows(forward, layout, config.data.max_tokens),
+        visual_tokens=config.batch.max_visual_tokens_per_device,
     )
     forward = forward.over(shape)
     objective, coefs = _objective(config, model.model, layout, shape)
@@ -248,6 +258,7 @@ def _objective(
 def _read_examples(config: SftConfig) -> list[Example]:
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
+    visuals = row_visuals(config.model, config.data)
     try:
         rows = load_rows(config.data.dataset, config.data.train, check=check_example_row)
         return tokenize_examples(
@@ -256,17 +267,24 @@ def _read_examples(config: SftConfig) -> list[Example]:
             max_tokens=config.data.max_tokens,
             filter_overlong=config.data.filter_overlong,
             template_kwargs=config.data.chat_template_kwargs,
+            visuals=visuals,
         )[0]
     except (ValueError, OSError) as error:
         raise ConfigError(f"data.train: {error}") from error
 
 
 def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:
-    """Lay examples out as a batch [B T] whose mask is true on the responses."""
+    """Lay examples out as a batch [B T] whose mask is true on the responses; decode images."""
     tokens = np.zeros((len(examples), max_tokens), np.int32)
     mask = np.zeros(tokens.shape, bool)
     for i, example in enumerate(examples):
         tokens[i, : len(example.tokens)] = example.tokens
         mask[i, example.response_start : len(example.tokens)] = True
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
-    return Batch(tokens, sizes, {"mask": mask})
+    batch = Batch(tokens, sizes, {"mask": mask})
+    if any(example.load for example in examples):
+        visuals = np.empty(len(examples), object)
+        for i, example in enumerate(examples):
+            visuals[i] = example.load() if example.load else ()
+        batch = batch.add(**{VISUALS: visuals})
+    return batch

@@ -314,7 +314,7 @@ class Learner:
     @functools.cached_property
     def programs(self) -> BucketPrograms:
         """The programs of `accumulate`."""
-        return BucketPrograms("update", self.accumulate, self.shape, self.mesh)
+        return BucketPrograms("update", self.accumulate, self.shape, self.mesh, self.model.visuals)
 
     @functools.cached_property
     def _weigh(self) -> Callable[..., tuple[Array, Array]]:

@@ -213,7 +213,11 @@ class Window:
             self._ordinal += 1
 
     def _new_group(self, ordinal: int, prompt: Prompt) -> Group:
-        """Return a group of which nothing is drawn; its seeds depend on its ordinal alone."""
+        """Return a group of which nothing is drawn; its seeds depend on its ordinal alone.
+
+        Images and videos of the prompt are decoded.
+        """
+        prompt = prompt.loaded()
         samples, size = self.config.rollout.samples_per_prompt, self.config.batch.prompts_per_step
         batch, place = divmod(ordinal, size)
         draw = self.config.seed, batch + 1, TRAINING, 0

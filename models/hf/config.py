@@ -10,8 +10,16 @@ from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
 from jaxrl_llm.models.hf.files import INDEX, SINGLE, find_arrays, read_json
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.hf.nested import text_config, with_dtype, with_text
+from jaxrl_llm.models.hf.nested import (
+    INSIDE,
+    read_seeing,
+    text_config,
+    with_dtype,
+    with_text,
+    write_seeing,
+)
 from jaxrl_llm.models.hf.quantized import QUANTIZATION
+from jaxrl_llm.models.hf.vision import read_colors
 from jaxrl_llm.models.spec import ModelSpec
 
 ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -20,20 +28,22 @@ SCORING = "jaxrl_llm_scoring"
 """Key of `config.json` that says how a reward model was trained to read answers."""
 
 
-def read_spec(directory: str | Path) -> ModelSpec:
+def read_spec(directory: str | Path, *, vision: bool = False) -> ModelSpec:
     """Read the spec of a model from the `config.json` of its directory.
 
     Args:
         directory: Holds `config.json`, in the form of transformers 4 (`rope_theta`,
             `rope_scaling`) or 5 (`rope_parameters`); or a hub repository, as `resolve` takes it.
+        vision: Whether the vision tower is a part of the model; else what it is made of is none of
+            ours, and the spec is that of the language model.
 
     Returns:
         The spec; a token classifier with one label has a value head, and a sequence classifier with
         one label has a reward head.
 
     Raises:
-        ValueError: The architecture, the number of labels, a key or its value is not supported; or
-            a key is missing.
+        ValueError: The architecture, the number of labels, a key or its value is not supported; a
+            key is missing; or a tower is asked for that is not there.
         FileNotFoundError: There is no `config.json`.
 
     >>> import json, tempfile
@@ -49,9 +59,13 @@ def read_spec(directory: str | Path) -> ModelSpec:
         family, head = _family_of(config)
         if head:
             _check_labels(config)
-        spec = read_family(family, text_config(family, config), value_head=head == "value")
-        prefix = _stored_prefix(path.parent, family) or spec.hf_prefix
-        return dataclasses.replace(spec, reward_head=head == "reward", hf_prefix=prefix)
+        is_critic = head == "value"
+        if vision:
+            spec = read_seeing(family, config, read_colors(path.parent), value_head=is_critic)
+        else:
+            spec = read_family(family, text_config(family, config), value_head=is_critic)
+        spec = dataclasses.replace(spec, reward_head=head == "reward")
+        return _with_stored_prefixes(spec, path.parent, family)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -75,10 +89,9 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
     spec = spec.for_length(1)
     closest: tuple[Family, dict[str, Any]] | None = None
     for family in FAMILIES:
-        if family.text_key or family.write_parts(spec) is None:
+        if not _may_be_written(family, spec):
             continue
-        config = write_family(family, spec)
-        back = read_family(family, config, value_head=spec.value_head)
+        config, back = _written(family, spec)
         differing = _differing(spec, dataclasses.replace(back, reward_head=spec.reward_head))
         if not differing and spec.reward_head:
             return config | _reward_config(family)
@@ -86,10 +99,29 @@ def make_config(spec: ModelSpec) -> dict[str, Any]:
             return config | (_value_config(family) if spec.value_head else {})
         if closest is None or len(differing) < len(closest[1]):
             closest = family, differing
-    assert closest is not None
+    if closest is None:
+        raise ValueError(f"no supported family has such a vision tower: {spec.vision}")
     raise ValueError(
         f"no supported family has such a model; the closest, {closest[0].name}, has {closest[1]}"
     )
+
+
+def _may_be_written(family: Family, spec: ModelSpec) -> bool:
+    if spec.vision is None:
+        is_alike = family.tower is None
+    else:
+        kind = family.tower.kind if family.tower and family.text_key else None
+        is_alike = spec.vision.kind == kind
+    return is_alike and family.write_parts(spec) is not None
+
+
+def _written(family: Family, spec: ModelSpec) -> tuple[dict[str, Any], ModelSpec]:
+    """Return the config of a model in a family, and the spec that it says."""
+    if spec.vision is None:
+        config = write_family(family, spec)
+        return config, read_family(family, config, value_head=spec.value_head)
+    config = write_seeing(family, spec)
+    return config, read_seeing(family, config, None, value_head=spec.value_head)
 
 
 def read_scoring(directory: str | Path) -> dict[str, Any]:
@@ -142,7 +174,8 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     """
     if source is None:
         return make_config(spec) | {"dtype": dtype.name, "torch_dtype": dtype.name}
-    origin, spec = read_spec(source), spec.for_length(1)
+    spec = spec.for_length(1)
+    origin = read_spec(source, vision=spec.vision is not None)
     new_head = spec.value_head and not origin.value_head
     new_score = spec.reward_head and not origin.reward_head
     critic = dataclasses.replace(origin, value_head=True, reward_head=False)
@@ -170,16 +203,19 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
     return with_dtype(config, dtype.name)
 
 
-def untouched_prefixes(directory: str | Path) -> tuple[str, ...]:
+def untouched_prefixes(directory: str | Path, *, vision: bool = False) -> tuple[str, ...]:
     """Return what names of arrays begin with that a model's architecture has beside ours.
 
     Args:
         directory: As for `read_spec`.
+        vision: As there.
 
     Raises:
         ValueError: The architecture is not supported.
     """
-    return _family_of(read_json(resolve(directory) / "config.json"))[0].untouched
+    family = _family_of(read_json(resolve(directory) / "config.json"))[0]
+    ours = family.tower.prefixes if vision and family.tower else ()
+    return tuple(prefix for prefix in family.untouched if prefix not in ours)
 
 
 def _family_of(config: dict[str, Any]) -> tuple[Family, str]:
@@ -194,7 +230,7 @@ def _family_of(config: dict[str, Any]) -> tuple[Family, str]:
             return family, "value"
         if family.reward_model and architectures == [family.reward_model]:
             return family, "reward"
-    language = ", ".join(family.language_model for family in FAMILIES)
+    language = ", ".join(dict.fromkeys(family.language_model for family in FAMILIES))
     value = ", ".join(family.value_model for family in FAMILIES if family.value_model)
     raise ValueError(
         f"architectures {architectures!r}; supported are one of {language} and, as critics, "
@@ -229,20 +265,35 @@ def _unused_token(config: dict[str, Any]) -> int | None:
     return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
 
-def _stored_prefix(directory: Path, family: Family) -> str | None:
-    """Return what names of arrays begin with in a text model that came out of a larger one.
+def _with_stored_prefixes(spec: ModelSpec, directory: Path, family: Family) -> ModelSpec:
+    """Return a spec with what names of arrays begin with in the model's files.
 
-    transformers saves its arrays under their names there, beside a config that is not nested.
+    transformers saves the arrays of a text model that came out of a larger one under their names
+    there, beside a config that is not nested. Those of Qwen2.5-VL have other names in memory than
+    in published files, and there are tools that save what they have in memory.
     """
-    larger = [f.common["hf_prefix"] for f in FAMILIES if f.name == family.name and f.text_key]
+    larger = [f for f in FAMILIES if f.name == family.name and f.tower is not None]
     if not larger or not any((directory / name).exists() for name in (SINGLE, INDEX)):
-        return None
-    return next((p for p in larger for name in find_arrays(directory) if name.startswith(p)), None)
+        return spec
+    names = find_arrays(directory).keys()
+
+    def stored(prefixes: tuple[str, ...], usual: str) -> str:
+        found = (p for p in prefixes if any(name.startswith(p) for name in names))
+        return next(found, usual)
+
+    spec = dataclasses.replace(spec, hf_prefix=stored((INSIDE,), spec.hf_prefix))
+    if spec.vision is None or family.tower is None:
+        return spec
+    prefix = stored(family.tower.prefixes, spec.vision.hf_prefix)
+    return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, hf_prefix=prefix))
 
 
 def _differing(spec: ModelSpec, other: ModelSpec) -> dict[str, Any]:
     """Return the fields in which specs differ, but for names: transformers takes either."""
     theirs = vars(other) | {"hf_prefix": spec.hf_prefix}
+    if spec.vision and other.vision:
+        prefix = spec.vision.hf_prefix
+        theirs["vision"] = dataclasses.replace(other.vision, hf_prefix=prefix)
     return {name: value for name, value in theirs.items() if value != vars(spec)[name]}
 
 

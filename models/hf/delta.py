@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.hf.family import FULL, LINEAR, Family, check_whole
+from jaxrl_llm.models.hf.family import FULL, LINEAR, Family
+from jaxrl_llm.models.hf.keys import Config, check_whole
+from jaxrl_llm.models.hf.nested import seeing
 from jaxrl_llm.models.hf.parts import BALANCE_KEYS, only_values
 from jaxrl_llm.models.hf.rope import FRACTION_KEY
+from jaxrl_llm.models.hf.vision import qwen3_tower
 from jaxrl_llm.models.moe.routing import SoftmaxRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
-
-Config = Mapping[str, Any]
 
 DELTA_KEYS = {
     "linear_num_key_heads": "key_heads",
@@ -151,7 +152,7 @@ DELTA_DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 # what transformers' text models pass over, too
-VISION, NEXT_TOKENS = "model.visual.", "mtp."
+NEXT_TOKENS = "mtp."
 DELTA: dict[str, Any] = {
     "keys": {"attention_bias": "qkv_bias"},
     "derived": {"layer_types": every_nth_attends},
@@ -173,19 +174,6 @@ DELTA_EXPERTS = {
 DELTA_MOE = DELTA | {
     "derived": DELTA["derived"] | {"intermediate_size": lambda config: config[EXPERT_WIDTH]}
 }
-
-
-def _seeing(family: Family, model_type: str, **fields: Any) -> Family:
-    """Return the family of models that see images, too, with the language models of another."""
-    return dataclasses.replace(
-        family,
-        model_type=model_type,
-        common=family.common | {"hf_prefix": "model.language_model."},
-        language_class="ForConditionalGeneration",
-        text_key="text_config",
-        untouched=(VISION, NEXT_TOKENS),
-        **fields,
-    )
 
 
 QWEN3_5 = Family(
@@ -226,6 +214,6 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         write_parts=write_qwen3_next,
         **DELTA_MOE,
     ),
-    _seeing(QWEN3_5, "qwen3_5", sequence_classifier="ForSequenceClassification"),
-    _seeing(QWEN3_5_MOE, "qwen3_5_moe"),
+    seeing(QWEN3_5, qwen3_tower("qwen3_5"), sequence_classifier="ForSequenceClassification"),
+    seeing(QWEN3_5_MOE, qwen3_tower("qwen3_5_moe")),
 )

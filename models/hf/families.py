@@ -24,6 +24,8 @@ from jaxrl_llm.models.hf.deepseek import (
 )
 from jaxrl_llm.models.hf.delta import DELTA_FAMILIES
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
+from jaxrl_llm.models.hf.gemma import GEMMA_FAMILIES
+from jaxrl_llm.models.hf.layer_types import QWEN_LAYERS, all_full, last_slide
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
     GPT_OSS_KEYS,
@@ -43,12 +45,9 @@ from jaxrl_llm.models.hf.rope import (
     write_phi3,
     write_smollm3,
 )
+from jaxrl_llm.models.hf.vision_families import VISION_FAMILIES
 
 Config = Mapping[str, Any]
-
-
-def _all_full(config: Config) -> list[str]:
-    return [FULL] * config["num_hidden_layers"]
 
 
 def _all_alike(config: Config) -> list[str]:
@@ -56,17 +55,6 @@ def _all_alike(config: Config) -> list[str]:
     reaches_all = window is None or window >= config["max_position_embeddings"]
     kind = FULL if reaches_all else SLIDING
     return [kind] * config["num_hidden_layers"]
-
-
-def _last_slide(config: Config) -> list[str]:
-    slides = config["use_sliding_window"] and config["sliding_window"] is not None
-    first = config["max_window_layers"] if slides else config["num_hidden_layers"]
-    return [SLIDING if i >= first else FULL for i in range(config["num_hidden_layers"])]
-
-
-def _every_nth_is_full(config: Config) -> list[str]:
-    period = config["sliding_window_pattern"]
-    return [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
 
 
 def _every_fourth_is_full(config: Config) -> list[str]:
@@ -96,31 +84,13 @@ def _width_per_head(config: Config) -> int:
     return config["hidden_size"] // config["num_attention_heads"]
 
 
-QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-GEMMA: dict[str, Any] = {
-    "activation_key": "hidden_activation",
-    "layer_types": _every_nth_is_full,
-    "unread": frozenset({"hidden_act", "_sliding_window_pattern", "sliding_window_size"}),
-}
-GEMMA_KEYS = {
-    "attention_bias": "qkv_bias",
-    "query_pre_attn_scalar": "query_scalar",
-    "final_logit_softcapping": "logit_softcap",
-}
-GEMMA_DEFAULTS = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-GEMMA_COMMON = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True}
+QWEN_WINDOW = QWEN_LAYERS | {"max_window_layers": 28}
 OF_HEADS = {"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query}
 LATENT: dict[str, Any] = {
     "defaults": {"hidden_act": "silu"},
     "derived": OF_HEADS | {"head_dim": lambda config: config["qk_rope_head_dim"]},
     "common": {"qk_norm": False},
-    "layer_types": _all_full,
+    "layer_types": all_full,
     "mixed_layers": False,
     "rope_theta": 1e4,
 }
@@ -133,7 +103,7 @@ FAMILIES: tuple[Family, ...] = (
         keys={"attention_bias": "qkv_bias"},
         defaults={"hidden_act": "silu", "attention_bias": False} | QWEN_WINDOW,
         common={"qk_norm": True},
-        layer_types=_last_slide,
+        layer_types=last_slide,
     ),
     Family(
         name="Qwen2",
@@ -141,7 +111,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu"} | QWEN_WINDOW,
         derived={"head_dim": _width_per_head},
         common={"qk_norm": False, "qkv_bias": True},
-        layer_types=_last_slide,
+        layer_types=last_slide,
     ),
     Family(
         name="Llama",
@@ -150,7 +120,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         derived=OF_HEADS,
         common={"qk_norm": False},
-        layer_types=_all_full,
+        layer_types=all_full,
         mixed_layers=False,
         rope_theta=1e4,
     ),
@@ -164,30 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         mixed_layers=False,
         rope_theta=1e4,
     ),
-    Family(
-        name="Gemma2",
-        model_type="gemma2",
-        keys=GEMMA_KEYS | {"attn_logit_softcapping": "score_softcap"},
-        defaults=GEMMA_DEFAULTS
-        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-        | {"sliding_window_pattern": 2},
-        common=GEMMA_COMMON | {"qk_norm": False},
-        rope_theta=1e4,
-        **GEMMA,
-    ),
-    Family(
-        name="Gemma3",
-        model_type="gemma3_text",
-        keys=GEMMA_KEYS,
-        # its code in transformers does not apply attn_logit_softcapping, so a value is refused
-        defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
-        common=GEMMA_COMMON | {"qk_norm": True},
-        rope_theta=1e6,
-        local_rope_theta=1e4,
-        token_classifier=False,
-        sequence_classifier="TextForSequenceClassification",  # without Text it sees images too
-        **GEMMA,
-    ),
+    *GEMMA_FAMILIES,
     Family(
         name="Qwen3Moe",
         model_type="qwen3_moe",
@@ -195,7 +142,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu", "attention_bias": False},
         derived={"head_dim": _width_per_head},
         common={"qk_norm": True},
-        layer_types=_all_full,
+        layer_types=all_full,
         mixed_layers=False,
         unread=frozenset(QWEN3_MOE_KEYS | BALANCE_KEYS | {"sliding_window", "max_window_layers"}),
         read_parts=read_qwen3_moe,
@@ -239,7 +186,7 @@ FAMILIES: tuple[Family, ...] = (
         | {FRACTION_KEY: 0.5},
         derived={"head_dim": _width_per_head},
         common={"output_bias": False},
-        layer_types=_all_full,
+        layer_types=all_full,
         mixed_layers=False,
         unread=frozenset(SIGMOID_EXPERTS_KEYS | BALANCE_KEYS),
         rope_theta=1e4,
@@ -254,7 +201,7 @@ FAMILIES: tuple[Family, ...] = (
         defaults={"hidden_act": "silu", "head_dim": 128},
         derived={FRACTION_KEY: _fraction_by_width},
         common={"qk_norm": True, "whole_qk_norm": True},
-        layer_types=_all_full,
+        layer_types=all_full,
         mixed_layers=False,
         unread=frozenset(MINIMAX_M2_KEYS | MINIMAX_M2_ONLY.keys() | BALANCE_KEYS),
         rope_theta=5e6,
@@ -322,4 +269,5 @@ FAMILIES: tuple[Family, ...] = (
         write_parts=write_gpt_oss,
     ),
     *DELTA_FAMILIES,
+    *VISION_FAMILIES,
 )

@@ -2,10 +2,11 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
 from jaxrl_llm.models.hf.quantized import QUANTIZATION, check_quantization
 from jaxrl_llm.models.hf.rope import (
     FRACTION_KEY,
@@ -16,14 +17,14 @@ from jaxrl_llm.models.hf.rope import (
     read_ropes,
     write_rope,
 )
+from jaxrl_llm.models.hf.siglip import SiglipForm
 from jaxrl_llm.models.hf.unread import without_effect
+from jaxrl_llm.models.hf.vision import TowerForm
 from jaxrl_llm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-
-Config = Mapping[str, Any]
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -41,41 +42,6 @@ SIZES = {
 WHOLE = SIZES.keys() - {"rms_norm_eps", "tie_word_embeddings", "initializer_range"}
 FLOATS = {"norm_eps", "init_std", "query_scalar", "logit_softcap", "score_softcap"}
 NULLABLE = {"final_logit_softcapping", "attn_logit_softcapping"}
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Keys that transformers reads, and that do not change what a model computes for given tokens and
-# weights. What it does not read is found by `models.hf.unread`.
-WITHOUT_EFFECT = {
-    "architectures",
-    "model_type",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "pretraining_tp",
-    "attn_implementation",
-    "cache_implementation",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "sep_token_id",
-    "decoder_start_token_id",
-    "problem_type",
-    "num_labels",
-    "id2label",
-    "label2id",
-    "classifier_dropout",
-    "token_classification_bias",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "chunk_size_feed_forward",
-    # how to generate, which transformers 4 wrote here too
-    "do_sample",
-    "max_length",
-    "temperature",
-    "top_k",
-    "top_p",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +75,7 @@ class Family:
             no such parts.
         untouched: What names of arrays in a checkpoint begin with that are no part of the language
             model, such as those of a vision tower. They are not loaded; exports take them over.
+        tower: How the vision tower is written, of a family whose tower we have.
 
     >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> FAMILIES[0].language_model
@@ -137,6 +104,7 @@ class Family:
     read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
     write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
     untouched: tuple[str, ...] = ()
+    tower: TowerForm | SiglipForm | None = None
 
     @property
     def language_model(self) -> str:
@@ -194,18 +162,6 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
         activation=ACTIVATIONS[activation],
         value_head=value_head,
     )
-
-
-def check_whole(config: Config, keys: Iterable[str]) -> None:
-    """Refuse keys that are no whole numbers; specs say which of these they can have.
-
-    >>> check_whole({"head_dim": "8"}, ["head_dim"])
-    Traceback (most recent call last):
-    ValueError: {'head_dim': '8'}: expected whole numbers
-    """
-    given = {key: config.get(key) for key in sorted(keys)}
-    if wrong := {key: value for key, value in given.items() if type(value) is not int}:
-        raise ValueError(f"{wrong}: expected whole numbers")
 
 
 def _refuse_unknown(family: Family, config: Config) -> None:

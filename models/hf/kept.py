@@ -31,12 +31,12 @@ class Kept(NamedTuple):
     Attributes:
         float32: Names of the model's arrays that are saved in float32, whatever the others are.
         untouched: Arrays that are no part of it, by name.
-        names: Of all arrays that are there.
+        shapes: Of all arrays that are there, by name.
     """
 
     float32: frozenset[str] = frozenset()
     untouched: Mapping[str, ReadableArray] = {}
-    names: frozenset[str] = frozenset()
+    shapes: Mapping[str, tuple[int, ...]] = {}
 
     def is_wide(self, declaration: ArrayDecl) -> bool:
         """Tell whether an array is saved in float32."""
@@ -61,7 +61,7 @@ def find_kept(directory: Path | None, declarations: Declarations) -> Kept:
         stored, problems = restore_arrays(find_arrays(directory), read_quantization(directory))
         if problems:
             raise ValueError(f"{directory}:\n  " + "\n  ".join(problems))
-        declarations = experts_as_stored(declarations, stored)
+        declarations = experts_as_stored(declarations, {k: x.shape for k, x in stored.items()})
     declared = {
         name: leaf.float32
         for leaf in jax.tree.leaves(declarations)
@@ -73,8 +73,10 @@ def find_kept(directory: Path | None, declarations: Declarations) -> Kept:
     ours = stored.keys() & declared.keys()
     wide = {name for name in ours if _type(stored[name]) == "F32"}
     float32 = (precise - (ours - wide)) | (wide if wide < ours else set())
-    untouched = find_untouched(stored, untouched_prefixes(directory))
-    return Kept(frozenset(float32), untouched, frozenset(stored))
+    prefixes = untouched_prefixes(directory, vision="vision" in declarations)
+    untouched = find_untouched(stored, prefixes)
+    shapes = {name: array.shape for name, array in stored.items()}
+    return Kept(frozenset(float32), untouched, shapes)
 
 
 def find_untouched(

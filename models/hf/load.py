@@ -74,7 +74,7 @@ def load_params(
         dtype=dtype,
         shardings=shardings,
         is_ignored=functools.partial(_is_ignored, spec=spec),
-        untouched=untouched_prefixes(where) if has_config else (),
+        untouched=untouched_prefixes(where, vision=bool(spec.vision)) if has_config else (),
     )
 
 
@@ -105,7 +105,7 @@ def load_arrays(
     places = jax.tree.map(lambda _: None, declarations) if shardings is None else shardings
     files = find_arrays(where)
     stored, problems = restore_arrays(files, read_quantization(where))
-    declarations = experts_as_stored(declarations, stored)
+    declarations = experts_as_stored(declarations, {k: x.shape for k, x in stored.items()})
     if others := find_untouched(stored, untouched):
         log_untouched(str(where), untouched, len(others))
     ours = {name: array for name, array in stored.items() if name not in others}

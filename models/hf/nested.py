@@ -3,11 +3,76 @@
 Its keys are nested under one of them, and its arrays are named after the module that it is.
 """
 
+import dataclasses
 from typing import Any
 
-from jaxrl_llm.models.hf.family import Family
+from jaxrl_llm.models.hf.family import Family, read_family, write_family
+from jaxrl_llm.models.hf.siglip import SiglipForm
+from jaxrl_llm.models.hf.vision import Colors, TowerForm, with_sections
+from jaxrl_llm.models.spec import ModelSpec
 
+TEXT = "text_config"
+INSIDE = "model.language_model."
+"""What names of the language model's arrays begin with in most checkpoints."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def seeing(
+    family: Family, tower: TowerForm | SiglipForm, prefix: str = INSIDE, **fields: Any
+) -> Family:
+    """Return the family of models that see images, too, with the language models of another.
+
+        Args:
+            family: Of the language models.
+            tower: How the vision tower is written.
+            prefix: What names of the language model's arrays begin with.
+            fields: Others that differ.
+
+        >>> from jaxrl_llm.models.hf.families import FAMILIES
+        >>> from jaxrl_llm.models.hf.siglip import SiglipForm
+    from jaxrl_llm.models.hf.vision import qwen3_tower
+        >>> seeing(FAMILIES[0], qwen3_tower("qwen3_vl")).language_model
+        'Qwen3ForConditionalGeneration'
+    """
+    return dataclasses.replace(
+        family,
+        model_type=tower.model_type,
+        common=family.common | {"hf_prefix": prefix},
+        language_class="ForConditionalGeneration",
+        text_key=TEXT,
+        untouched=(*tower.prefixes, *family.untouched),
+        tower=tower,
+        **fields,
+    )
+
+
+def read_seeing(
+    family: Family, config: dict[str, Any], colors: Colors | None, *, value_head: bool = False
+) -> ModelSpec:
+    """Read the spec of a model with its vision tower.
+
+    Args:
+        family: The family that the config's architecture names.
+        config: The keys of `config.json`.
+        colors: As the model's image processor has them, if there is one.
+        value_head: Whether the architecture ends in one label.
+
+    Raises:
+        ValueError: The family has no tower that we know, or as `read_family`.
+    """
+    if family.tower is None:
+        raise ValueError(f"we know no vision tower of {family.name} models, only their text")
+    spec = read_family(family, text_config(family, config), value_head=value_head)
+    return dataclasses.replace(spec, **family.tower.read(config, colors))
+
+
+def write_seeing(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    """Write a spec with a vision tower as the keys of a `config.json`; see `write_family`."""
+    assert family.tower is not None and spec.vision is not None
+    inner = with_sections(write_family(family, spec), spec)
+    inner |= {"model_type": f"{family.model_type}_text"}
+    outer = {key: inner.pop(key) for key in ("architectures", "tie_word_embeddings")}
+    return outer | {"model_type": family.model_type, TEXT: inner} | family.tower.write(spec)
 
 
 def text_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,8 @@ def _read_rope(
 ) -> tuple[float, Scaling | None]:
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
+    # names of old: Qwen2.5-VL's sections, which the text has no use for, and LongRoPE's first
+    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
     rope.pop("type", None)
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     theta = default_theta if theta is None else theta

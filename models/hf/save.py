@@ -69,9 +69,9 @@ def save_params(
         spec: The model.
         source: The directory or hub repository the model came from; its config, tokenizer files,
             chat template and generation config are taken over, and arrays that are no part of the
-            language model, such as a vision tower. A model with a value head may come from a
-            language or reward model. None for a model that has no ancestor: the config comes from
-            `make_config`, and there is no tokenizer.
+            model, such as a vision tower where the spec has none. A model with a value head may
+            come from a language or reward model. None for a model that has no ancestor: the config
+            comes from `make_config`, and there is no tokenizer.
         dtype: Of the saved arrays: float32, bfloat16 or float16. The bias of sigmoid routers stays
             float32, as its updates are too small for the others, and so do arrays that are float32
             in a source whose others are narrower.
@@ -92,7 +92,7 @@ def save_params(
     save_arrays(
         directory,
         params,
-        experts_as_stored(declarations, kept.names),
+        experts_as_stored(declarations, kept.shapes),
         config=config | ({SCORING: scoring} if scoring else {}),
         source=path,
         dtype=dtype,

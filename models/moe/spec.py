@@ -72,6 +72,7 @@ class MoeSpec:
             array of its own.
         hf_joined: Whether a checkpoint joins the experts of a layer in one array, gate and up in
             another, their columns taking turns (gpt-oss).
+        hf_halves: Whether gate and up are then its first and second half (Qwen3-VL-MoE).
         hf_shared: Name there of the shared experts.
 
     Raises:
@@ -97,6 +98,7 @@ class MoeSpec:
     hf_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     hf_router_bias: str = "gate.e_score_correction_bias"
     hf_joined: bool = False
+    hf_halves: bool = False
     hf_shared: str = "shared_experts"
 
     def route_shape(self, layers: int) -> RouteShape:

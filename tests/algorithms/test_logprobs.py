@@ -11,8 +11,10 @@ from jaxrl_llm.algorithms.logprobs import (
     TokenStats,
     entropy_from_logits,
     logprobs_from_logits,
+    projected_token_stats,
     token_stats,
 )
+from jaxrl_llm.algorithms.projection import HeadProjection
 
 D, V = 6, 11
 
@@ -239,6 +241,34 @@ def test_sharded_tokens_stay_on_their_devices():
     compiled = step.lower(*args).compile().as_text()
     for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
         assert collective not in compiled
+
+
+@pytest.mark.parametrize("chunk", [3, 16])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_tokens_that_are_never_drawn_are_left_out_of_the_softmax(parts, chunk):
+    """As if the vocabulary had not got them, also where devices hold parts of it."""
+    never, columns = (2, 7, 8), 12
+    hidden, _, targets = make(6)
+    head = jnp.asarray(np.random.default_rng(0).normal(size=(D, columns)), jnp.float32)
+    left = np.setdiff1d(np.arange(columns), never)
+    targets = targets % len(left)
+    axes = ("tensor",) if parts > 1 else ()
+    how = HeadProjection(0.7, 1.5, chunk, vocab_axes=axes, never=never)
+
+    def without(hidden, head):
+        return projected_token_stats(how, hidden, head, jnp.asarray(left)[targets])
+
+    split = PartitionSpec(None, "tensor")
+    mesh = Mesh(np.array(jax.devices()[:parts]), ("tensor",))
+    specs = {"in_specs": (PartitionSpec(), split), "out_specs": PartitionSpec()}
+    run = jax.shard_map(without, mesh=mesh, **specs, check_vma=False)
+
+    def shorter(hidden, head):
+        return plain(hidden, head[:, left], targets, temperature=0.7, softcap=1.5)
+
+    got, want = (values_and_gradients(f, hidden, head) for f in (run, shorter))
+    jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
+    assert not got[1][1][:, list(never)].any()
 
 
 def test_bad_arguments_are_named():

@@ -393,11 +393,14 @@ def test_batches_refuse(items, changes, message):
         batches(items, **{"batch_size": 1, "seed": 0, **changes})
 
 
-def test_importing_the_data_modules_imports_nothing_heavy():
+@pytest.mark.parametrize(
+    ("module", "needed"), [("prepare", ("numpy",)), ("dataset", ("jax", "numpy"))]
+)
+def test_importing_the_data_modules_imports_nothing_heavy(module, needed):
     heavy = "jax grain transformers datasets pyarrow numpy torch math_verify"
     code = (
-        "import sys; import jaxrl_llm.data.prepare, jaxrl_llm.data.dataset\n"
-        f"print([m for m in '{heavy}'.split() if m in sys.modules])"
+        f"import sys; import jaxrl_llm.data.{module}\n"
+        f"print([m for m in '{heavy}'.split() if m in {{*sys.modules}} - {{*{needed}}}])"
     )
     search = [*sys.path, str(Path(dataset.__file__).parents[2])]
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {search!r}; {code}"]

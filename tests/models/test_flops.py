@@ -9,12 +9,23 @@ import pytest
 
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.delta_rule import gated_delta_rule
-from jaxrl_llm.models.flops import active_parameters, causal_pairs, forward_flops, update_flops
+from jaxrl_llm.models.flops import (
+    active_parameters,
+    causal_pairs,
+    forward_flops,
+    tower_flops,
+    update_flops,
+)
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.vision.parameters import declare_vision
+from jaxrl_llm.models.vision.rows import FrameBounds, patch_rows
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.tower import encode
 
 SPEC = ModelSpec(
     vocab_size=512,
@@ -92,3 +103,38 @@ def test_a_prompt_in_the_cache_is_not_computed_again():
         for start, end in ((0, 3), (3, 5))
     ]
     assert sum(parts) == forward_flops(SPEC, 5, causal_pairs(0, 5), scored=0)
+
+
+@pytest.mark.parametrize(
+    "own", [{"kind": "qwen3", "position_side": 4}, {"kind": "qwen2_5", "window": 2}]
+)
+def test_a_tower_has_the_flops_that_xla_counts(own):
+    tower = VisionSpec(
+        **dict(layers=1, hidden_size=128, heads=4, ff_width=512, patch=8) | own,
+        **dict(frames_per_patch=2, merge=2, out_size=128, image_id=1),
+        **dict(image_mean=(0.5,) * 3, image_std=(0.5,) * 3),
+    )
+    grid = (2, 8, 12)
+    patches = np.zeros((192, tower.patch_width), np.uint8)
+    rows = patch_rows(tower, [[Visual(patches, grid, tower.merge, b"")]], 192)
+    params = jax.eval_shape(
+        lambda: {name: jnp.zeros(decl.shape) for name, decl in declare_vision(tower).items()}
+    )
+
+    def run(params):
+        return encode(params, tower, rows, bounds=FrameBounds(longest=96, most=2))
+
+    counted = jax.jit(run).lower(params).compile().cost_analysis()["flops"]
+    # XLA's attention computes all pairs of a row, or of windows and their neighbours
+    length = 16 * 3 if tower.window else 192
+    needed = tower_flops(tower, [grid]) - 4 * 128 * pairs_of(tower, grid)
+    np.testing.assert_allclose(counted, needed + 4 * 128 * 192 * length, rtol=0.06)
+
+
+def pairs_of(tower, grid):
+    """Pairs of patches that attend to each other, counted one by one."""
+    rows = patch_rows(
+        tower, [[Visual(np.zeros((192, tower.patch_width), np.uint8), grid, 2, b"")]], 192
+    )
+    segments = (rows.frames if rows.windows is None else rows.windows)[0]
+    return int((segments[:, None] == segments).sum())

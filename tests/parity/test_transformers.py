@@ -22,14 +22,8 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.native.decode import (
-    DecodeState,
-    PrefillChunk,
-    decode,
-    gather_pages,
-    make_pool,
-    prefill,
-)
+from jaxrl_llm.rollout.native.decode import DecodeState, decode, gather_pages, make_pool
+from jaxrl_llm.rollout.native.prefill import PrefillChunk, prefill
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.states import StateSlots
 from tests.parity.reference import (

@@ -14,12 +14,14 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.hf.vision import CLIP, HALF
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.planning.lowering import StepKind
 from jaxrl_llm.training import kernel_choice
 
@@ -80,6 +82,31 @@ HYBRID = {
     "rotary_fraction": 0.5,
     "delta": DELTA,
     "delta_layers": (True, False),
+}
+TOWER = {
+    "layers": 2,
+    "hidden_size": 48,
+    "heads": 4,
+    "ff_width": 72,
+    "patch": 2,
+    "frames_per_patch": 2,
+    "merge": 2,
+    "out_size": DENSE.hidden_size,
+    "image_id": 80,
+    "video_id": 81,
+    "marks": (82, 83),
+}
+SEEING = {
+    "mrope_sections": (2, 1, 1),
+    "mrope_interleaved": True,
+    "vision": VisionSpec(
+        **TOWER,
+        kind="qwen3",
+        position_side=5,
+        deep_layers=(0,),
+        image_mean=HALF.mean,
+        image_std=HALF.std,
+    ),
 }
 SHARED = dataclasses.replace(MOE, shared_ff_width=24, shared_gate=True, hf_shared="shared_expert")
 SPECS = {
@@ -144,6 +171,25 @@ SPECS = {
         "moe": dataclasses.replace(SHARED, router=SoftmaxRouter(normalize=False)),
     },
     "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
+    "Qwen3VL": SEEING,
+    "Qwen3VLMoe": SEEING | {"moe": dataclasses.replace(MOE, hf_joined=True, hf_halves=True)},
+    "Qwen2_5_VL": {
+        "qk_norm": False,
+        "qkv_bias": True,
+        "head_dim": 6,
+        "mrope_sections": (1, 1, 1),
+        "vision": VisionSpec(
+            **TOWER,
+            kind="qwen2_5",
+            window=2,
+            full_layers=(1,),
+            activation="silu",
+            tokens_per_second=2,
+            image_mean=CLIP.mean,
+            image_std=CLIP.std,
+            hf_prefix="visual.",
+        ),
+    },
 }
 
 RUN = {

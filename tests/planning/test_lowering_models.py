@@ -68,7 +68,11 @@ def test_it_is_cuda_that_programs_are_lowered_for():
 
 def test_every_family_of_models_is_here():
     made = {name: make_config(spec_of(name))["architectures"] for name in SPECS}
-    expected = {family.name: [f"{family.name}ForCausalLM"] for family in FAMILIES}
+    expected = {
+        family.name: [f"{family.name}{'ForConditionalGeneration' if sees else 'ForCausalLM'}"]
+        for family in reversed(FAMILIES)
+        for sees in [family.language_class != "ForCausalLM"]
+    }
     del expected["Glm4MoeLite"]  # the same models as DeepseekV3
     assert made == expected
 
@@ -79,7 +83,10 @@ def test_families(family, tmp_path, monkeypatch):
     spec = spec_of(family)
     sizes = {"mesh__train__fsdp": 4, "mesh__train__tensor": 2}
     rollout = {"mesh__rollout__data": 4, "mesh__rollout__tensor": 2}
-    shapes = plan_shapes(configure(tmp_path, spec, **sizes, **rollout))
+    keys = {"model__vision": "trained", "batch__max_visual_tokens_per_device": 16}
+    shapes = plan_shapes(
+        configure(tmp_path, spec, **sizes, **rollout, **(keys if spec.vision else {}))
+    )
     for step, trace in shapes.trace.items():
         if step.role != "reference" and step.kind is not StepKind.APPLY:
             # of prefill's last layer only keys and values are kept

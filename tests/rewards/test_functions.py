@@ -1,5 +1,8 @@
 """Reward functions against hand-made cases."""
 
+import itertools
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from jaxrl_llm.rewards.functions import (
     SOURCES,
     arithmetic,
     by_source,
+    geo3k,
     gsm8k,
     last_boxed,
     math,
@@ -236,3 +240,47 @@ def test_by_source_lists_the_known_sources():
     with pytest.raises(ValueError, match=message) as caught:
         by_source("gsm9k", "", "", None)
     assert all(name in str(caught.value) for name in SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "score", "pred"),
+    [
+        (r"<think>3 + 4</think> So \boxed{7}.", "7", 1.0, "7"),
+        ("<think>a\nb</think>\n\n" + r"$\boxed{3\sqrt{2}}$", r"3 \sqrt { 2 }", 1.0, r"3\sqrt{2}"),
+        (r"<think></think>\boxed{0.5}", r"\frac { 1 } { 2 }", 1.0, "0.5"),
+        (r"So \boxed{7}.", "7", 0.9, "7"),
+        (r"So <think>3 + 4</think> \boxed{7}", "7", 0.9, "7"),
+        (r"<think>\boxed{7}</think> It is 7.", "7", 0.9, "7"),
+        (r"3 + 4</think> \boxed{7}", "7", 0.9, "7"),
+        (r"<think>3 + 4</think> \boxed{8}", "7", 0.1, "8"),
+        (r"<think>3 + 4</think> \boxed{7} or \boxed{8}", "7", 0.1, "8"),
+        (r"<think>a</think> b</think> \boxed{}", "7", 0.1, ""),
+        (r"<think>3 + 4 \boxed{8}", "7", 0.0, "8"),
+        (r"<think>3 + 4</think> \boxed{7", "7", 0.0, None),
+        ("<think>3 + 4</think> 7", "7", 0.0, None),
+        ("7", "7", 0.0, None),
+        ("", "7", 0.0, None),
+    ],
+)
+def test_geo3k(reply, truth, score, pred):
+    result = geo3k("hiyouga/geometry3k", reply, truth, None)
+    assert result == {"score": pytest.approx(score), "acc": float(score >= 0.9), "pred": pred}
+    assert by_source("hiyouga/geometry3k", reply, truth, None) == result
+    plain = geo3k("hiyouga/geometry3k", reply, truth, None, format_weight=0.0)
+    assert plain["score"] == plain["acc"]
+
+
+def test_the_form_of_geo3k_is_that_of_a_regular_expression():
+    """As verl writes it; ours takes no time for replies that begin many times."""
+    parts = ("<think>", "</think>", r"\boxed{", "}", "\n", "7")
+    pattern = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+    for chosen in itertools.product(parts, repeat=5):
+        reply = "".join(chosen)
+        score = geo3k("", reply, "x", None, format_weight=1.0)["score"]
+        assert score == float(pattern.fullmatch(reply) is not None), reply
+    assert geo3k("", "<think></think>" + r"</think>\boxed{" * 20000, "x", None)["score"] == 0.0
+
+
+def test_geo3k_refuses_a_weight_beyond_one():
+    with pytest.raises(ValueError, match=r"expected format_weight from 0 to 1, got 1\.5"):
+        geo3k("", "7", "7", None, format_weight=1.5)

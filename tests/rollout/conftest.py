@@ -43,6 +43,11 @@ SPECS = {"dense": SPEC, "moe": MIXTURE, "hybrid": HYBRID}
 MAX_TOKENS = 40
 
 
+def spec_of(model):
+    """Return the spec of one of these models, or one that is given."""
+    return SPECS[model] if isinstance(model, str) else model
+
+
 def draw(seed, model="dense"):
     rng = np.random.default_rng(seed)
 
@@ -50,7 +55,7 @@ def draw(seed, model="dense"):
         values = 0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
         return jnp.asarray(values, jnp.float32)
 
-    return jax.tree.map(one, declare(SPECS[model]))
+    return jax.tree.map(one, declare(spec_of(model)))
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +66,7 @@ def params():
 
 @pytest.fixture(scope="session")
 def draw_params():
-    """(seed, model) -> parameters of the dense model, the mixture of experts or the hybrid."""
+    """(seed, model) -> parameters of one of these models, or of a spec."""
     return draw
 
 
@@ -100,7 +105,7 @@ def build():
             if field.name in options:
                 settings[field.name] = options.pop(field.name)
         return NativeEngine(
-            model_of(SPECS[model]), EngineSettings(**settings), layout=Layout(mesh), **options
+            model_of(spec_of(model)), EngineSettings(**settings), layout=Layout(mesh), **options
         )
 
     return make

@@ -427,7 +427,7 @@ def test_an_empty_answer_is_an_empty_message(connect):
         {"input": None},
         {"input": [3]},
         {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
         {"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]},
     ],
 )

@@ -16,12 +16,13 @@ from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.inputs import PackedTokens
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import PackedTokens, forward_rows
+from jaxrl_llm.models.transformer import forward_rows
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.episode_log import EpisodeLog
 from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion

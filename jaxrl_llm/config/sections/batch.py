@@ -19,6 +19,14 @@ class BatchConfig(Section):
         default=16384,
         description="tokens of a micro-batch on each device: bounds memory, never exceeded",
     )
+    max_visual_tokens_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "how many of these may stand for images and videos; null: all. Rows of patches, or "
+            "features of a frozen tower, have room for as many: lower it where few are"
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -29,4 +37,12 @@ class SftBatchConfig(Section):
     max_tokens_per_device: int = Field(
         default=16384,
         description="tokens of a micro-batch on each device: bounds memory, never exceeded",
+    )
+    max_visual_tokens_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "how many of these may stand for images and videos; null: all. Rows of patches, or "
+            "features of a frozen tower, have room for as many: lower it where few are"
+        ),
     )

@@ -6,6 +6,22 @@ from pydantic.dataclasses import dataclass
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.keys import STRICT, Function, Section, Several, Table, function_key
 
+IMAGE_KEY = Field(default="images", description="column of the images of a prompt (docs/images.md)")
+VIDEO_KEY = Field(default="videos", description="column of the videos of a prompt")
+MAX_PIXELS = Field(
+    default=None,
+    ge=1,
+    description=(
+        "the largest area of an image, and of a frame of a video, to which it is resized; null "
+        "takes the model's"
+    ),
+)
+MIN_PIXELS = Field(
+    default=None,
+    ge=1,
+    description="the smallest area of an image; null takes the model's",
+)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig(Section):
@@ -22,8 +38,16 @@ class DataConfig(Section):
         passed=(),
     )
     dataset: Function = function_key(kinds.DATASETS, "verl_rows", "function from files to rows")
+    image_key: str = IMAGE_KEY
+    video_key: str = VIDEO_KEY
+    max_pixels: int | None = MAX_PIXELS
+    min_pixels: int | None = MIN_PIXELS
     max_prompt_tokens: int = Field(
-        default=512, ge=1, description="the longest prompt, in tokens of the chat template's text"
+        default=512,
+        ge=1,
+        description=(
+            "the longest prompt, in tokens of the chat template's text, with those of images"
+        ),
     )
     filter_overlong: bool = Field(
         default=False, description="drop longer prompts; false makes them an error"
@@ -46,6 +70,10 @@ class SftDataConfig(Section):
         passed=(),
     )
     dataset: Function = function_key(kinds.DATASETS, "sft_rows", "function from files to rows")
+    image_key: str = IMAGE_KEY
+    video_key: str = VIDEO_KEY
+    max_pixels: int | None = MAX_PIXELS
+    min_pixels: int | None = MIN_PIXELS
     max_tokens: int = Field(
         default=1024, ge=1, description="the longest example, prompt and response"
     )

@@ -37,6 +37,13 @@ class ModelConfig(Section):
         "tokenizer, and its safetensors unless random_init",
         passed=("rngs", "vocab_size"),
     )
+    vision: Literal["none", "frozen", "trained"] = Field(
+        default="none",
+        description=(
+            "the tower that reads images and videos: none (text only; prompts with images are "
+            "refused), frozen (it reads them, and stays as it is) or trained"
+        ),
+    )
     random_init: bool = Field(
         default=False, description="initialise the weights at random; the directory then needs none"
     )

@@ -12,18 +12,31 @@ from typing import Any
 
 from jaxrl_llm.data.tool_calls import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.chat import Answer, Chat, Generate
+from jaxrl_llm.rollout.contents import BrokenEpisode, Stretch
 from jaxrl_llm.rollout.gateway.client_requests import (
     ClientRequest,
     Reply,
     as_template_message,
     read_chat_request,
 )
-from jaxrl_llm.rollout.gateway.turn_tree import DrawnTurn, TurnTree, history_digests
+from jaxrl_llm.rollout.gateway.turn_tree import (
+    DrawnTurn,
+    TurnTree,
+    history_digests,
+    prompt_identity,
+)
 from jaxrl_llm.rollout.seeds import request_seed
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.serving.fields import APIError, shown
-from jaxrl_llm.serving.messages import answer_message, parse_messages, read_answer
+from jaxrl_llm.serving.messages import (
+    answer_message,
+    image_reader,
+    parse_messages,
+    read_answer,
+    read_images,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +115,7 @@ class GatewaySession:
         self.prompt_error: str | None = None
         self._tree, self._tickets = TurnTree(), dict[bytes, list[Ticket]]()
         self._equal, self._asked = Counter[tuple[int, ...]](), 0
+        self._images = dict[bytes, Visual]()  # by a digest of the URL
         self._limit, self._is_closed = "", False
         self._drawing = asyncio.Semaphore(1) if one_at_a_time else asyncio.Semaphore(10**6)
         self._running, self._last_active = 0, self.loop.time()
@@ -164,8 +178,9 @@ class GatewaySession:
             turns = [
                 (turn.told, turn.completion, turn.answer.text, turn.messages) for turn in stream
             ]
-            first = (), *turns[0][1:3], (*before, *turns[0][3])
-            self.chat.add_chain(stream[0].prompt, [first, *turns[1:]])
+            first = Stretch(), *turns[0][1:3], (*before, *turns[0][3])
+            opening = Stretch(stream[0].prompt, stream[0].visuals)
+            self.chat.add_chain(opening, [first, *turns[1:]])
         await asyncio.gather(*work, return_exceptions=True)
 
     def _check_open(self) -> None:
@@ -187,14 +202,18 @@ class GatewaySession:
 
     async def _drawn(self, request: ClientRequest) -> Reply:
         """Draw the answer to a request."""
+        request = await self._with_images(request)
         template = self._template_of(request)
-        parent, prompt, messages = self._place(request, template)
+        parent, (prompt, visuals), messages = self._place(request, template)
         room, asked = self._room(parent, prompt, request.max_tokens), self._asked
-        number = self._equal[prompt]
-        self._equal[prompt] += 1
+        identity = prompt_identity(prompt, visuals)
+        number = self._equal[identity]
+        self._equal[identity] += 1
+        seed = request_seed(self.chat.seed, identity, number)
         async with self._drawing:
             self._check_open()
-            completion = await self._sample(prompt, room, request.stop, number)
+            sampling = replace(self.chat.sampling, max_new_tokens=room, stop=request.stop)
+            completion = await self._sample(Request(prompt, sampling, seed, visuals=visuals))
         parsed = template.parse(completion.tokens.tolist(), prompt=prompt)
         shown_answer = read_answer(
             template, completion.tokens.tolist(), prompt=prompt, index=number, stops=request.stop
@@ -210,15 +229,30 @@ class GatewaySession:
             Answer(*parsed, completion.finish),
             (*messages, known),
             history_digests([*request.messages, *as_echoed(message)], request.tools)[-1],
+            visuals,
         )
         self._tree.turns.append(turn)
         return Reply(
-            f"{request_seed(self.chat.seed, prompt, number):x}",
+            f"{seed:x}",
             message,
             completion.finish,
             prompt_tokens=len(prompt),
             tokens=len(completion.tokens),
         )
+
+    async def _with_images(self, request: ClientRequest) -> ClientRequest:
+        """Return a request whose messages name their images, each of which is read once.
+
+        Raises:
+            APIError: one can't be read, or not by this policy.
+        """
+        if all(isinstance(message["content"], str) for message in request.messages):
+            return request
+        contents, limits = self.chat.contents, self.chat.limits
+        most = limits.prompt_tokens + limits.new_tokens
+        reader = image_reader(contents.processor, most, self._images)
+        messages, visuals = await asyncio.to_thread(read_images, request.messages, reader)
+        return replace(request, messages=tuple(contents.named(messages, visuals)))
 
     def _template_of(self, request: ClientRequest) -> TurnTemplate:
         try:
@@ -228,8 +262,9 @@ class GatewaySession:
 
     def _place(
         self, request: ClientRequest, template: TurnTemplate
-    ) -> tuple[DrawnTurn | None, tuple[int, ...], tuple[dict[str, Any], ...]]:
+    ) -> tuple[DrawnTurn | None, Stretch, tuple[dict[str, Any], ...]]:
         """Return the turn that a request goes on from, all its tokens, and what is new in it."""
+        contents = self.chat.contents
         parent, count = self._tree.find(request.messages, request.tools)
         rest = request.messages[count:]
         if any(message["role"] == "assistant" for message in rest):
@@ -237,16 +272,18 @@ class GatewaySession:
                 self._note_unmatched(request)
             parent, rest = None, request.messages
         try:
-            new = template.as_rendered(rest)
+            new, shown = template.as_rendered(rest), contents.visuals(rest)
             if parent is None:
-                return None, tuple(template.opening([], told=new)), rest
+                opened = template.opening([], told=new)
+                return None, Stretch(tuple(contents.expand(opened, shown)), shown), rest
             stopped_by = parent.completion.stopped_by
             stop = stopped_by if isinstance(stopped_by, int) else None
             calls = parent.answer.calls
             told = template.following(new, calls=calls, closed=stop is not None, stop=stop)
-        except REFUSALS as error:
+            told = contents.expand(told, shown)
+        except (*REFUSALS, BrokenEpisode) as error:
             raise APIError(f"messages: {error}", param="messages") from error
-        return parent, (*parent.stream, *told), rest
+        return parent, Stretch((*parent.stream, *told), (*parent.visuals, *shown)), rest
 
     def _note_unmatched(self, request: ClientRequest) -> None:
         """Count a request whose answers were not drawn so, and say once where it differs."""
@@ -299,13 +336,9 @@ class GatewaySession:
         self._asked += 1
         return min(left, *sizes) if sizes else left
 
-    async def _sample(
-        self, prompt: tuple[int, ...], room: int, stop: tuple[str, ...], number: int
-    ) -> Completion:
-        sampling = replace(self.chat.sampling, max_new_tokens=room, stop=stop)
-        seed = request_seed(self.chat.seed, prompt, number)
+    async def _sample(self, request: Request) -> Completion:
         try:
-            return await self._generate(Request(prompt, sampling, seed))
+            return await self._generate(request)
         except Exception as error:
             if not self.failure.done():  # else another request was sooner
                 self.failure.set_exception(error)

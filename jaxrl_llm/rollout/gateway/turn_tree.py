@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.chat import Answer
+from jaxrl_llm.rollout.contents import Stretch
 from jaxrl_llm.rollout.types import Completion
 
 
@@ -23,6 +25,7 @@ class DrawnTurn:
         answer: the turn, taken apart.
         messages: what is new since the parent, with this turn as the last.
         digest: of all messages up to this turn, and of the tools.
+        visuals: images among the tokens before it.
     """
 
     parent: "DrawnTurn | None"
@@ -33,6 +36,7 @@ class DrawnTurn:
     answer: Answer
     messages: tuple[dict[str, Any], ...]
     digest: bytes
+    visuals: tuple[Visual, ...] = ()
 
     @property
     def stream(self) -> tuple[int, ...]:
@@ -48,14 +52,22 @@ class DrawnTurn:
         return turns[::-1]
 
     @property
-    def told(self) -> tuple[int, ...]:
-        """The tokens between the parent and this turn; none of the first turn of a stream."""
-        return self.prompt[len(self.parent.stream) :] if self.parent else ()
+    def told(self) -> Stretch:
+        """What is told between the parent and this turn; nothing in the first of a stream."""
+        if self.parent is None:
+            return Stretch()
+        tokens = self.prompt[len(self.parent.stream) :]
+        return Stretch(tokens, self.visuals[len(self.parent.visuals) :])
 
     @property
     def order(self) -> tuple[tuple[int, ...], int]:
         """By what turns are put in order, whichever was drawn first."""
-        return self.prompt, self.number
+        return prompt_identity(self.prompt, self.visuals), self.number
+
+
+def prompt_identity(prompt: tuple[int, ...], visuals: Sequence[Visual]) -> tuple[int, ...]:
+    """Return what tells prompts apart: their tokens, and behind these the keys of their images."""
+    return (*prompt, *(int.from_bytes(visual.key[:7]) for visual in visuals))
 
 
 @dataclass(eq=False)
@@ -130,7 +142,8 @@ def history_digests(
             for call in message.get("tool_calls") or ()
         ]
         role, content = message["role"], message.get("content") or ""
-        text = content.strip() if role == "assistant" else content
+        is_own = role == "assistant" and isinstance(content, str)
+        text = content.strip() if is_own else content
         state = _digest(state, [role, text, calls])
         digests.append(state)
     return digests

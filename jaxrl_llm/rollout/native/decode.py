@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.models.moe.record import empty_record
 from jaxrl_llm.models.moe.spec import RouteShape
@@ -24,7 +25,7 @@ from jaxrl_llm.rollout.native.sampler import (
     choose_tokens,
     limits_in_use,
 )
-from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
+from jaxrl_llm.rollout.native.states import gather_states, scatter_states
 from jaxrl_llm.sharding.layout import Layout
 
 POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}
@@ -44,6 +45,8 @@ class DecodeState(NamedTuple):
         left: how many tokens may follow; 0 in an empty row.
         stop_ids: tokens that end the answer, padded with -1.
         sampling: how tokens are drawn.
+        rotary_delta: what is added to positions to rotate by, for a model with
+            `has_rotary_positions`; None: it is another.
     """
 
     tokens: Int[Array, " B"]
@@ -52,6 +55,7 @@ class DecodeState(NamedTuple):
     left: Int[Array, " B"]
     stop_ids: Int[Array, "B stops"]
     sampling: BatchSamplingParams
+    rotary_delta: Int[Array, " B"] | None = None
 
 
 class Extras(NamedTuple):
@@ -68,26 +72,6 @@ class Extras(NamedTuple):
     penalty: Float32[Array, " B"]
     bias_ids: Int[Array, "B biases"]
     bias: Float32[Array, "B biases"]
-
-
-class PrefillChunk(NamedTuple):
-    """Parts of prompts that are read at once, one per row.
-
-    Attributes:
-        table: pages of what was read before, and room for the new ones, as `gather_pages` takes it.
-        tokens: of each prompt, padded on the right.
-        start: position of the first token of each.
-        lengths: tokens of each; 0 for none.
-        targets: where the pages go that they touch, as in `scatter_pages`.
-        slots: of their states, where the model has some.
-    """
-
-    table: Int[Array, "B n"]
-    tokens: Int[Array, "B T"]
-    start: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    targets: Int[Array, "B m"]
-    slots: StateSlots | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -219,28 +203,6 @@ def scatter_pages(
     return Cache(**held, states=scatter_states(pool.states, rows.states, slots))
 
 
-def prefill(
-    params: Any, model: Model, pool: Cache, chunk: PrefillChunk, *, layout: Layout | None = None
-) -> Cache:
-    """Read a part of each prompt and keep its keys and values, and its state.
-
-    Args:
-        params: in the compute dtype.
-        model: the model.
-        pool: as `make_pool`.
-        chunk: what to read.
-        layout: how prompts are split over a mesh.
-    """
-    source, target = chunk.slots or (None, None)
-    rows = gather_pages(pool, chunk.table, source)
-    index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
-    positions = chunk.start[:, None] + index
-    positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
-    dtype = rows.compute_dtype
-    _, rows = model.extend(params, rows, chunk.tokens, positions, dtype=dtype, layout=layout)
-    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets, target)
-
-
 def decode(
     params: Any,
     model: Model,
@@ -306,16 +268,21 @@ def _extend_by_one(
     layout: Layout | None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Run the newest token of each row that goes on."""
-    going, dtype = state.left > 0, cache.compute_dtype
+    going = state.left > 0
+    options: dict[str, Any] = {"dtype": cache.compute_dtype, "layout": layout}
+    rotary = None if state.rotary_delta is None else state.positions + state.rotary_delta
     if tables is not None:
         assert isinstance(model, PagedModel)  # for pyright; the engine asks
+        if rotary is not None:
+            options["rotary"] = rotary
         at = jnp.where(going, state.positions, -1)
-        return model.extend_pages(
-            params, cache, tables, state.tokens, at, dtype=dtype, layout=layout
-        )
+        return model.extend_pages(params, cache, tables, state.tokens, at, **options)
+    if rotary is not None:
+        all_three = jnp.broadcast_to(rotary[:, None, None], (len(rotary), 1, 3))
+        options["inputs"] = RowInputs(rotary=all_three)
     at = jnp.where(going, state.positions, page_size(cache))[:, None]
     tokens = state.tokens[:, None]
-    hidden, cache = model.extend(params, cache, tokens, at, dtype=dtype, layout=layout)
+    hidden, cache = model.extend(params, cache, tokens, at, **options)
     return hidden[:, 0], cache
 
 

@@ -13,12 +13,11 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxrl_llm.compilation import compiles_ahead
-from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import (
     EngineError,
@@ -36,46 +35,14 @@ from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.native.model_runner import ModelRunner
 from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
 from jaxrl_llm.rollout.native.room import sizes_with_cache
-from jaxrl_llm.rollout.native.scheduler import PartialSampling, SequenceState
+from jaxrl_llm.rollout.native.scheduler import EngineStats, PartialSampling, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE
+from jaxrl_llm.rollout.native.visuals import check_visuals, read_prompt
 from jaxrl_llm.rollout.types import Completion, Receipt, Request, SamplingParams, ScoredTokens
 from jaxrl_llm.sharding.layout import Layout
 
 STEPS = 16
 """Tokens decoded between two looks at what has ended and what has come."""
-
-
-class EngineStats(NamedTuple):
-    """What an engine does now, and has done since it was made.
-
-    Attributes:
-        running: sequences that hold pages.
-        waiting: sequences that don't yet.
-        cached_tokens: room of the pages in use, in tokens.
-        cache_tokens: room of all pages.
-        cached_states: states in use, where the model has some: of what runs, and those read next.
-        cache_states: room for states.
-        prompt_tokens: tokens of prompts read.
-        generated_tokens: tokens drawn.
-        reused_tokens: tokens of prompts that were in the cache already.
-        preemptions: how often a sequence gave its pages back.
-    """
-
-    running: int
-    waiting: int
-    cached_tokens: int
-    cache_tokens: int
-    cached_states: int
-    cache_states: int
-    prompt_tokens: int
-    generated_tokens: int
-    reused_tokens: int
-    preemptions: int
-
-    @property
-    def in_flight(self) -> int:
-        """Return how many requests have no answer yet."""
-        return self.running + self.waiting
 
 
 class NativeEngine:
@@ -279,12 +246,16 @@ class NativeEngine:
         room = (in_use, shapes.capacity, states, shapes.parts * shapes.slots)
         return EngineStats(len(scheduler.running), waiting, *room, *scheduler.counts)
 
-    def shapes(self) -> tuple[Any, tuple[Cache, ...]]:
-        """Return weights and cache, pages and the most rows, as shapes; nothing is allocated."""
-        weights, pool = self.programs.shapes()
-        if not self.programs.sizes.has_rows:
-            return weights, (pool,)
-        return weights, (pool, self.programs.row_shapes(*self.programs.sizes.largest))
+    def shapes(self) -> tuple[Any, tuple[Any, ...]]:
+        """Return weights and what is held beside them, as shapes; nothing is allocated.
+
+        That is the cache's pages, the most rows, and features of images.
+        """
+        programs = self.programs
+        weights, pool = programs.shapes()
+        rows = [programs.row_shapes(*programs.sizes.largest)] if programs.sizes.has_rows else []
+        features = [programs.tower.shapes()] if programs.tower is not None else []
+        return weights, (pool, *rows, *features)
 
     def trace(self, name: str) -> Any:
         """Trace the largest program for shapes alone: `prefill` or `decode`."""
@@ -304,7 +275,10 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         for request in requests:
             self._check(request)
-        sequences = [SequenceState(request, listener=listener) for request in requests]
+        sequences = [
+            SequenceState(request, listener=listener, visuals=read_prompt(self.model, request))
+            for request in requests
+        ]
         if needed is not None:
             check_needed(needed, len(requests))
             partial = [PartialSampling(sequences, needed, stop)]
@@ -331,6 +305,7 @@ class NativeEngine:
                 "logit_bias": BIASES,
             },
         )
+        check_visuals(self.model, request, self.programs.sizes)
         if request.sampling.stop and not self._reads_text:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
 

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm.compiler_options import is_gpu
-from jaxrl_llm.models.model import Model, QuantizableModel
+from jaxrl_llm.models.capabilities import QuantizableModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.quantization import is_quantized
 
 FP8_CAPABILITY = 8.9

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.rollout.native.decode import DecodeOutput, DecodeState, Extras, PrefillChunk
+from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras
+from jaxrl_llm.rollout.native.features import FeatureCache
+from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row, rotary_of_rows
 from jaxrl_llm.rollout.native.pages import PagePool
-from jaxrl_llm.rollout.native.programs import BIASES, STOP_IDS, Programs
-from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.native.prefill import PrefillChunk
+from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.scheduler import Counts, Scheduler, SequenceState
 from jaxrl_llm.rollout.native.sizes import PAGE, touched
 from jaxrl_llm.rollout.native.state_pages import StatePagePool
@@ -50,6 +52,8 @@ class ModelRunner:
         self.rows: Cache | None = None
         self._placed: list[SequenceState | None] = []  # whom each of the rows belongs to
         self._width = 0
+        tower = programs.tower
+        self._features = None if tower is None else FeatureCache(programs, tower.vision)
 
     def step(self, params: Any, version: int) -> list[SequenceState]:
         """Prefill prompts and decode a chunk; return the sequences that grew.
@@ -89,6 +93,8 @@ class ModelRunner:
         Who is preempted now and read again later is newer in its pages than in its old row.
         """
         self.rows = None
+        if self._features is not None:
+            self._features.forget()
         for pages in self.scheduler.pages:
             pages.reset_prefix_cache(version, keep=keep)
 
@@ -98,15 +104,20 @@ class ModelRunner:
         waiting = self.scheduler.waiting
         self.scheduler = self._make_scheduler(self.scheduler.counts)
         self.scheduler.add(waiting)
-        self.pool = None
+        self._free_arrays()
 
     def abort_all(self) -> list[SequenceState]:
         """Return all sequences and forget them, and the cache."""
         sequences = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler = self._make_scheduler(self.scheduler.counts)
-        self.pool = self.rows = None
+        self._free_arrays()
         self._placed = []
         return sequences
+
+    def _free_arrays(self) -> None:
+        self.pool = self.rows = None
+        if self._features is not None:
+            self._features.free()
 
     def _prefill(self, params: Any) -> None:
         """Prefill what was admitted; not all of it while others wait for their next tokens."""
@@ -127,6 +138,9 @@ class ModelRunner:
         rows = next((n for n in sorted(fitting) if n >= len(waiting)), max(fitting))
         chosen = self._assign_rows(waiting, rows)
         ends = [0 if s is None else min(s.cached + length, s.read_to) for s in chosen]
+        if self._features is not None:
+            ends = self._features.encode(params, chosen, ends)
+            chosen = [s if s and e > s.cached else None for s, e in zip(chosen, ends, strict=True)]
         narrow = shapes.width(length)
         width = narrow if max(ends) <= narrow else shapes.widths[-1]
         tokens = np.zeros((rows, length), np.int32)
@@ -136,11 +150,17 @@ class ModelRunner:
             if s is not None:
                 tokens[i, : end - s.cached] = s.tokens[s.cached : end]
                 start[i], lengths[i] = s.cached, end - s.cached
-                _fill_row(table[i], pages[s.part].pages_to_read(s.table, s.cached))
-                _fill_row(targets[i], pages[s.part].pages_to_write(s.table, s.cached, end))
-        columns: Any = (table, tokens, start, lengths, targets, self._slots(chosen, ends))
+                fill_row(table[i], pages[s.part].pages_to_read(s.table, s.cached))
+                fill_row(targets[i], pages[s.part].pages_to_write(s.table, s.cached, end))
+        columns: list[Any] = [table, tokens, start, lengths, targets, self._slots(chosen, ends)]
+        held = None
+        if self._features is not None:
+            held = self._features.held
+            columns.append(self._features.slots(chosen, ends, length))
+        if self._programs.has_rotary:
+            columns.append(rotary_of_rows(chosen, ends, length))
         chunk = self._put(PrefillChunk(*columns))
-        self.pool = self._programs.prefill(params, self._take_pool(), chunk)
+        self.pool = self._programs.prefill(params, self._take_pool(), chunk, held)
         for s, end in zip(chosen, ends, strict=True):
             if s is not None:
                 self.scheduler.mark_prefilled(s, end - s.cached)
@@ -162,7 +182,7 @@ class ModelRunner:
             for i, s in enumerate(self._placed):
                 if s is not None:
                     pages = self.scheduler.pages[s.part]
-                    _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+                    fill_row(table[i], pages.pages_to_read(s.table, s.cached))
             self.pool = self._take_pool()  # there is none yet where no prompt had to be read
             slots = self._slots(self._placed)
             source = None if slots is None else slots.source
@@ -186,10 +206,14 @@ class ModelRunner:
         for i, s in enumerate(placed):
             if s is not None:
                 pages = self.scheduler.pages[s.part]
-                _fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
+                fill_row(targets[i], pages.pages_to_write(s.table, s.cached, self._end(s)))
         extras = self._extras_of(placed, self._width)
         slots = self._slots(placed, [0 if s is None else self._end(s) for s in placed])
-        inputs = (self._put(_decode_state(placed)), extras, *self._put((targets, slots)))
+        inputs = (
+            self._put(decode_state(placed, has_rotary=self._programs.has_rotary)),
+            extras,
+            *self._put((targets, slots)),
+        )
         pool, rows = self._take_pool(), self.rows
         assert rows is not None  # `_gather_rows` gathers them
         self.rows = None  # donated
@@ -209,12 +233,15 @@ class ModelRunner:
                 if s.table.borrowed is not None:
                     copies[:, i] = s.table.borrowed.page, s.table.own[0]
                 pages.pages_to_write(s.table, s.cached, self._end(s))
-                _fill_row(table[i], pages.pages_to_read(s.table, self._end(s)))
+                fill_row(table[i], pages.pages_to_read(s.table, self._end(s)))
         slots = self._slots(placed, [0 if s is None else self._end(s) for s in placed])
         pool = self._take_pool()
         if np.any(copies < self._programs.sizes.pages):
             pool = self._programs.copy_pages(pool, *map(self._put, copies))
-        inputs = (self._put(_decode_state(placed)), self._extras_of(placed, width))
+        inputs = (
+            self._put(decode_state(placed, has_rotary=self._programs.has_rotary)),
+            self._extras_of(placed, width),
+        )
         at = self._put((table, slots))
         self.pool, output = self._programs.decode_pages(params, pool, *inputs, *at)
         return placed, distributed.fetch(output)
@@ -234,7 +261,7 @@ class ModelRunner:
             for i, s in enumerate(placed):
                 if s is not None:
                     pages = self.scheduler.pages[s.part]
-                    _fill_row(table[i], pages.pages_to_read(s.table, s.cached))
+                    fill_row(table[i], pages.pages_to_read(s.table, s.cached))
             assert self.pool is not None  # it holds what is cached
             recorded = distributed.fetch(self._programs.gather_routes(self.pool, self._put(table)))
             for i, s in enumerate(placed):
@@ -248,7 +275,7 @@ class ModelRunner:
     def _extras_of(self, placed: Sequence[SequenceState | None], width: int) -> Extras | None:
         """Return what else the rows ask for, if any does."""
         if any(s is not None and s.request.sampling.asks_for_extras for s in placed):
-            return self._put(_extras(placed, width, self._programs.model.vocab_size))
+            return self._put(extras(placed, width, self._programs.model.vocab_size))
         return None
 
     def _append(
@@ -337,52 +364,3 @@ class ModelRunner:
         scheduler.counts = counts
         scheduler.on_remove = lambda sequence: self._note_routes([sequence])
         return scheduler
-
-
-def _fill_row(row: np.ndarray, pages: Sequence[int]) -> None:
-    row[: len(pages)] = pages
-
-
-def _decode_state(placed: Sequence[SequenceState | None]) -> DecodeState:
-    """Return where each row stands; empty ones have nothing left."""
-
-    def column(dtype: Any, value: Callable[[SequenceState], Any], empty: Any = 0) -> Any:
-        return np.array([empty if s is None else value(s) for s in placed], dtype)
-
-    def number(value: Callable[[SequenceState], int]) -> Any:
-        return column(np.int32, value)
-
-    def setting(name: str, dtype: Any, empty: Any) -> Any:
-        return column(dtype, lambda s: getattr(s.request.sampling, name), empty)
-
-    none = [-1] * STOP_IDS
-    return DecodeState(
-        tokens=number(lambda s: s.tokens[-1]),
-        positions=number(lambda s: s.cached),
-        generated=number(lambda s: s.generated),
-        left=number(lambda s: s.left),
-        stop_ids=column(np.int32, lambda s: [*s.request.sampling.stop_ids, *none][:STOP_IDS], none),
-        sampling=BatchSamplingParams(
-            seeds=column(np.uint32, lambda s: s.request.seed),
-            temperature=setting("temperature", np.float32, 1.0),
-            top_p=setting("top_p", np.float32, 1.0),
-            top_k=number(lambda s: s.request.sampling.top_k),
-            min_p=setting("min_p", np.float32, 0.0),
-        ),
-    )
-
-
-def _extras(placed: Sequence[SequenceState | None], width: int, nothing: int) -> Extras:
-    """Return what else the rows ask for; `nothing` is a number past the vocabulary."""
-    biases = len(placed), BIASES
-    tokens, penalty = np.full((len(placed), width), nothing, np.int32), np.ones(len(placed))
-    bias_ids, bias = np.full(biases, nothing, np.int32), np.zeros(biases, np.float32)
-    for i, s in enumerate(placed):
-        if s is not None:
-            sampling = s.request.sampling
-            tokens[i, : len(s.tokens)] = s.tokens
-            penalty[i] = sampling.repetition_penalty
-            for j, (token, shift) in enumerate(sampling.logit_bias):
-                bias_ids[i, j], bias[i, j] = token, shift
-    columns: Any = (tokens, penalty.astype(np.float32), bias_ids, bias)
-    return Extras(*columns)

@@ -1,7 +1,6 @@
 """The programs that the engine runs on devices, for a few shapes, all compiled before they run."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,30 +12,28 @@ import numpy as np
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.model import Model, RoutedModel
+from jaxrl_llm.models.capabilities import RoutedModel, VisionModel
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.vision.inputs import VisualFeatures
+from jaxrl_llm.models.vision.rows import PatchRows
 from jaxrl_llm.rollout.native.decode import (
     DecodeOutput,
     DecodeState,
     Extras,
-    PrefillChunk,
     copy_pages,
     decode,
     gather_pages,
     gather_routes,
     make_pool,
     page_size,
-    prefill,
     scatter_pages,
 )
+from jaxrl_llm.rollout.native.prefill import PrefillChunk, prefill
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.score import READ_AT_ONCE, TokenScores, score_rows
-from jaxrl_llm.rollout.native.sizes import (
-    FEWEST_ROWS,
-    PAGE,
-    Sizes,
-    touched,
-)
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, program_keys, touched
 from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
+from jaxrl_llm.rollout.native.tower import Tower
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.rollout.types import ScoredTokens
 from jaxrl_llm.sharding import distributed
@@ -67,6 +64,8 @@ class Programs:
     Attributes:
         weights: where they lie.
         routes: what is kept of each token's experts; None: nothing.
+        tower: what the model's vision tower runs; None: it reads text alone.
+        has_rotary: whether the model is told what to rotate by.
     """
 
     def __init__(
@@ -88,6 +87,10 @@ class Programs:
             self.routes = model.route_shape
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
+        self.tower, self.has_rotary = None, False
+        if isinstance(model, VisionModel) and (vision := model.vision) is not None:
+            self.tower = Tower(model, vision, shapes, dtype, layout)
+            self.has_rotary = model.has_rotary_positions
         self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
         self.by_row = over_batch(layout.mesh)
         pool = jax.eval_shape(self._empty_pool)
@@ -109,10 +112,23 @@ class Programs:
         """Return the experts that the tokens in the pages of each row went to, flat."""
         return self._compiled("routes", *table.shape)(pool.routes, table)
 
-    def prefill(self, params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
-        """Read a chunk of prompts; see `decode.prefill`. The pool is donated."""
+    def make_features(self) -> VisualFeatures:
+        """Make room for the features of images and videos."""
+        return self._compiled("features")()
+
+    def encode(
+        self, params: Any, held: VisualFeatures, patches: PatchRows, slots: Any, longest: int
+    ) -> VisualFeatures:
+        """Read images and videos; see `tower.encode_into`. What is held is donated."""
+        key = (patches.frames.shape[1], longest)
+        return self._compiled("encode", *key)(params, held, patches, slots)
+
+    def prefill(
+        self, params: Any, pool: Cache, chunk: PrefillChunk, held: VisualFeatures | None = None
+    ) -> Cache:
+        """Read a chunk of prompts; see `prefill.prefill`. The pool is donated."""
         key = (*chunk.tokens.shape, chunk.table.shape[1])
-        return self._compiled("prefill", *key)(params, pool, chunk)
+        return self._compiled("prefill", *key)(params, pool, chunk, held)
 
     def decode(
         self,
@@ -181,36 +197,8 @@ class Programs:
         self.weights.close()
 
     def _keys(self, sequences: int) -> Iterable[tuple[Any, ...]]:
-        """Yield what each program is called by, in the order in which they are likely needed.
-
-        As sequences end, fewer rows are decoded; more than at first come with others.
-        """
-        shapes = self.sizes
-        first = next((n for n in shapes.rows if n >= sequences), shapes.rows[-1])
-        fewer = [n for n in reversed(shapes.rows) if n <= first]
-        more = [n for n in shapes.rows if n > first]
-        prefill = sorted(
-            shapes.prefill_shapes,
-            key=lambda shape: (shape[1], shape[0] if sequences <= FEWEST_ROWS else -shape[0]),
-        )
-        decoded = [
-            (rows, width)
-            for rows, width in itertools.product([*fewer, *more], shapes.widths)
-            if shapes.fits(rows, width)
-        ]
-        yield ("pool",)
-        for rows, width in decoded:
-            yield "decode", rows, width, False
-            if self.routes is not None:
-                yield "routes", rows, width // PAGE
-            if shapes.has_rows:
-                yield "gather", rows, width // PAGE
-            elif width == shapes.widths[0]:
-                yield "copy", rows
-            if (rows, width) == decoded[0]:
-                for prompts, length in prefill:
-                    for pages in sorted({shapes.width(length), shapes.widths[-1]}):
-                        yield "prefill", prompts, length, pages // PAGE
+        """Yield what each program is called by, in the order in which they are likely needed."""
+        return program_keys(self.sizes, sequences, records_routes=self.routes is not None)
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""
@@ -274,13 +262,27 @@ class Programs:
         return run.trace(self.shapes()[1], self._input((rows,)), self._input((rows,)))
 
     def _trace_prefill(self, rows: int, length: int, pages: int) -> Any:
-        def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk) -> Cache:
-            return prefill(params, self.model, pool, chunk, layout=self.layout)
+        def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk, held: Any) -> Cache:
+            return prefill(params, self.model, pool, chunk, held, layout=self.layout)
 
         run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
         shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
         chunk = PrefillChunk(*map(self._input, shapes), slots=self._slots(rows))
-        return run.trace(*self.shapes(), chunk)
+        held = None
+        if self.tower is not None:
+            chunk = chunk._replace(features=self._input((rows, length)))
+            held = self.tower.shapes()
+        if self.has_rotary:
+            chunk = chunk._replace(rotary=self._input((rows, length, 3)))
+        return run.trace(*self.shapes(), chunk, held)
+
+    def _trace_features(self) -> Any:
+        assert self.tower is not None  # for pyright
+        return self.tower.trace_features()
+
+    def _trace_encode(self, length: int, longest: int) -> Any:
+        assert self.tower is not None  # for pyright
+        return self.tower.trace_encode(length, longest, self.shapes()[0], self._jit)
 
     def _trace_score(self, rows: int, width: int) -> Any:
         def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
@@ -348,7 +350,9 @@ class Programs:
         sampling = BatchSamplingParams(
             self._input((rows,), jnp.uint32), share, share, number, share
         )
-        state = DecodeState(number, number, number, number, self._input((rows, STOP_IDS)), sampling)
+        delta = number if self.has_rotary else None
+        stops = self._input((rows, STOP_IDS))
+        state = DecodeState(number, number, number, number, stops, sampling, delta)
         biases = (rows, BIASES)
         extras = Extras(
             self._input((rows, width)), share, self._input(biases), self._input(biases, jnp.float32)

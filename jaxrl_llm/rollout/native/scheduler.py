@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native.pages import PagePool, PageTable
+from jaxrl_llm.rollout.native.visuals import PromptVisuals
 from jaxrl_llm.rollout.types import Completion, Request
 
 
@@ -38,6 +39,7 @@ class SequenceState:
         withdrawn: whether it was taken out before its end.
         routes: the experts that its first tokens went to, as far as they are noted; each token
             keeps those with which the next one was drawn. None: the engine does not record them.
+        visuals: where the prompt holds images and videos, if it does.
     """
 
     request: Request
@@ -55,6 +57,7 @@ class SequenceState:
     stopped_by: int | str | None = None
     withdrawn: bool = False
     routes: Int[np.ndarray, "N M experts"] | None = None
+    visuals: PromptVisuals | None = None
 
     def __post_init__(self) -> None:
         """Begin with the prompt, and with what was drawn before."""
@@ -90,6 +93,18 @@ class SequenceState:
         """Return up to which token its tokens are read next."""
         branch = self.table.branch  # a state is kept there for others
         return branch if self.cached < branch else len(self.tokens) - 1
+
+    @property
+    def prompt_keys(self) -> tuple[int, ...]:
+        """Return what tells the prompt from others: its tokens, and what its images show."""
+        return self.request.prompt if self.visuals is None else self.visuals.keys
+
+    def keys(self, count: int) -> list[int]:
+        """Return what its first tokens are known by where pages are shared."""
+        if self.visuals is None:
+            return self.tokens[:count]
+        keys = self.visuals.keys
+        return [*keys[:count], *self.tokens[len(keys) : count]]
 
     def stop_at_text(self, detokenize: Callable[[list[int]], str], new: int) -> None:
         """End the answer where it holds a text that stops it; what follows is dropped.
@@ -176,6 +191,39 @@ class Counts(NamedTuple):
     preemptions: int = 0
 
 
+class EngineStats(NamedTuple):
+    """What an engine does now, and has done since it was made.
+
+    Attributes:
+        running: sequences that hold pages.
+        waiting: sequences that don't yet.
+        cached_tokens: room of the pages in use, in tokens.
+        cache_tokens: room of all pages.
+        cached_states: states in use, where the model has some: of what runs, and those read next.
+        cache_states: room for states.
+        prompt_tokens: tokens of prompts read.
+        generated_tokens: tokens drawn.
+        reused_tokens: tokens of prompts that were in the cache already.
+        preemptions: how often a sequence gave its pages back.
+    """
+
+    running: int
+    waiting: int
+    cached_tokens: int
+    cache_tokens: int
+    cached_states: int
+    cache_states: int
+    prompt_tokens: int
+    generated_tokens: int
+    reused_tokens: int
+    preemptions: int
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many requests have no answer yet."""
+        return self.running + self.waiting
+
+
 class Scheduler:
     """Sequences that wait and that run, and the pages that they hold.
 
@@ -206,7 +254,7 @@ class Scheduler:
         for sequence in sequences:
             self.waiting.append(sequence)
             for pages in self.pages:
-                pages.touch(sequence.tokens[:-1], sequence.first_version)
+                pages.touch(sequence.keys(len(sequence.tokens) - 1), sequence.first_version)
 
     def drop_cancelled(self) -> None:
         """Forget the sequences whose callers gave up."""
@@ -228,15 +276,15 @@ class Scheduler:
 
         A prompt that is being read is not read a second time: who has the same waits for it.
         """
-        prefilling = {s.request.prompt for s in self.running if not s.is_prefilled}
+        prefilling = {s.prompt_keys for s in self.running if not s.is_prefilled}
         passed: list[SequenceState] = []
         while self.waiting and len(self.running) < self.max_running_sequences * len(self.pages):
             sequence = self.waiting.popleft()
-            if sequence.request.prompt in prefilling:
+            if sequence.prompt_keys in prefilling:
                 passed.append(sequence)
             elif self._admit(sequence):
                 if not sequence.is_prefilled:
-                    prefilling.add(sequence.request.prompt)
+                    prefilling.add(sequence.prompt_keys)
             else:
                 self.waiting.appendleft(sequence)
                 break
@@ -252,7 +300,7 @@ class Scheduler:
         self.counts = self.counts._replace(prompt_tokens=self.counts.prompt_tokens + tokens)
         if sequence.is_prefilled or sequence.cached == sequence.table.branch:
             pages = self.pages[sequence.part]
-            pages.cache_prefix(sequence.table, sequence.tokens[: sequence.cached])
+            pages.cache_prefix(sequence.table, sequence.keys(sequence.cached))
 
     def to_decode(self) -> list[SequenceState]:
         """Return the sequences to decode, oldest first, each with pages for the next tokens.
@@ -276,16 +324,17 @@ class Scheduler:
         """Take a sequence's pages; they stay, for others that begin alike, while there is room."""
         self.on_remove(sequence)
         pages = self.pages[sequence.part]
-        pages.retire(sequence.table, sequence.tokens[: sequence.cached])
+        pages.retire(sequence.table, sequence.keys(sequence.cached))
         sequence.cached = 0
         self.running.remove(sequence)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a sequence what is cached of its tokens, and pages for the rest."""
-        end = len(sequence.tokens) - 1 + min(self.steps, sequence.left)
+        known = len(sequence.tokens) - 1
+        end, keys = known + min(self.steps, sequence.left), sequence.keys(known)
         for part in self._parts_with_room(sequence):
             pages, table = self.pages[part], PageTable()
-            cached = pages.match_prefix(table, sequence.tokens[:-1], sequence.first_version)
+            cached = pages.match_prefix(table, keys, sequence.first_version)
             others = self._running_in(part)  # a page for each of them, which grow too
             has_room = pages.pages_needed(table, end) + others <= pages.available
             if has_room and pages.allocate(table, end):
@@ -304,7 +353,7 @@ class Scheduler:
             others, table = self._running_in(part), PageTable()
             if others < self.max_running_sequences:
                 several = len(self.pages) > 1
-                known = sequence.tokens[:-1] if several else []
+                known = sequence.keys(len(sequence.tokens) - 1) if several else []
                 cached = pages.match_prefix(table, known, sequence.first_version)
                 pages.free(table)
                 parts.append((-cached, others, part))

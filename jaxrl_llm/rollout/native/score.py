@@ -8,6 +8,7 @@ from jaxtyping import Array, Float32, Int
 
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.native.decode import MOST_TOP_LOGPROBS
+from jaxrl_llm.rollout.types import LEAST_LOGPROB
 from jaxrl_llm.sharding.layout import Layout
 
 READ_AT_ONCE = 256
@@ -18,7 +19,8 @@ class TokenScores(NamedTuple):
     """Log-probs of rows of tokens: entry t is of token t given those before it; the first is 0.
 
     Attributes:
-        logprobs: of the tokens, in nats, before any temperature.
+        logprobs: of the tokens, in nats, before any temperature; `LEAST_LOGPROB` of one that is
+            never drawn.
         top_ids: the likeliest tokens, likeliest first.
         top_logprobs: their log-probs.
     """
@@ -61,6 +63,7 @@ def score_rows(
         hidden, cache = model.extend(params, cache, part, positions, dtype=dtype, layout=layout)
         logprobs = jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
         own = jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
+        own = jnp.maximum(own, LEAST_LOGPROB)  # a mark of an image is never drawn
         values, ids = jax.lax.top_k(logprobs, most)
         return cache, (own, ids, values)
 

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
@@ -14,6 +15,10 @@ FEWEST_ROWS = 8
 SHORTEST_ROW = 128  # tokens
 PREFILL_LENGTHS = (32, 256)  # tokens of a prompt that are read at once
 PREFILL_TOKENS = (256, 1024)  # tokens of all prompts
+
+PATCH_LENGTHS = (256, 1024, 4096, 16384, 65536)  # patches that a part reads at once
+PATCHES_AT_ONCE = 4096  # of several images
+SHORT_FRAME = 1024  # patches; where all frames are so short, attention over many takes less
 
 
 class Sizes(NamedTuple):
@@ -28,6 +33,8 @@ class Sizes(NamedTuple):
         steps: tokens that are decoded in a chunk.
         has_rows: whether pages are gathered into rows, for which there is as much room again.
         slots: of a part, each for a state; 0 for a model without.
+        visual_tokens: of images and videos whose features a part holds; 0 for a model of text.
+        patch_shapes: how many patches a part reads at once, and the longest frame of them.
     """
 
     parts: int
@@ -38,6 +45,8 @@ class Sizes(NamedTuple):
     steps: int
     has_rows: bool = True
     slots: int = 0
+    visual_tokens: int = 0
+    patch_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -97,6 +106,69 @@ def choose_sizes(
         tuple(sorted(prefill_shapes)),
         steps,
     )
+
+
+def with_visuals(sizes: Sizes, patches: int, tokens: int) -> Sizes:
+    """Return shapes with those of a vision tower.
+
+    Args:
+        sizes: of the text.
+        patches: of the largest image, or more.
+        tokens: of images whose features a part holds.
+
+    >>> sizes = choose_sizes(parts=1, max_running_sequences=8, max_tokens=600, steps=16)
+    >>> with_visuals(sizes, 4800, 4800).patch_shapes
+    ((256, 256), (1024, 1024), (4096, 1024), (4096, 4096), (4800, 1024), (4800, 4800))
+    """
+    largest = min(patches, PATCH_LENGTHS[-1])
+    lengths = [length for length in PATCH_LENGTHS if length < largest] + [largest]
+    # a part attends to itself and to one on each side of it
+    short = {(length, SHORT_FRAME) for length in lengths if length > 3 * SHORT_FRAME}
+    shapes = short | {(length, length) for length in lengths}
+    return sizes._replace(visual_tokens=tokens, patch_shapes=tuple(sorted(shapes)))
+
+
+def program_keys(
+    sizes: Sizes, sequences: int, *, records_routes: bool
+) -> Iterable[tuple[Any, ...]]:
+    """Yield what each program is called by, in the order in which they are likely needed.
+
+    As sequences end, fewer rows are decoded; more than at first come with others.
+
+    Args:
+        sizes: the shapes.
+        sequences: how many are to be sampled first.
+        records_routes: whether the experts are kept that tokens go to.
+    """
+    first = next((n for n in sizes.rows if n >= sequences), sizes.rows[-1])
+    fewer = [n for n in reversed(sizes.rows) if n <= first]
+    more = [n for n in sizes.rows if n > first]
+    prefill = sorted(
+        sizes.prefill_shapes,
+        key=lambda shape: (shape[1], shape[0] if sequences <= FEWEST_ROWS else -shape[0]),
+    )
+    decoded = [
+        (rows, width)
+        for rows, width in itertools.product([*fewer, *more], sizes.widths)
+        if sizes.fits(rows, width)
+    ]
+    yield ("pool",)
+    if sizes.patch_shapes:
+        yield ("features",)
+    for rows, width in decoded:
+        yield "decode", rows, width, False
+        if records_routes:
+            yield "routes", rows, width // PAGE
+        if sizes.has_rows:
+            yield "gather", rows, width // PAGE
+        elif width == sizes.widths[0]:
+            yield "copy", rows
+        if (rows, width) == decoded[0]:
+            for prompts, length in prefill:
+                for pages in sorted({sizes.width(length), sizes.widths[-1]}):
+                    yield "prefill", prompts, length, pages // PAGE
+    for length, longest in sizes.patch_shapes:
+        yield "encode", length, longest
 
 
 def _up(number: int | float, unit: int) -> int:

@@ -1,8 +1,11 @@
 """What workers of tools are asked, and what they answer. Worker processes import this."""
 
+import base64
+import io
 import json
 import math
 import numbers
+import sys
 import traceback
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ from jaxrl_llm.workers.answers import memory_limit, shorten, to_plain
 
 KEYS = "rollout.tool_process."  # how the config's keys for the limits begin
 MAX_RESULT_CHARS = 1_000_000
+MAX_IMAGE_CHARS = 16_000_000  # of all images of a result, in base64
 MAX_TRACE_CHARS = 4000
 INFRASTRUCTURE = (BrokenTool, ConnectionError)
 """What is nobody's fault, and tried again."""
@@ -62,6 +66,7 @@ class ToolAnswer(NamedTuple):
         error: what kind of error it was, to be counted; empty for none.
         trace: where it was raised, if this is the first of its kind.
         seconds: that it took; set by who asked.
+        images: as of `ToolResult`.
     """
 
     text: str = ""
@@ -72,6 +77,7 @@ class ToolAnswer(NamedTuple):
     error: str = ""
     trace: str = ""
     seconds: float = 0.0
+    images: tuple[tuple[int, str], ...] = ()
 
 
 class ResultError(ValueError):
@@ -82,16 +88,70 @@ def to_answer(value: Any) -> ToolAnswer:
     """Return what a tool or an environment gave as it is told.
 
     Raises:
-        ResultError: it is no text and no plain data, too long, or the reward is no finite number.
+        ResultError: it is no text, no image and no plain data, too long, or the reward is no
+            finite number.
 
     >>> to_answer({"sum": 3}).text, to_answer(Observation("no", reward=-1)).reward
     ('{"sum": 3}', -1.0)
     """
     observation = value if isinstance(value, Observation) else Observation(value)
-    text = _to_text(observation.text)
+    text, images = _to_parts(observation.text)
     if len(text) > MAX_RESULT_CHARS:
         raise ResultError(f"the result has {len(text)} characters, of {MAX_RESULT_CHARS} allowed")
-    return ToolAnswer(text, finite_number(observation.reward, "reward"), bool(observation.end))
+    if (size := sum(len(image) for _, image in images)) > MAX_IMAGE_CHARS:
+        raise ResultError(
+            f"the images of the result have {size} characters in base64, of {MAX_IMAGE_CHARS} "
+            "allowed"
+        )
+    reward = finite_number(observation.reward, "reward")
+    return ToolAnswer(text, reward, bool(observation.end), images=images)
+
+
+def _to_parts(value: Any) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """Return what is told as a text, and as images with their places in it."""
+    items = [_of_part(item) for item in value] if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_image, items)):
+        return _to_text(value), ()
+    text, images, after_text = "", list[tuple[int, str]](), False
+    for item in items:
+        if _is_image(item):
+            images.append((len(text), _encode_image(item)))
+        else:
+            text += "\n" * after_text + _to_text(item)
+        after_text = not _is_image(item)
+    return text, tuple(images)
+
+
+def _of_part(item: Any) -> Any:
+    """Return what a typed part of a message holds; anything else as it is."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return item.get(kind, item) if kind in ("text", "image") else item
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, bytes):
+        return True
+    shape = getattr(value, "shape", ())
+    if len(shape) == 3 and shape[2] in (3, 4):
+        return str(getattr(value, "dtype", "")) == "uint8"
+    pillow = sys.modules.get("PIL.Image")  # where it is not, there are none of its images
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _encode_image(value: Any) -> str:
+    """Return an image as the base64 of a file; PIL's and arrays as PNG."""
+    if not isinstance(value, bytes):
+        from PIL import Image
+
+        try:
+            image = value if isinstance(value, Image.Image) else Image.fromarray(value)
+            kept = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+            file = io.BytesIO()
+            (image if kept else image.convert("RGB")).save(file, "PNG", compress_level=1)
+        except (OSError, ValueError, TypeError) as error:
+            raise ResultError(f"an image of the result can't be encoded: {error}") from None
+        value = file.getvalue()
+    return base64.b64encode(value).decode()
 
 
 def _to_text(value: Any) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rollout.tools.results import ToolError, ToolResult
+from jaxrl_llm.rollout.tools.results import ToolError, ToolResult, checked_images
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 FIELDS = {
     "name": str,
     "text": str,
@@ -26,6 +26,7 @@ FIELDS = {
     "failure": str | None,
     "score": float | None,
     "seconds": float,
+    "images": list,
 }
 
 
@@ -167,4 +168,8 @@ class Journal:
             raise self._damaged(number)
         if not all(math.isfinite(v) for v in result.values() if isinstance(v, float)):
             raise self._damaged(number)
-        self._entries.setdefault(key[0], {})[key[1]] = digest, ToolResult(**result)
+        images = checked_images(result["images"])
+        if images is None:
+            raise self._damaged(number)
+        read = ToolResult(**{**result, "images": images})
+        self._entries.setdefault(key[0], {})[key[1]] = digest, read

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -284,18 +285,21 @@ class McpConnection:
         except Exception as error:  # it answers what the protocol does not have
             await self._end(wait=False)
             raise BrokenTool(f"{self._address}: {_first_cause(error)}") from error
-        text = _text_of(result)
+        told = _content_of(result)
         if result.is_error:
-            raise FailedTool(text if isinstance(text, str) and text else "error")
-        return text
+            raise FailedTool(told if isinstance(told, str) and told else "error")
+        return told
 
 
-def _text_of(result: Any) -> Any:
-    others = sorted({part.type for part in result.content if part.type != "text"})
+def _content_of(result: Any) -> Any:
+    """Return what is told of a result: a text, or its texts and images in their order."""
+    others = sorted({part.type for part in result.content} - {"text", "image"})
     if others:
-        raise FailedTool(f"error: the tool returned {', '.join(others)}, expected text")
+        raise FailedTool(f"error: the tool returned {', '.join(others)}, expected text or images")
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
+    if any(part.type == "image" for part in result.content):
+        return [p.text if p.type == "text" else b64decode(p.data) for p in result.content]
     return "\n".join(part.text for part in result.content)
 
 

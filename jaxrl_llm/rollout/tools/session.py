@@ -128,7 +128,7 @@ class Session:
         number = self._next_number()
         self._begun = True
         if self._last is not None:
-            return self._last._replace(text="", reward=0.0, seconds=0.0)
+            return self._last._replace(text="", reward=0.0, seconds=0.0, images=())
         arguments = {"answer": answer}
         request = ToolRequest("step", self._seat.episode, number, ENVIRONMENT, arguments)
         result = _not_told(await self._in_order(request))
@@ -218,7 +218,7 @@ class Session:
         failure = "broken" if answer.failure == "retry" else answer.failure
         result = ToolResult(
             *(request.name, answer.text, answer.reward, answer.end),
-            *(failure, answer.score, answer.seconds),
+            *(failure, answer.score, answer.seconds, answer.images),
         )
         if self._journal is not None and failure != "broken":  # the next attempt may be luckier
             self._journal.record(self._number, request.number, digest, result)

@@ -118,7 +118,7 @@ def _episode(
     def call(**parameters: Any) -> Observation:
         answer = awaited(tool.execute(instance, parameters, **given["execute"]))
         response, reward, *_ = answer if isinstance(answer, tuple) else (answer, 0.0)
-        return Observation(response_text(response), reward or 0.0)
+        return Observation(response_content(response), reward or 0.0)
 
     def end() -> float:
         reward = awaited(tool.calc_reward(instance, **given["calc_reward"]))
@@ -139,15 +139,21 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def response_text(response: Any) -> Any:
-    """Return the text of a tool's response; what is no `ToolResponse` stays as it is.
+def response_content(response: Any) -> Any:
+    """Return what a tool's response tells: images, and behind them the text, as verl does.
+
+    What is no `ToolResponse` stays as it is.
 
     Raises:
-        ValueError: it has images or videos.
+        ValueError: it has videos.
     """
-    if getattr(response, "image", None) or getattr(response, "video", None):
-        raise ValueError("got images or videos as a response, expected text")
-    return getattr(response, "text", response)
+    if getattr(response, "video", None):
+        raise ValueError("got videos as a response, expected images and text")
+    text = getattr(response, "text", response)
+    if not (images := getattr(response, "image", None)):
+        return text
+    given = images if isinstance(images, list | tuple) else [images]
+    return [*given, *([text] if text else [])]
 
 
 class Tree(dict[str, Any]):

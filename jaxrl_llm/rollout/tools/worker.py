@@ -10,12 +10,14 @@ import math
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rollout.tools.answers import (
     KEYS,
+    MAX_IMAGE_CHARS,
     MAX_RESULT_CHARS,
     MAX_TRACE_CHARS,
     ToolAnswer,
     ToolboxSpec,
     ToolRequest,
 )
+from jaxrl_llm.rollout.tools.results import checked_images
 from jaxrl_llm.rollout.tools.toolbox import Toolbox
 from jaxrl_llm.workers.answers import Serve, answering_in_turn, memory_limit, serve_requests
 
@@ -48,12 +50,16 @@ def decode_tool_answer(line: bytes, number: int) -> ToolAnswer | None:
         return None
     if type(fields["number"]) is not int or fields.pop("number") != number:
         return None
-    answer = ToolAnswer(**fields)
+    if (images := checked_images(fields.pop("images"))) is None:
+        return None
+    answer = ToolAnswer(**fields, images=images)
     texts = (answer.text, answer.error, answer.trace)
     numbers = [n for n in (answer.reward, answer.score, answer.seconds) if n is not None]
     sound = (
         all(isinstance(text, str) for text in texts)
         and len(answer.text) <= MAX_RESULT_CHARS
+        and sum(len(image) for _, image in images) <= MAX_IMAGE_CHARS
+        and all(place <= len(answer.text) for place, _ in images)
         and all(type(n) is float and math.isfinite(n) for n in numbers)
         and type(answer.reward) is float
         and type(answer.end) is bool

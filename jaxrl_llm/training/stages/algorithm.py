@@ -100,7 +100,7 @@ def kl_to_reference(kl: Callable[..., Any], batch: Batch) -> np.ndarray:
     Raises:
         LossError: it is not finite, or no array of this shape.
     """
-    fields = {**batch.fields, "logprobs": batch["old_logprobs"]}
+    fields = {**batch.arrays, "logprobs": batch["old_logprobs"]}
     result = call(kl, {name: jnp.asarray(fields[name]) for name in asks_for(kl)})
     values = np.asarray(per_token(result, kl, "kl", batch.tokens.shape), np.float32)
     if not np.isfinite(values[batch["mask"]]).all():

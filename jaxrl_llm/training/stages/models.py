@@ -32,12 +32,16 @@ from jaxrl_llm.training.stages.reference import (
 )
 from jaxrl_llm.training.teacher_model import TeacherModel
 from jaxrl_llm.training.update import TrainState
+from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import ROUTES, Batch
 
 States = dict[str, TrainState]
 
 TEACHER_TIMER = "teacher"
 """Timer of the passes that add what a teacher says."""
+
+VISION_TIMER = "vision"
+"""Timer of the pass that computes the features of images, where the tower is frozen."""
 
 
 class ModelPass(NamedTuple):
@@ -132,7 +136,7 @@ def build_models(
     shape_on = functools.partial(microbatch_shape, config)
     roles, trainable = make_roles(config, functions, model, layouts, shape_on, teacher)
     initial = functools.cache(functools.partial(initial_weights, config, model))
-    passes: list[ModelPass] = []
+    passes = [] if model.tower is None else [tower_pass(model.tower)]
     average, refreshed, beside = None, None, {}
     if not functions.on_policy:
         passes.append(old_logprob_pass(config, functions, roles["actor"]))
@@ -163,6 +167,19 @@ def build_models(
         average=average,
     )
     return stage, trainable, beside
+
+
+def tower_pass(tower: FrozenTower) -> ModelPass:
+    """Return the pass that computes the features of a step's images, which all others read."""
+
+    def run(
+        states: States, batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del states, rollouts, step
+        tower.keep(visual for visuals in batch.visuals for visual in visuals)
+        return batch, {}
+
+    return ModelPass(VISION_TIMER, run)
 
 
 def old_logprob_pass(config: TrainConfig, functions: AlgorithmFunctions, actor: Role) -> ModelPass:

@@ -119,7 +119,9 @@ def make_reference(
         split = layout.of(model.model.declare())
         dtypes = model.model.compute_dtypes(reference_dtype(config))
         if layout is not layouts.train:
-            forward = forward_config(config.model, model.model, layout, config.rollout.temperature)
+            forward = forward_config(
+                config.model, model.model, layout, config.rollout.temperature, model.tower
+            )
             shape = microbatch_shape(config, forward, layout)
             infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
         if settings.refresh_every is None:

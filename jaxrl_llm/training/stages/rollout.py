@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.policy import Policy
+from jaxrl_llm.models.capabilities import QuantizableModel
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
-from jaxrl_llm.models.model import Model, QuantizableModel, base_model
+from jaxrl_llm.models.model import Model, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.monitoring.activity import activity
@@ -342,8 +343,12 @@ def validation_sampler(
 def merge_for_engine(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
     """Return the function from trained parameters to those of the model, as the engine takes them.
 
-    An adapter is merged into its base in float32, and the sum is cast to the engine's dtype.
+    An adapter is merged into its base in float32, and the sum is cast to the engine's dtype. A
+    frozen vision tower is put back.
     """
+    if model.tower is not None:
+        tower, merge_rest = model.tower.params, merge_for_engine(model._replace(tower=None), dtype)
+        return lambda params: {**merge_rest(params), "vision": tower}
     if model.frozen is None:
         return lambda params: params
     spec, frozen = model.spec, model.frozen

@@ -1,0 +1,161 @@
+"""Train the small model of configs/vision on its pictures, and on blank ones.
+
+    python -m benchmarks.learning.pictures
+    python -m benchmarks.learning.pictures --runs pictures blank --seeds 0
+
+Each run is configs/vision/pictures.yaml with the keys of `RUNS` changed, one after the other, each
+its own process; finished ones are kept in the folder of `--work` as those of
+`benchmarks.learning.recipes` are. All share a base model, whose making no run's seconds hold.
+Accuracies are greedy, on 510 held-out pictures. `--out` gets the curves (pictures.png) and the
+numbers behind them (pictures.json); the table goes to stdout. Exit status 1: a run failed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning.recipes import (
+    ROOT,
+    arguments,
+    finished,
+    link,
+    make_base,
+    metrics_of,
+    run,
+    write_numbers,
+)
+from benchmarks.tables import markdown_table
+from jaxrl_llm.config.load import read_yaml
+
+CONFIG = ROOT / "configs/vision/pictures.yaml"
+KINDS = ("dots", "digits", "shapes")
+BLANK = "runs/pictures/blank"
+RUNS: dict[str, tuple[str, ...]] = {
+    "pictures": (),
+    "frozen": ("model.vision=frozen",),
+    "blank": (
+        "data.prepare.blank=true",
+        f"data.prepare.out={BLANK}",
+        f"data.train={BLANK}/train.parquet",
+        f"data.validation={BLANK}/validation.parquet",
+    ),
+}
+"""What is changed in the config; the control sees grey in place of each picture."""
+
+
+def curves_of(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return the held-out accuracy by step, of each kind of picture.
+
+    >>> curves_of([{"step": 0, "val-core/pictures/dots/acc/mean@1": 0.5}, {"step": 1}])["dots"]
+    {0: 0.5}
+    """
+    return {
+        kind: {
+            line["step"]: line[f"val-core/pictures/{kind}/acc/mean@1"]
+            for line in lines
+            if f"val-core/pictures/{kind}/acc/mean@1" in line
+        }
+        for kind in KINDS
+    }
+
+
+def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
+    """Run what is not finished; return a line for each run that failed."""
+    failed = []
+    for name, seed in ((name, seed) for name in names for seed in seeds):
+        if finished(CONFIG, seed, work, name):
+            continue
+        print(f"{name} seed {seed}", file=sys.stderr, flush=True)
+        try:
+            run(CONFIG, seed, work, *RUNS[name], name=name)
+        except subprocess.CalledProcessError:
+            failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
+    return failed
+
+
+def numbers(name: str, seed: int, work: Path) -> dict[str, Any] | None:
+    """Return the numbers of a run, or None where it is still to be done."""
+    result = finished(CONFIG, seed, work, name)
+    if result is None:
+        return None
+    lines = metrics_of(work / f"runs/{name}/{seed}")
+    return {
+        "run": name,
+        "seed": seed,
+        "overrides": RUNS[name],
+        "curves": curves_of(lines),
+        "sampled": [line["critic/score/mean"] for line in lines if "critic/score/mean" in line],
+        **{key: result[key] for key in ("seconds", "peak_gb", "date", "versions")},
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the Markdown table: a row for each run."""
+    rows = []
+    for result in results:
+        values = [[*result["curves"][kind].values()] for kind in KINDS]
+        gains = [f"{curve[0]:.2f} → {curve[-1]:.2f}" for curve in values]
+        means = [sum(curve[place] for curve in values) / len(KINDS) for place in (0, -1)]
+        rows.append(
+            [
+                f"`{result['run']}`",
+                result["seed"],
+                *gains,
+                f"{means[0]:.3f} → {means[1]:.3f}",
+                f"{result['seconds']:.0f}",
+            ]
+        )
+    return markdown_table(["run", "seed", *KINDS, "all", "seconds"], rows)
+
+
+def draw(results: list[dict[str, Any]], picture: Path) -> None:
+    """Draw a panel for each kind of picture, with a colour for both seeds of a run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained", sharey=True)
+    names = list(dict.fromkeys(result["run"] for result in results))
+    for kind, axes in zip(KINDS, panels, strict=True):
+        for result in results:
+            number, curve = names.index(result["run"]), result["curves"][kind]
+            is_first = result["seed"] == min(
+                r["seed"] for r in results if r["run"] == result["run"]
+            )
+            axes.plot(
+                [int(step) for step in curve],
+                [*curve.values()],
+                color=f"C{number}",
+                label=result["run"] if is_first else None,
+                linewidth=1,
+            )
+        axes.set(title=kind, xlabel="GRPO step", ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("greedy accuracy, held out")
+    panels[0].legend(fontsize=7, loc="center right")
+    figure.savefig(picture, dpi=100)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Train what is missing, report everything that was asked for and is there."""
+    args = arguments([*RUNS], __doc__, "docs/learning", "runs/pictures", ("--runs", "--work"))
+    work = args.work.resolve()
+    link("configs", work)
+    make_base(CONFIG, read_yaml(CONFIG)["model"]["path"], work)
+    failed = train_missing(args.recipes, args.seeds, work)
+    pairs = [(name, seed) for name in args.recipes for seed in args.seeds]
+    results = [result for pair in pairs if (result := numbers(*pair, work))]
+    if results:
+        write_numbers(args.out / "pictures.json", "pictures", results)
+        draw(results, args.out / "pictures.png")
+        print("\n" + table(results))
+    if failed:
+        print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

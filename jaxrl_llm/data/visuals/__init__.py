@@ -1,0 +1,1 @@
+"""Images and videos of prompts: from what rows hold to patches and placeholder tokens."""

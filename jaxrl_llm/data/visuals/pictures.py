@@ -1,0 +1,256 @@
+"""Pictures in the forms that data sets have them, opened safely.
+
+A file may be damaged or made to do harm: its size is known from its header before anything of it is
+decoded, few formats are read, and whatever goes wrong is one kind of error.
+"""
+
+import base64
+import binascii
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What is read; others, such as SVG, TIFF and PDF, are refused."""
+
+MAX_PIXELS = 2**26
+"""The largest picture, in pixels as it is stored: 200 MB as RGB."""
+
+MAX_ASPECT = 200
+"""The longer side may be so many times the shorter one."""
+
+ORIENTATION = 0x0112  # tag of EXIF
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+ON_THEIR_SIDE = (5, 6, 7, 8)
+MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B"}
+
+
+class PictureError(ValueError):
+    """A picture or a video that can't be used, and why."""
+
+
+def read_size(source: Any, *, folder: Path | None = None) -> tuple[int, int]:
+    """Return a picture's width and height in pixels, upright, from its header.
+
+    Args:
+        source: as for `read_picture`.
+        folder: as there.
+
+    Raises:
+        PictureError: it can't be used, as far as the header tells.
+    """
+    with open_picture(source, folder=folder) as image:
+        width, height = image.size
+        return (height, width) if orientation(image) in ON_THEIR_SIDE else (width, height)
+
+
+def read_picture(source: Any, *, folder: Path | None = None) -> Image.Image:
+    """Return a picture as RGB, upright, transparency over white.
+
+    Args:
+        source: encoded bytes, `{"bytes": …}`, `{"image": …}`, `{"path": …}`, a path, a
+            `data:image/…;base64,` URL, a PIL image, or an array of uint8 [H W], [H W 3] or [H W 4].
+        folder: where relative paths begin; None: there are no paths, as where a stranger gives
+            them.
+
+    Returns:
+        A picture of which no one else holds the pixels.
+
+    Raises:
+        PictureError: another form or format, more than `MAX_PIXELS`, several frames, sides of more
+            than `MAX_ASPECT` to 1, no pixels at all, or damaged.
+
+    >>> read_picture(np.zeros((2, 3), np.uint8)).size
+    (3, 2)
+    """
+    with open_picture(source, folder=folder) as image:
+        turn = TURNS.get(orientation(image))  # before pixels are read: `read_size` knows it so
+        with refusing():
+            rgb = as_rgb(image)
+            return rgb if turn is None else rgb.transpose(turn)
+
+
+@contextlib.contextmanager
+def open_picture(
+    source: Any, *, folder: Path | None = None, frames: bool = False
+) -> Iterator[Image.Image]:
+    """Open a picture, of which only the header is read and checked.
+
+    Args:
+        source: as for `read_picture`.
+        folder: as there.
+        frames: whether it may be animated.
+
+    Raises:
+        PictureError: as there, as far as the header tells.
+    """
+    with contextlib.ExitStack() as stack:
+        image = _as_image(source, folder, stack)
+        _check_header(image)
+        with refusing():
+            animated = getattr(image, "is_animated", False)
+        if animated and not frames:
+            raise PictureError("it is animated: expected a single picture, or a video")
+        yield image
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn whatever a decoder raises into a `PictureError`."""
+    try:
+        yield
+    except PictureError:
+        raise
+    except Exception as error:  # decoders of damaged files raise errors of many kinds
+        raise PictureError(f"it can't be decoded: {' '.join(str(error).split())[:200]}") from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Return a copy of an opened picture as RGB, transparency over white.
+
+    Of 16 bits of gray the upper 8 are kept, as decoders do with 16 bits of each color.
+    """
+    if image.mode not in MODES:
+        raise PictureError(f"expected pixels of 8 or 16 bits, got the mode {image.mode}")
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def orientation(image: Image.Image) -> int:
+    """Return how a picture is turned, by EXIF, from 1 (upright) to 8."""
+    if image.format == "PNG" and not {"exif", "Raw profile type exif"} & {*image.info}:
+        return 1  # Pillow would decode all of it to look for EXIF behind the pixels
+    with refusing():
+        return int(image.getexif().get(ORIENTATION, 1))
+
+
+def _as_image(source: Any, folder: Path | None, stack: contextlib.ExitStack) -> Image.Image:
+    while isinstance(source, Mapping):
+        source = _inner(source)
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, np.ndarray):
+        return _from_array(source)
+    if isinstance(source, str | Path):
+        source = _from_text(source, folder, stack)
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = io.BytesIO(source)
+    if not isinstance(source, io.BytesIO | io.BufferedReader):
+        kind = type(source).__name__
+        raise PictureError(f"expected bytes, a path, a PIL image or an array, got a {kind}")
+    return _from_file(source, stack)
+
+
+def _inner(source: Mapping[str, Any]) -> Any:
+    for key in ("bytes", "image", "path"):
+        if source.get(key) is not None:
+            return source[key]
+    raise PictureError(f"expected one of bytes, image and path, got {sorted(source)} without any")
+
+
+def _from_text(
+    source: str | Path, folder: Path | None, stack: contextlib.ExitStack
+) -> bytes | io.BufferedReader:
+    text = str(source)
+    if text.startswith("data:"):
+        return _from_url(text)
+    if text.startswith(("http://", "https://")):
+        raise PictureError(f"nothing is fetched: expected the picture itself, got {text[:80]!r}")
+    if folder is None:
+        raise PictureError(f"no files are read here: expected a data URL, got {text[:80]!r}")
+    path = folder / text.removeprefix("file://")
+    if not path.is_file():
+        raise PictureError(f"there is no file {str(path)[:200]!r}")
+    try:
+        return stack.enter_context(path.open("rb"))
+    except OSError as error:
+        raise PictureError(f"it can't be read: {error}") from error
+
+
+def _from_url(text: str) -> bytes:
+    head, _, data = text.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise PictureError(f"expected data:image/…;base64,… as URL, got {head[:80]!r}")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"its base64 can't be decoded: {error}") from error
+
+
+def _from_array(array: np.ndarray) -> Image.Image:
+    is_gray = array.ndim == 2
+    if array.dtype != np.uint8 or not (is_gray or (array.ndim == 3 and array.shape[2] in (3, 4))):
+        raise PictureError(
+            "expected an array of uint8 [H W], [H W 3] or [H W 4], got "
+            f"{array.dtype} {list(array.shape)}"
+        )
+    if not array.size:
+        raise PictureError(f"it has no pixels: got an array {list(array.shape)}")
+    return Image.fromarray(array)
+
+
+def _from_file(file: io.BytesIO | io.BufferedReader, stack: contextlib.ExitStack) -> Image.Image:
+    head = file.read(30)
+    file.seek(0)
+    if not head:
+        raise PictureError("it is empty")
+    _check_webp(head)
+    try:
+        return stack.enter_context(Image.open(file, formats=FORMATS))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise PictureError(f"expected at most {MAX_PIXELS} pixels, got more: {error}") from error
+    except Image.UnidentifiedImageError as error:
+        known = ", ".join(FORMATS)
+        raise PictureError(
+            f"expected a whole file of {known}, it begins with {head[:8]!r}"
+        ) from error
+    except Exception as error:  # as `refusing`
+        raise PictureError(f"it can't be opened: {' '.join(str(error).split())[:200]}") from error
+
+
+def _check_webp(head: bytes) -> None:
+    """Check the size in a WebP's header: its decoder takes memory for all of it when opened."""
+    if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return
+    kind, low14 = head[12:16], 2**14 - 1
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(head[i : i + 3], "little") + 1 for i in (24, 27))
+    elif kind == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        width, height = (bits & low14) + 1, (bits >> 14 & low14) + 1
+    else:
+        width, height = (int.from_bytes(head[i : i + 2], "little") & low14 for i in (26, 28))
+    _check_size(width, height)
+
+
+def _check_header(image: Image.Image) -> None:
+    _check_size(*image.size)
+    short, long = sorted(image.size)
+    if long > MAX_ASPECT * short:
+        width, height = image.size
+        raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise PictureError(f"it has no pixels: got {width}x{height}")
+    if width * height > MAX_PIXELS:
+        raise PictureError(f"expected at most {MAX_PIXELS} pixels, got {width}x{height}")

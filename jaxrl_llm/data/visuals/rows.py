@@ -1,0 +1,250 @@
+"""Images and videos of rows: which ones, and where their messages mention them.
+
+Messages do so by `<image>` and `<video>` in their texts (verl), or by typed parts (TRL, OpenAI).
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxrl_llm.data.visuals.pictures import PictureError
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.resizing import Shape
+from jaxrl_llm.models.vision.inputs import Visual
+
+Media = Literal["image", "video"]
+MARK = re.compile("(<image>|<video>)")
+
+
+class Picture(NamedTuple):
+    """An image or a video of a row, not opened yet.
+
+    Attributes:
+        media: which of the two.
+        source: in a form that `read_picture` or `open_video` takes.
+        name: of its field, for messages.
+    """
+
+    media: Media
+    source: Any
+    name: str
+
+
+class RowPrompt(NamedTuple):
+    """What a row becomes.
+
+    Attributes:
+        messages: the chat, in which typed parts mention images and videos.
+        tokens: of the chat.
+        load: decodes the images and videos; None: there are none.
+    """
+
+    messages: list[dict[str, Any]]
+    tokens: tuple[int, ...]
+    load: Callable[[], tuple[Visual, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class RowVisuals:
+    """Reads the images and videos of rows.
+
+    Attributes:
+        image_key: column of a row's images.
+        video_key: column of its videos.
+        processor: of the model; None: it reads none, and rows that have some are refused.
+    """
+
+    image_key: str = "images"
+    video_key: str = "videos"
+    processor: VisualProcessor | None = None
+
+    def prompt(
+        self,
+        row: Mapping[str, Any],
+        where: str,
+        encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
+        tokenizer: Any,
+    ) -> "RowPrompt":
+        """Return a row's messages, its tokens, and what decodes its images and videos.
+
+        Args:
+            row: as for `split`.
+            where: it stands, for messages.
+            encode: messages -> token ids, one placeholder for each image or video.
+            tokenizer: by which they are made.
+
+        Raises:
+            ValueError: as `split`, or the chat template writes another number of placeholders.
+            PictureError: an image or a video can't be used, as far as its header tells.
+        """
+        messages, pictures = self.split(row, where)
+        tokens = tuple(encode(messages))
+        if self.processor is None:
+            return RowPrompt(messages, tokens)
+        folder = getattr(row, "folder", Path())
+        shapes = self.shapes(pictures, folder, where)
+        try:
+            expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        load = functools.partial(self.load, pictures, folder, where, [s.tokens for s in shapes])
+        return RowPrompt(messages, expanded, load if pictures else None)
+
+    def split(
+        self, row: Mapping[str, Any], where: str
+    ) -> tuple[list[dict[str, Any]], list[Picture]]:
+        """Return a row's messages, in which typed parts mention pictures, and the pictures.
+
+        Args:
+            row: with `prompt`, and images and videos in their columns or in parts of messages.
+            where: it stands, for messages.
+
+        Raises:
+            ValueError: more or fewer are mentioned than there are, or the model reads none.
+        """
+        columns: dict[Media, Column] = {
+            "image": Column.of(row, self.image_key),
+            "video": Column.of(row, self.video_key),
+        }
+        pictures: list[Picture] = []
+        messages = [_with_parts(message, columns, pictures) for message in row["prompt"]]
+        for media, column in columns.items():
+            if column.mentioned != len(column.sources):
+                raise ValueError(
+                    f"{where}: expected as many {media}s in the column {column.name!r} as the "
+                    f"prompt mentions, got {len(column.sources)} and {column.mentioned}"
+                )
+        if pictures and self.processor is None:
+            raise ValueError(
+                f"{where}: it has {len(pictures)} images or videos, but the model is loaded for "
+                "text alone: set model.vision, or remove the columns"
+            )
+        return messages, pictures
+
+    def shapes(self, pictures: Sequence[Picture], folder: Path, where: str) -> list[Shape]:
+        """Return the shapes of pictures, of which only headers are read.
+
+        Args:
+            pictures: of a row.
+            folder: where relative paths begin.
+            where: the row stands, for messages.
+
+        Raises:
+            PictureError: one can't be used.
+        """
+        assert self.processor is not None, "`split` has refused rows with pictures"
+        read = {"image": self.processor.image_shape, "video": self.processor.video_shape}
+        return [_named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures]
+
+    def load(
+        self, pictures: Sequence[Picture], folder: Path, where: str, tokens: Sequence[int]
+    ) -> tuple[Visual, ...]:
+        """Decode pictures.
+
+        Args:
+            pictures: of a row.
+            folder: where relative paths begin.
+            where: the row stands, for messages.
+            tokens: how many stand for each.
+
+        Raises:
+            PictureError: one can't be decoded, or is no longer as large as it was.
+        """
+        assert self.processor is not None, "`split` has refused rows with pictures"
+        read = {"image": self.processor.image, "video": self.processor.video}
+        visuals = tuple(
+            _named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures
+        )
+        for picture, visual, count in zip(pictures, visuals, tokens, strict=True):
+            if visual.tokens != count:
+                raise PictureError(
+                    f"{where}: field {picture.name!r}: expected {count} tokens as when the run "
+                    f"began, got {visual.tokens}: the file was replaced"
+                )
+        return visuals
+
+
+@dataclass
+class Column:
+    """The images, or the videos, of a row.
+
+    Attributes:
+        name: of the column.
+        sources: what it holds.
+        is_there: whether the row has it: a row without it may say `<image>` as plain text.
+        mentioned: how many of its items messages have mentioned so far.
+    """
+
+    name: str
+    sources: Sequence[Any]
+    is_there: bool
+    mentioned: int = 0
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], name: str) -> "Column":
+        """Return a row's column; one image alone may stand without a list."""
+        value = row.get(name)
+        listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        return cls(name, listed, name in row)
+
+    def take(self, media: Media) -> Picture:
+        """Return the next item; one that is not there is counted, too."""
+        number = self.mentioned
+        self.mentioned += 1
+        source = self.sources[number] if number < len(self.sources) else None
+        return Picture(media, source, f"{self.name}[{number}]")
+
+
+def _named(read: Any, picture: Picture, where: str) -> Any:
+    try:
+        return read(picture.source)
+    except PictureError as error:
+        raise PictureError(f"{where}: field {picture.name!r}: {error}") from error
+
+
+def _with_parts(
+    message: Mapping[str, Any], columns: Mapping[Media, Column], pictures: list[Picture]
+) -> dict[str, Any]:
+    """Return a message with typed parts where it mentions pictures, which are added to the list."""
+    content = message.get("content")
+    if isinstance(content, str):
+        if not any(f"<{m}>" in content and column.is_there for m, column in columns.items()):
+            return dict(message)
+        content = [*_parts_of_text(content, columns)]
+    elif not isinstance(content, list):
+        return dict(message)
+    parts = [_part(part, columns, pictures) for part in content]
+    return {**message, "content": parts}
+
+
+def _parts_of_text(text: str, columns: Mapping[Media, Column]) -> Iterator[dict[str, Any]]:
+    for piece in MARK.split(text):
+        media: Any = piece[1:-1]
+        if media in columns and columns[media].is_there:
+            yield {"type": media}
+        elif piece:
+            yield {"type": "text", "text": piece}
+
+
+def _part(
+    part: Mapping[str, Any], columns: Mapping[Media, Column], pictures: list[Picture]
+) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "text": part["text"]}
+    media: Media = "video" if kind == "video" else "image"
+    source = part.get(media)
+    if kind == "image_url":
+        source = part["image_url"]
+        source = source.get("url") if isinstance(source, Mapping) else source
+    if source is None:
+        pictures.append(columns[media].take(media))
+    else:
+        if media == "video" and isinstance(source, list | tuple):
+            rates = {k: part[k] for k in ("fps", "sample_fps") if part.get(k) is not None}
+            source = {"frames": source, **rates}
+        pictures.append(Picture(media, source, f"prompt: {media} {len(pictures)}"))
+    return {"type": media}

@@ -1,0 +1,156 @@
+"""Images and videos of prompts, on the host: which the engine takes, and what it knows them by."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxrl_llm.models.capabilities import VisionModel
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.vision.positions import placeholders
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.native.sizes import Sizes
+from jaxrl_llm.rollout.types import Request
+
+
+@dataclass(frozen=True, eq=False)
+class PromptVisuals:
+    """Where a prompt holds its images and videos.
+
+    Attributes:
+        number: which visual each token is of; -1 for text.
+        index: which of its tokens.
+        keys: what the tokens are known by where pages are shared: text by its token ids, images by
+            negative numbers that depend on what they show.
+        rotary: time, height and width of each token; None: its position is all that counts.
+        delta: what is added to the position of what follows the prompt.
+        whole: whether the tokens of an image are read together, as they attend to each other.
+    """
+
+    number: Int[np.ndarray, " T"]
+    index: Int[np.ndarray, " T"]
+    keys: tuple[int, ...]
+    rotary: Int[np.ndarray, "T 3"] | None
+    delta: int
+    whole: bool
+
+    def first(self, visual: int) -> int:
+        """Return where the first token of a visual is."""
+        return int(np.argmax(self.number == visual))
+
+    def within(self, start: int, end: int) -> Iterator[int]:
+        """Yield the visuals of which some token is among these, in order."""
+        present = np.unique(self.number[start:end])
+        yield from present[present >= 0].tolist()
+
+    def whole_until(self, start: int, end: int) -> int:
+        """Return where a piece of the prompt from `start` on ends, up to `end`.
+
+        It holds no part of an image that is to be read whole, but for the rest of one.
+        """
+        splits = self.whole and end < len(self.number) and self.number[end] >= 0
+        if not splits or self.number[end] != self.number[end - 1]:
+            return end
+        return max(start, self.first(int(self.number[end])))
+
+
+def tower_of(model: Model) -> VisionSpec | None:
+    """Return the vision tower that a model has; None: it reads text alone."""
+    return model.vision if isinstance(model, VisionModel) else None
+
+
+def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
+    """Refuse a request whose images and videos the engine can't read.
+
+    Raises:
+        EngineError: The model has no tower, placeholder tokens are not those of the visuals, the
+            last token is one, a visual is larger than what is read at once, or a bias is of a token
+            that is never sampled.
+    """
+    vision = tower_of(model)
+    if vision is None or not isinstance(model, VisionModel):
+        if request.visuals:
+            raise EngineError(
+                f"got {len(request.visuals)} images or videos for a model that reads text alone "
+                "(model.vision=none); expected model.vision=frozen or model.vision=trained, of a "
+                "model with a vision tower"
+            )
+        return
+    _check_placeholders(vision, request)
+    for visual in request.visuals:
+        most, _ = sizes.patch_shapes[-1]
+        if len(visual.patches) > most:
+            raise EngineError(
+                f"got an image or a video of {len(visual.patches)} patches (t, h, w = "
+                f"{visual.grid}), expected at most {most}: lower data.max_pixels"
+            )
+        at_once = max(length for _, length in sizes.prefill_shapes)
+        if model.attends_within_images and visual.tokens > at_once:
+            raise EngineError(
+                f"got an image of {visual.tokens} tokens that attend to each other, expected at "
+                f"most {at_once}, which are read at once"
+            )
+    never = {token for token, _ in request.sampling.logit_bias} & {*vision.never_sampled}
+    if never:
+        raise EngineError(f"logit_bias holds token id {min(never)}, which this model never samples")
+
+
+def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
+    """Return where a checked prompt holds its visuals; None: it is text.
+
+    Raises:
+        EngineError: Tokens of an image are not next to each other.
+    """
+    vision = tower_of(model)
+    if vision is None or not request.visuals:
+        return None
+    assert isinstance(model, VisionModel)  # for pyright: it has a tower
+    tokens = np.array(request.prompt, np.int32)
+    places = np.flatnonzero(np.isin(tokens, placeholders(vision)))
+    number, index = np.full((2, len(tokens)), -1, np.int32)
+    counts = [visual.tokens for visual in request.visuals]
+    number[places] = np.repeat(np.arange(len(counts)), counts)
+    index[places] = np.concatenate([np.arange(count) for count in counts])
+    keys, bases = list(request.prompt), [_digest(visual) for visual in request.visuals]
+    for place in places.tolist():
+        keys[place] = -1 - (bases[number[place]] << 32 | int(index[place]))
+    rotary, delta = None, 0
+    if model.has_rotary_positions:
+        try:
+            rotary, delta = model.rotary_positions(tokens, request.visuals)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+    whole = model.attends_within_images
+    return PromptVisuals(number, index, tuple(keys), rotary, delta, whole)
+
+
+def _check_placeholders(vision: VisionSpec, request: Request) -> None:
+    """Refuse a prompt that has other placeholder tokens than its visuals have tokens."""
+    if vision.video_id is None and any(visual.is_video for visual in request.visuals):
+        raise EngineError("got a video, but this model reads none; expected images")
+    ids = placeholders(vision)
+    found = [token for token in request.prompt if token in ids]
+    expected = [
+        vision.video_id if visual.is_video else vision.image_id
+        for visual in request.visuals
+        for _ in range(visual.tokens)
+    ]
+    if found != expected:
+        counts = ", ".join(str(visual.tokens) for visual in request.visuals) or "none"
+        kinds = [(found.count(token), token) for token in ids]
+        given = " and ".join(f"{count} of id {token}" for count, token in kinds)
+        raise EngineError(
+            f"the prompt holds placeholder tokens of images and videos, {given}; expected one for "
+            f"each token of its {len(request.visuals)} images and videos ({counts}), in their order"
+        )
+    if request.prompt[-1] in ids:
+        raise EngineError("the prompt ends within an image or a video; expected text after it")
+
+
+def _digest(visual: Visual) -> int:
+    """Return a number that tells visuals apart that differ in features or in positions."""
+    return int.from_bytes(hashlib.sha256(visual.key + repr(visual.seconds).encode()).digest())

@@ -1,0 +1,248 @@
+"""Images and videos beside packed rows: which share a row, where their tokens are, their features.
+
+Rows of patches have the indices of the rows of tokens, so that both are on the same devices. There
+is a place for each token that a row may have of images and videos, whatever it has: ranks then take
+equally long.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.sections.data import DataConfig, SftDataConfig
+from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.data.bin_packing import best_fit
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.rows import RowVisuals
+from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.capabilities import VisionModel
+from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
+from jaxrl_llm.models.vision.positions import placeholders
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, patch_rows
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import batch_shards, over_batch
+from jaxrl_llm.types import Batch, VisualRows
+
+LEAST_TOKENS = 256
+"""Of a row that a frozen tower reads: shorter ones are padded to as many."""
+
+
+NO_TOKEN = -1
+"""In place of the ids of drawn tokens."""
+
+
+class FrozenTower:
+    """A vision tower that is not trained, and its features of the images of a step.
+
+    They are kept on the host: what micro-batches need of them is sent with these.
+
+    Args:
+        params: of the tower, in the compute dtype.
+        model: that it belongs to.
+        layout: where it stands.
+        dtype: of computing.
+    """
+
+    def __init__(self, params: Params, model: VisionModel, layout: Layout, dtype: str) -> None:
+        """Know no features yet."""
+        self.params = params
+        self._spec, self._layout, self._dtype = vision_of(model), layout, dtype
+        self._known: dict[bytes, VisualFeatures] = {}
+
+        def encode(params: Params, rows: PatchRows) -> VisualFeatures:
+            return model.encode_visuals(
+                {"vision": params},
+                rows,
+                dtype=dtype,
+                remat="none",
+                layout=layout,
+                bounds=FrameBounds(),
+            )
+
+        options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
+        self._encode = jax.jit(encode, compiler_options=options)
+
+    def keep(self, visuals: Iterable[Visual]) -> int:
+        """Compute the features of a step's images, and forget others; return how many there are."""
+        needed = {visual.key: visual for visual in visuals}
+        self._known = {key: own for key, own in self._known.items() if key in needed}
+        self.features(needed.values())
+        return len(needed)
+
+    def features(self, visuals: Iterable[Visual]) -> list[VisualFeatures]:
+        """Return the features of images, as one row [1 V D] each; compute what is not known."""
+        given = list(visuals)
+        missing = list({v.key: v for v in given if v.key not in self._known}.values())
+        if missing:
+            self._compute(missing)
+        return [self._known[visual.key] for visual in given]
+
+    def rows(self, visuals: Sequence[Sequence[Visual]], length: int) -> VisualFeatures:
+        """Return the features of rows of images, padded to `length` tokens."""
+        spec, dtype = self._spec, jax.numpy.dtype(self._dtype)
+        features = np.zeros((len(visuals), length, spec.out_size), dtype)
+        deep = None
+        if spec.deep_layers:
+            shape = len(visuals), len(spec.deep_layers), length, spec.out_size
+            deep = np.zeros(shape, dtype)
+        for row, images in enumerate(visuals):
+            at = 0
+            for own in self.features(images):
+                end = at + own.features.shape[1]
+                features[row, at:end] = own.features[0]
+                if deep is not None and own.deep is not None:
+                    deep[row, :, at:end] = own.deep[0]
+                at = end
+        return VisualFeatures(features, deep)
+
+    def _compute(self, visuals: Sequence[Visual]) -> None:
+        """Run the tower over images, a row on each device at a time."""
+        sizes, ranks = np.array([v.tokens for v in visuals]), batch_shards(self._layout.mesh)
+        length = max(LEAST_TOKENS, 2 ** math.ceil(math.log2(sizes.max())))
+        shape = RowShape(rows=ranks, length=length, sequences=len(visuals) * ranks, ranks=ranks)
+        packed = best_fit(sizes, shape)
+        for first in range(0, len(packed), ranks):
+            some = packed[first : first + ranks]
+            images = [[visuals[i] for i in row] for row in some]
+            images += [[] for _ in range(ranks - len(some))]
+            patches = patch_rows(self._spec, images, length * self._spec.group)
+            rows = distributed.put(patches, over_batch(self._layout.mesh))
+            made = distributed.fetch(self._encode(self.params, rows))
+            for row, own in enumerate(images):
+                at = 0
+                for visual in own:
+                    end = at + visual.tokens
+                    deep = None if made.deep is None else made.deep[row : row + 1, :, at:end]
+                    found = VisualFeatures(made.features[row : row + 1, at:end], deep)
+                    self._known[visual.key] = jax.tree.map(np.copy, found)
+                    at = end
+
+
+@dataclass(frozen=True, eq=False)
+class VisualPacker:
+    """Packs the images and videos of sequences beside their tokens.
+
+    Attributes:
+        model: that reads them.
+        tower: of which there are features; None: micro-batches hold patches, for the model's own.
+    """
+
+    model: VisionModel
+    tower: FrozenTower | None = None
+
+    @property
+    def spec(self) -> VisionSpec:
+        """Return what the model knows of images."""
+        return vision_of(self.model)
+
+    def sizes(self, batch: Batch, shape: RowShape) -> Int[np.ndarray, " B"]:
+        """Return the room in a row that each sequence takes: of its tokens, or of its images.
+
+        Where all sequences of a row have room for their tokens and images of few tokens, so has the
+        row for both.
+
+        Args:
+            batch: of B sequences.
+            shape: of micro-batches.
+
+        Raises:
+            ValueError: a sequence has more images than a row has room for.
+        """
+        visual = np.array([sum(v.tokens for v in own) for own in batch.visuals])
+        if (most := visual.max(initial=0)) > int(shape.width * shape.visual_share):
+            raise ValueError(
+                f"sequence {visual.argmax()} has {most} tokens of images and videos, but a row for "
+                f"{shape.width} tokens has room for {int(shape.width * shape.visual_share)}: raise "
+                "batch.max_visual_tokens_per_device, or lower data.max_pixels"
+            )
+        needed = np.ceil(visual / shape.visual_share - 1e-9).astype(batch.sequence_lengths.dtype)
+        return np.maximum(batch.sequence_lengths, needed)
+
+    def rows(self, batch: Batch, members: Sequence[Sequence[int]], shape: RowShape) -> VisualRows:
+        """Return the images and videos of a micro-batch.
+
+        Args:
+            batch: with its visuals, and the mask of drawn tokens if there are any.
+            members: for each of its rows, the indices of the sequences in it.
+            shape: of it.
+
+        Raises:
+            ValueError: a sequence has not as many placeholder tokens as its images need.
+        """
+        visuals, drawn = batch.visuals, batch.fields.get("mask")
+        index = np.full((shape.rows, shape.length), -1, np.int32)
+        rotary = np.zeros((*index.shape, 3), np.int32) if self.model.has_rotary_positions else None
+        for row, sequences in enumerate(members):
+            at = found = 0
+            for i in sequences:
+                size = int(batch.sequence_lengths[i])
+                tokens = batch.tokens[i, :size]
+                if drawn is not None:  # what was drawn stands for no image, whatever it is
+                    tokens = np.where(drawn[i, :size], NO_TOKEN, tokens)
+                places = at + np.flatnonzero(np.isin(tokens, placeholders(self.spec)))
+                needed = sum(visual.tokens for visual in visuals[i])
+                if len(places) != needed:
+                    raise ValueError(
+                        f"sequence {i} has {len(places)} placeholder tokens, but its images and "
+                        f"videos have {needed}"
+                    )
+                index[row, places] = found + np.arange(needed)
+                if rotary is not None:
+                    rotary[row, at : at + size] = self._positions(tokens, visuals[i])
+                at, found = at + size, found + needed
+        rows = [[visual for i in sequences for visual in visuals[i]] for sequences in members]
+        rows += [[] for _ in range(shape.rows - len(rows))]
+        length = shape.visual_length
+        if self.tower is None:
+            given: Any = patch_rows(self.spec, rows, length * self.spec.group)
+        else:
+            given = self.tower.rows(rows, length)
+        return VisualRows(index, given, rotary)
+
+    def without_any(self, shape: RowShape) -> VisualRows:
+        """Return what a micro-batch without images has."""
+        nothing = np.zeros((0, 0), np.int32)
+        return self.rows(Batch(nothing, nothing[:, 0], {}), [], shape)
+
+    def _positions(self, tokens: np.ndarray, visuals: Sequence[Visual]) -> np.ndarray:
+        if not visuals:
+            return np.arange(len(tokens))[:, None]
+        return self.model.rotary_positions(tokens, visuals)[0]
+
+
+def row_visuals(model: ModelConfig, data: DataConfig | SftDataConfig) -> RowVisuals:
+    """Return what reads the images and videos of rows.
+
+    Args:
+        model: that is to see them.
+        data: of the run.
+
+    Raises:
+        ConfigError: the model has no processor of images, or the bounds of their area don't fit.
+    """
+    bounds = {"max_pixels": data.max_pixels, "min_pixels": data.min_pixels}
+    if model.vision != "none":
+        with config_errors_at("model.vision"):
+            processor = VisualProcessor.from_directory(model.path, **bounds)
+            return RowVisuals(data.image_key, data.video_key, processor)
+    if given := [f"data.{name}" for name, bound in bounds.items() if bound is not None]:
+        raise ConfigError(
+            f"{', '.join(given)}: expected no bounds of images with model.vision=none"
+        )
+    return RowVisuals(data.image_key, data.video_key)
+
+
+def vision_of(model: VisionModel) -> VisionSpec:
+    """Return what a model that reads images knows of them."""
+    assert model.vision is not None, "the config's check has refused others"
+    return model.vision

@@ -1,0 +1,297 @@
+"""Vision towers in `config.json`: the keys under `vision_config`, placeholders, and M-RoPE.
+
+Each family that sees images has functions that read the fields of a spec from the whole config, and
+write them back.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
+from jaxrl_llm.models.hf.unread import without_effect
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, VisionSpec
+
+VISION_KEY = "vision_config"
+TOWER_KEYS = {
+    "depth": "layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "heads",
+    "intermediate_size": "ff_width",
+    "patch_size": "patch",
+    "temporal_patch_size": "frames_per_patch",
+    "spatial_merge_size": "merge",
+    "out_hidden_size": "out_size",
+}
+IMAGE, VIDEO = "image_token_id", "video_token_id"
+MARKS = ("vision_start_token_id", "vision_end_token_id")
+
+
+class Colors(NamedTuple):
+    """What pixels are normalized by, in each channel."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+HALF = Colors((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+CLIP = Colors((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+class TowerForm(NamedTuple):
+    """How a family writes its tower.
+
+    Attributes:
+        kind: Of the tower.
+        model_type: Of the family, whole.
+        defaults: Keys of `vision_config` that may be absent, and what transformers takes then.
+        tokens: The same of the placeholders' keys.
+        sections: What transformers takes for an absent `mrope_section`.
+        interleaved: Whether these alternate.
+        colors: What its image processor takes where its file says nothing.
+        prefixes: What names of its arrays may begin with; the first is that of published files.
+    """
+
+    kind: Literal["qwen3", "qwen2_5", "siglip"]
+    model_type: str
+    defaults: Mapping[str, Any]
+    tokens: Mapping[str, int]
+    sections: tuple[int, int, int]
+    interleaved: bool
+    colors: Colors
+    prefixes: tuple[str, ...] = ("model.visual.",)
+
+    def read(self, config: Config, colors: Colors | None) -> dict[str, Any]:
+        """Read the spec's fields that only a model with a tower has.
+
+        Args:
+            config: The whole `config.json`.
+            colors: As the model's image processor has them; None: it does not say.
+
+        Raises:
+            ValueError: A key is missing or unknown, or its value is not supported.
+        """
+        given = config.get(VISION_KEY)
+        if not isinstance(given, dict):
+            raise ValueError(f"{VISION_KEY}={given!r}; expected the keys of the vision tower")
+        keys = dict(self.defaults) | given
+        self._check(keys)
+        check_whole(keys, TOWER_KEYS)
+        mean, std = colors or self.colors
+        tokens = dict(self.tokens) | {key: config[key] for key in self.tokens if key in config}
+        check_whole(tokens, tokens)
+        tower = VisionSpec(
+            kind=self.kind,
+            **{ours: keys[theirs] for theirs, ours in TOWER_KEYS.items()},
+            **self._read_blocks(keys),
+            activation=ACTIVATIONS[keys["hidden_act"]],
+            init_std=float(keys["initializer_range"]),
+            image_mean=mean,
+            image_std=std,
+            image_id=tokens[IMAGE],
+            video_id=tokens[VIDEO],
+            marks=tuple(tokens[key] for key in MARKS),
+            hf_prefix=self.prefixes[0],
+        )
+        sections = _sections(config) or self.sections
+        return {
+            "vision": tower,
+            "mrope_sections": sections,
+            "mrope_interleaved": self.interleaved,
+        }
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """Write what `read` reads, but for the sections, which stand with the rotary positions."""
+        tower = spec.vision
+        assert tower is not None
+        theirs = {ours: key for key, ours in ACTIVATIONS.items()}
+        keys: dict[str, Any] = {key: getattr(tower, ours) for key, ours in TOWER_KEYS.items()}
+        keys |= {"hidden_act": theirs[tower.activation], "initializer_range": tower.init_std}
+        if tower.kind == "qwen3":
+            keys["num_position_embeddings"] = tower.position_side**2
+            if "deepstack_visual_indexes" in self.defaults:
+                keys["deepstack_visual_indexes"] = [*tower.deep_layers]
+        else:
+            window = tower.window or 0
+            keys["window_size"] = window * tower.merge * tower.patch
+            keys["fullatt_block_indexes"] = [*tower.full_layers]
+            keys["tokens_per_second"] = tower.tokens_per_second
+        ids = (tower.image_id, tower.video_id, *tower.marks)
+        return {VISION_KEY: keys} | dict(zip((IMAGE, VIDEO, *MARKS), ids, strict=True))
+
+    def _check(self, keys: Config) -> None:
+        known = {*TOWER_KEYS, *self.defaults, "rope_parameters"} | WITHOUT_EFFECT
+        unknown = {key: value for key, value in keys.items() if value and key not in known}
+        unknown = {k: unknown[k] for k in unknown.keys() - without_effect(self.model_type, unknown)}
+        if unknown:
+            raise ValueError(f"{VISION_KEY} has {unknown}; supported are {sorted(known)}")
+        if keys["hidden_act"] not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act={keys['hidden_act']!r} of the vision tower; supported are "
+                f"{sorted(ACTIVATIONS)}"
+            )
+        rope = keys.get("rope_parameters") or {}
+        if keys["in_channels"] != CHANNELS or rope.get("rope_theta", ROPE_THETA) != ROPE_THETA:
+            raise ValueError(
+                f"a vision tower with in_channels={keys['in_channels']} and rope_parameters={rope};"
+                f" supported are {CHANNELS} and a rope_theta of {ROPE_THETA}"
+            )
+
+    def _read_blocks(self, keys: Config) -> dict[str, Any]:
+        """Read what the blocks of one kind have, and those of another have not."""
+        if self.kind == "qwen3":
+            places = keys["num_position_embeddings"]
+            check_whole(keys, ["num_position_embeddings"])
+            if math.isqrt(places) ** 2 != places:
+                raise ValueError(f"num_position_embeddings={places}; expected a square number")
+            deep = keys.get("deepstack_visual_indexes") or ()
+            has_deep = "deepstack_visual_indexes" in self.defaults
+            deep = tuple(deep) if has_deep else ()
+            return {"position_side": math.isqrt(places), "deep_layers": deep}
+        token = keys["patch_size"] * keys["spatial_merge_size"]
+        check_whole(keys, ["window_size", "tokens_per_second"])
+        if keys["window_size"] % token or not keys["window_size"]:
+            raise ValueError(
+                f"window_size={keys['window_size']}; expected a multiple of {token}, the side of a "
+                "token in pixels"
+            )
+        return {
+            "window": keys["window_size"] // token,
+            "full_layers": tuple(keys["fullatt_block_indexes"]),
+            "tokens_per_second": keys["tokens_per_second"],
+        }
+
+
+def _sections(config: Config) -> tuple[int, int, int] | None:
+    """Return how many rotary frequencies turn by time, height and width, if the config says so."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given = rope.get("mrope_section")
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != 3 or {type(n) for n in given} != {int}:
+        raise ValueError(f"mrope_section={given!r}; expected three whole numbers")
+    return given[0], given[1], given[2]
+
+
+def with_sections(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys of a language model with those sections among its rotary positions.
+
+    >>> config = with_sections({"rope_parameters": {}}, tiny_spec(mrope_sections=(1, 0, 0)))
+    >>> config["rope_parameters"]
+    {'mrope_section': [1, 0, 0]}
+    """
+    if spec.mrope_sections is None:
+        return config
+    sections: dict[str, Any] = {"mrope_section": [*spec.mrope_sections]}
+    sections |= {"mrope_interleaved": True} if spec.mrope_interleaved else {}
+    return config | {"rope_parameters": config["rope_parameters"] | sections}
+
+
+def read_colors(directory: Path) -> Colors | None:
+    """Read what an image processor normalizes pixels by; None where no file of it is there.
+
+    Args:
+        directory: Of a model.
+
+    Raises:
+        ValueError: It does not rescale and normalize as all supported towers expect, or videos are
+            normalized otherwise than images.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Path(directory) / "preprocessor_config.json"
+    ...     _ = path.write_text('{"image_mean": [0, 0, 0.5], "image_std": [1, 1, 1]}')
+    ...     read_colors(Path(directory))
+    Colors(mean=(0.0, 0.0, 0.5), std=(1.0, 1.0, 1.0))
+    """
+    found = [*_processors(directory)]
+    colors = {_read_colors(keys) for keys in found if "image_mean" in keys and "image_std" in keys}
+    for keys in found:
+        does_both = keys.get("do_rescale", True) and keys.get("do_normalize", True)
+        if not does_both or not math.isclose(keys.get("rescale_factor", 1 / 255), 1 / 255):
+            raise ValueError(
+                f"{directory}: the image processor has do_rescale={keys.get('do_rescale')}, "
+                f"do_normalize={keys.get('do_normalize')} and rescale_factor="
+                f"{keys.get('rescale_factor')}; supported are True, True and 1/255"
+            )
+    if len(colors) > 1:
+        raise ValueError(f"{directory}: images and videos are normalized by {sorted(colors)}")
+    return next(iter(colors), None)
+
+
+def _processors(directory: Path) -> Iterator[Config]:
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        if (directory / name).exists():
+            yield json.loads((directory / name).read_text("utf-8"))
+    path = directory / "processor_config.json"
+    whole = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    yield from (whole[k] for k in ("image_processor", "video_processor") if k in whole)
+
+
+def _read_colors(keys: Config) -> Colors:
+    mean, std = (tuple(map(float, keys[name])) for name in ("image_mean", "image_std"))
+    if len(mean) != CHANNELS or len(std) != CHANNELS:
+        raise ValueError(f"image_mean={mean}, image_std={std}; expected {CHANNELS} numbers each")
+    return Colors((mean[0], mean[1], mean[2]), (std[0], std[1], std[2]))
+
+
+def _tokens(image: int, video: int, start: int, end: int) -> dict[str, int]:
+    return dict(zip((IMAGE, VIDEO, *MARKS), (image, video, start, end), strict=True))
+
+
+_QWEN = _tokens(151655, 151656, 151652, 151653)
+_SHARED = {
+    "in_channels": CHANNELS,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "initializer_range": 0.02,
+    "num_heads": 16,
+}
+_QWEN3 = _SHARED | {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+}
+
+
+def qwen3_tower(model_type: str) -> TowerForm:
+    """Return how the families with Qwen3-VL's tower write it.
+
+    >>> qwen3_tower("qwen3_5").sections
+    (11, 11, 10)
+    """
+    if model_type in ("qwen3_5", "qwen3_5_moe"):
+        tokens = _tokens(248056, 248057, 248053, 248054)
+        return TowerForm("qwen3", model_type, _QWEN3, tokens, (11, 11, 10), True, HALF)
+    keys = _QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]}
+    return TowerForm("qwen3", model_type, keys, _QWEN, (24, 20, 20), True, HALF)
+
+
+QWEN2_5_TOWER = TowerForm(
+    "qwen2_5",
+    "qwen2_5_vl",
+    _SHARED
+    | {
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "patch_size": 14,
+        "tokens_per_second": 4,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    _QWEN,
+    (16, 24, 24),
+    False,
+    CLIP,
+    ("visual.", "model.visual."),
+)

@@ -1,0 +1,174 @@
+"""Generated pictures: what is drawn is what is asked, by readers of their own."""
+
+import io
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import ndimage
+
+from jaxrl_llm.data import picture_task
+from jaxrl_llm.data.picture_task import DIGITS, GREY, SHAPES, digit_of, pictures, shape_of
+from jaxrl_llm.data.prepare import DATASETS
+from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
+from jaxrl_llm.rewards.functions import by_source
+
+FILES = ("train", "validation", "sft")
+
+
+def write(out, **changes):
+    settings = {"train_rows": 60, "validation_rows": 30, "sft_rows": 60} | changes
+    written = DATASETS["pictures"](out, **settings)
+    return {path.stem: read_rows(path) for path in written}
+
+
+def pixels(row):
+    (image,) = row["images"]
+    with Image.open(io.BytesIO(image["bytes"])) as opened:
+        assert (opened.format, opened.mode) == ("PNG", "RGB")
+        return np.array(opened).astype(int)
+
+
+def drawn(row):
+    """Return which pixels are light; there are two colours, each for all of its pixels."""
+    colours = pixels(row)
+    light = colours.sum(-1) > 3 * 110
+    assert len(np.unique(colours[light], axis=0)) == len(np.unique(colours[~light], axis=0)) == 1
+    return light
+
+
+def cropped(ink):
+    rows, columns = (np.flatnonzero(ink.any(axis)) for axis in (1, 0))
+    return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+
+def read_dots(ink):
+    return str(ndimage.label(ink, np.ones((3, 3)))[1])
+
+
+def read_digits(ink):
+    scale, half = ink.shape[0] // 10, ink.shape[1] // 2
+    text = ""
+    for part in (ink[:, :half], ink[:, half:]):
+        seen = cropped(part)[::scale, ::scale]
+        (digit,) = [d for d in range(10) if np.array_equal(cropped(digit_of(d)), seen)]
+        text += str(digit)
+    return text
+
+
+def read_shapes(ink):
+    """Name the left shape by its corners and its middle."""
+    seen = cropped(ink[:, : ink.shape[1] // 2])
+    top, bottom = seen[0, 0], seen[-1, 0]
+    names = {(True, True): "square", (False, True): "wedge"}
+    round_or_not = "disc" if seen[len(seen) // 4, len(seen) // 4] else "cross"
+    return names.get((bool(top), bool(bottom)), round_or_not)
+
+
+READERS = {"dots": read_dots, "digits": read_digits, "shapes": read_shapes}
+
+
+@pytest.mark.parametrize("side", [16, 21, 32])
+def test_answers_are_what_is_drawn(tmp_path, side):
+    splits = write(tmp_path, side=side)
+    assert {split: len(rows) for split, rows in splits.items()} == {
+        "train": 60,
+        "validation": 30,
+        "sft": 60,
+    }
+    answers = Counter()
+    for split in ("train", "validation"):
+        for index, row in enumerate(verl_rows([str(tmp_path / f"{split}.parquet")])):
+            kind = tuple(READERS)[index % 3]
+            answer = READERS[kind](drawn(row))
+            assert row["data_source"] == f"pictures/{kind}"
+            assert row["reward_model"]["ground_truth"] == answer
+            assert row["extra_info"] == {"split": split, "index": index}
+            assert re.fullmatch(r"<image>[A-Za-z ]+\?", row["prompt"][0]["content"])
+            for reply, score in ((answer, 1.0), (f"{answer}1", 0.0)):
+                assert by_source(row["data_source"], reply, answer, {})["score"] == score
+            answers[answer] += 1
+    assert len(answers) > 25 and set(SHAPES) < set(answers)
+    for index, row in enumerate(sft_rows([str(tmp_path / "sft.parquet")])):
+        assert row["response"] == tuple(READERS.values())[index % 3](drawn(row))
+
+
+def test_a_teacher_makes_the_mistakes_that_the_docs_name(tmp_path):
+    write(tmp_path, mistakes=1.0)
+    for index, row in enumerate(sft_rows([str(tmp_path / "sft.parquet")])):
+        kind, ink = tuple(READERS)[index % 3], drawn(row)
+        half = ink.shape[1] // 2
+        other_side = np.concatenate([ink[:, half:], ink[:, :half]], 1)
+        wrong = {
+            "dots": lambda ink: str(int(read_dots(ink)) - 1),
+            "digits": lambda ink: read_digits(ink)[::-1],
+            "shapes": lambda _, turned=other_side: read_shapes(turned),
+        }
+        assert row["response"] == wrong[kind](ink) != READERS[kind](ink)
+
+
+def test_blank_pictures_belong_to_the_same_rows(tmp_path):
+    shown, blank = write(tmp_path / "shown"), write(tmp_path / "blank", blank=True)
+    assert shown == write(tmp_path / "again")
+    assert shown != write(tmp_path / "other", seed=1)
+    for split in FILES:
+        for row, other in zip(shown[split], blank[split], strict=True):
+            assert (pixels(other) == GREY).all() and pixels(other).shape == (32, 32, 3)
+            assert other | {"images": None} == row | {"images": None}
+
+
+def test_what_is_held_out_occurs_nowhere_else(tmp_path, monkeypatch):
+    # there are 64 ways to draw one dot of two pixels a side, so that in one colour some must meet
+    monkeypatch.setattr(
+        picture_task, "colours", lambda ink, _: np.repeat(ink[..., None], 3, 2).astype(np.uint8)
+    )
+    seen = write(tmp_path, kinds=["dots"], side=16, validation_rows=300, train_rows=900)
+    files = {split: {row["images"][0]["bytes"] for row in rows} for split, rows in seen.items()}
+    assert len(files["validation"]) < 300
+    assert not files["validation"] & (files["train"] | files["sft"])
+
+
+def test_kinds_can_be_chosen(tmp_path):
+    rows = write(tmp_path, kinds=["digits"], sft_rows=0)
+    assert set(rows) == {"train", "validation"}
+    assert {row["data_source"] for row in rows["train"]} == {"pictures/digits"}
+
+
+def test_digits_and_shapes_differ():
+    assert len(set(DIGITS)) == 10
+    assert digit_of(4).tolist() == [
+        [True, False, True],
+        [True, False, True],
+        [True, True, True],
+        [False, False, True],
+        [False, False, True],
+    ]
+    for side in (6, 12):
+        assert len({shape_of(name, side).tobytes() for name in SHAPES}) == len(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kinds": ["cats"]}, "expected as kinds some of dots, digits, shapes, got ['cats']"),
+        ({"kinds": "dots"}, "expected as kinds some of dots, digits, shapes, got 'dots'"),
+        ({"kinds": []}, "expected as kinds some of"),
+        ({"side": 15}, "expected a side from 16 to 512, got 15"),
+        ({"train_rows": 0}, "got validation_rows=30, train_rows=0, sft_rows=60"),
+        ({"mistakes": 1.5}, "expected mistakes from 0 to 1, got 1.5"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write(tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_takes_kinds(tmp_path, capsys):
+    from jaxrl_llm.data.prepare import main
+
+    main(["pictures", "--out", str(tmp_path), "--kinds", "[dots]", "--train-rows", "2"])
+    assert f"{tmp_path}/train.parquet: 2 rows" in capsys.readouterr().out
+    assert pictures.__name__ in DATASETS

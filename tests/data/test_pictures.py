@@ -1,0 +1,283 @@
+"""Pictures and videos in all their forms, and what is refused."""
+
+import base64
+import io
+import re
+import struct
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxrl_llm.data.visuals.pictures import MAX_PIXELS, PictureError, read_picture, read_size
+from jaxrl_llm.data.visuals.videos import open_video
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
+
+
+def encoded(image, kind="PNG", **options):
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_header(width, height):
+    """Return a PNG that says it is so large, and holds nothing."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))]
+    chunks += [(b"IDAT", zlib.compress(b"\0" * 64)), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def webp_header(width, height):
+    bits = (width - 1) | (height - 1) << 14
+    return (
+        b"RIFF"
+        + struct.pack("<I", 26)
+        + b"WEBPVP8L"
+        + struct.pack("<IBI", 14, 0x2F, bits)
+        + b"\0" * 9
+    )
+
+
+def animated(kind, count=3, **options):
+    frames = [Image.new("RGB", (8, 6), (40 * i, 0, 0)) for i in range(count)]
+    return encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+
+
+# ------------------------------------------------------------------------------------------- forms
+
+
+def forms(folder):
+    png = encoded(PIXELS)
+    (folder / "a.png").write_bytes(png)
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    image = Image.fromarray(PIXELS)
+    return {
+        "bytes": png,
+        "a bytearray": bytearray(png),
+        "verl's bytes": {"bytes": png},
+        "of datasets": {"bytes": png, "path": "gone.png"},
+        "a path in datasets": {"bytes": None, "path": "a.png"},
+        "verl's image": {"image": image},
+        "nested": {"image": {"bytes": png}},
+        "a path": "a.png",
+        "a whole path": folder / "a.png",
+        "a file's URL": f"file://{folder}/a.png",
+        "a data URL": url,
+        "a PIL image": image,
+        "an array": PIXELS,
+    }
+
+
+def test_all_forms_are_the_same_picture(tmp_path):
+    for name, form in forms(tmp_path).items():
+        assert (np.asarray(read_picture(form, folder=tmp_path)) == PIXELS).all(), name
+        assert read_size(form, folder=tmp_path) == (9, 6), name
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "GIF", "JPEG"])
+def test_formats(kind):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    flat = np.full((6, 9, 3), 128, np.uint8)
+    read = np.asarray(read_picture(encoded(flat, kind, **options)))
+    assert read.shape == (6, 9, 3) and np.abs(read.astype(int) - 128).max() <= 1
+
+
+def rgb_of_transformers(image):
+    from transformers.image_transforms import convert_to_rgb
+
+    return convert_to_rgb(image, return_numpy=True)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+def test_modes_become_rgb_as_in_transformers(mode):
+    alpha = np.linspace(0, 255, 54).astype(np.uint8).reshape(6, 9, 1)
+    image = Image.fromarray(np.concatenate([PIXELS, alpha], 2)).convert(mode)
+    assert (np.asarray(read_picture(image)) == rgb_of_transformers(image)).all()
+
+
+def test_a_transparent_color_becomes_white():
+    palette = Image.fromarray(PIXELS).quantize(4)
+    data = encoded(palette, transparency=2)
+    read = np.asarray(read_picture(data))
+    assert (read[np.asarray(palette) == 2] == 255).all()
+    assert (read == rgb_of_transformers(Image.open(io.BytesIO(data)))).all()
+
+
+def test_of_16_bits_the_upper_ones_count():
+    """Pillow alone would clip them: everything above 255 is white then."""
+    gray = (np.arange(54, dtype=np.uint16) * 1200).reshape(6, 9)
+    read = np.asarray(read_picture(encoded(Image.fromarray(gray))))
+    assert (read == (gray >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_pictures_stand_upright_as_in_transformers(kind, turn, tmp_path):
+    from transformers.image_utils import load_image
+
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = encoded(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8)), kind, exif=exif)
+    (tmp_path / "a").write_bytes(data)
+    read = read_picture(data)
+    assert (np.asarray(read) == np.asarray(load_image(str(tmp_path / "a")))).all()
+    assert read_size(data) == read.size
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+WHOLE = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)))
+JPEG = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)), "JPEG")
+REFUSED = {
+    "nothing": (None, "expected bytes, a path, a PIL image or an array, got a NoneType"),
+    "a number": (3, "got a int"),
+    "no bytes": (b"", "it is empty"),
+    "text": (
+        b"hello world",
+        "expected a whole file of PNG, JPEG, WEBP, GIF, BMP, it begins with b'hello",
+    ),
+    "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "expected a whole file of PNG"),
+    "TIFF": (encoded(PIXELS, "TIFF"), "expected a whole file of PNG"),
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "expected a whole file of PNG"),
+    "half a header": (WHOLE[:20], "it can't be opened|expected a whole file of PNG"),
+    "half a PNG": (WHOLE[: len(WHOLE) // 2], "it can't be decoded"),
+    "half a JPEG": (JPEG[: len(JPEG) // 2], "it can't be decoded: image file is truncated"),
+    "other bits": (WHOLE[:60] + b"\xff" * 40 + WHOLE[100:], "it can't be decoded"),
+    "a large PNG": (png_header(9_000, 9_000), f"expected at most {MAX_PIXELS} pixels, got 9000x"),
+    "a bomb": (png_header(60_000, 60_000), "expected at most"),
+    "a large WebP": (webp_header(16_383, 16_383), f"at most {MAX_PIXELS} pixels, got 16383x16383"),
+    "a thin one": (np.zeros((2, 402, 3), np.uint8), "sides of at most 200 to 1, got 402x2"),
+    "no pixels": (np.zeros((0, 5, 3), np.uint8), "it has no pixels"),
+    "no width": (
+        png_header(0, 5),
+        "it can't be opened|it has no pixels|expected a whole file of PNG",
+    ),
+    "an empty image": (Image.new("RGB", (0, 4)), "it has no pixels: got 0x4"),
+    "floats": (np.zeros((5, 5, 3)), r"expected an array of uint8 .*, got float64 \[5, 5, 3\]"),
+    "channels first": (np.zeros((3, 5, 5), np.uint8), r"got uint8 \[3, 5, 5\]"),
+    "32 bits": (Image.new("I", (4, 4)), "expected pixels of 8 or 16 bits, got the mode I"),
+    "an animated GIF": (animated("GIF"), "it is animated: expected a single picture, or a video"),
+    "an animated WebP": (animated("WEBP"), "it is animated"),
+    "an animated PNG": (animated("PNG"), "it is animated"),
+    "an address": ("https://example.com/a.png", "nothing is fetched"),
+    "no file": ("gone.png", "there is no file '.*gone.png'"),
+    "a folder": (".", "there is no file"),
+    "a URL of text": ("data:text/plain;base64,AAAA", "expected data:image/…;base64,… as URL"),
+    "a URL without base64": ("data:image/png,AAAA", "expected data:image/…;base64,… as URL"),
+    "wrong base64": ("data:image/png;base64,A?A", "its base64 can't be decoded"),
+    "an empty object": ({}, "expected one of bytes, image and path, got \\[\\] without any"),
+    "empty columns": ({"bytes": None, "path": None}, "got \\['bytes', 'path'\\] without any"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name, tmp_path):
+    source, message = REFUSED[name]
+    with pytest.raises(PictureError, match=message):
+        read_picture(source, folder=tmp_path)
+
+
+def test_files_are_read_only_where_there_is_a_folder(tmp_path):
+    (tmp_path / "a.png").write_bytes(WHOLE)
+    for path in (str(tmp_path / "a.png"), {"path": str(tmp_path / "a.png")}):
+        with pytest.raises(PictureError, match="no files are read here: expected a data URL"):
+            read_picture(path)
+
+
+def test_damage_anywhere_is_one_kind_of_error():
+    """Cut and changed at many places, each file can be read or is refused, and nothing else."""
+    rng, outcomes = np.random.default_rng(0), set()
+    files = [WHOLE, JPEG, encoded(PIXELS, "GIF"), encoded(PIXELS, "BMP"), encoded(PIXELS, "WEBP")]
+    files.append(encoded(PIXELS, "WEBP", lossless=True))
+    for file in files:
+        for _ in range(60):
+            data = bytearray(file[: rng.integers(1, len(file) + 1)])
+            data[rng.integers(0, min(len(data), 64))] = rng.integers(0, 256)
+            try:
+                outcomes.add(read_picture(bytes(data)).mode)
+            except PictureError:
+                outcomes.add("refused")
+    assert outcomes == {"RGB", "refused"}
+
+
+def test_bombs_take_no_memory():
+    source = f"""if True:
+        import resource
+        from jaxrl_llm.data.visuals.pictures import PictureError, read_picture
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for data in ({webp_header(16_383, 16_383)!r}, {png_header(60_000, 60_000)!r}):
+            try:
+                read_picture(data)
+            except PictureError:
+                print("refused")
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", source], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "refused\nrefused\nTrue\n"
+
+
+# ------------------------------------------------------------------------------------------ videos
+
+
+def test_forms_of_videos(tmp_path):
+    frames = [PIXELS, PIXELS[::-1], 255 - PIXELS]
+    for source in (
+        {"frames": frames, "fps": 4},
+        {"video": [encoded(f) for f in frames], "sample_fps": 4.0},
+        {"video": {"frames": np.stack(frames)}, "fps": 4},
+    ):
+        video = open_video(source)
+        assert (video.size, video.seconds) == ((9, 6), (0.0, 0.25, 0.5))
+        decoded = [np.asarray(frame) for frame in video.frames()]
+        assert (np.stack(decoded) == np.stack(frames)).all()
+    assert open_video(frames).seconds == (0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animated_picture_is_a_video(kind):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    video = open_video({"bytes": animated(kind, 3, duration=200, **options)})
+    assert video.size == (8, 6)
+    np.testing.assert_allclose(video.seconds, (0.0, 0.2, 0.4))
+    assert [frame.getpixel((0, 0))[0] for frame in video.frames()] == [0, 40, 80]
+
+
+REFUSED_VIDEOS = {
+    "one frame": ([PIXELS], "expected a video of 2 to 768 frames, got 1"),
+    "no frames": ([], "got 0"),
+    "too many": ([PIXELS] * 769, "got 769"),
+    "two sizes": ([PIXELS, PIXELS[:3]], "expected frames of one size, got"),
+    "a still picture": (WHOLE, "expected a video of 2 to 768 frames, got 1"),
+    "a damaged frame": ([WHOLE, WHOLE[:40]], "frame 1: expected a whole file of PNG"),
+    "a file": ("a.mp4", "expected frames drawn from the video"),
+    "no rate": ({"frames": [PIXELS] * 2, "fps": 0}, "expected fps as a number above 0, got 0"),
+    "a rate alone": ({"fps": 2}, "expected frames or video, got \\['fps'\\] without any"),
+    "no rate of its own": ({"video": animated("GIF"), "fps": 2}, "expected a list of frames"),
+    "large frames": ([Image.new("1", (8000, 8000))] * 17, "expected at most 1073741824 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_VIDEOS)
+def test_what_is_refused_of_videos(name, tmp_path):
+    source, message = REFUSED_VIDEOS[name]
+    with pytest.raises(PictureError, match=message):
+        open_video(source, folder=tmp_path)
+
+
+def test_half_an_animated_picture_is_refused():
+    data = animated("GIF", 6)
+    with pytest.raises(PictureError, match=re.compile("it can't be|frames, got")):
+        for _ in open_video(data[: len(data) // 2]).frames():
+            pass

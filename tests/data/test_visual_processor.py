@@ -1,0 +1,288 @@
+"""Patches, sizes and placeholder tokens, against the processors of transformers."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from jaxrl_llm.data.visuals.pictures import PictureError
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.resizing import Area, fit_area
+from tests.data.vision_checkpoints import FAMILIES, VIDEO, make_tokenizer, write_checkpoint
+
+SIZES = [(50, 70), (333, 777), (31, 29), (15, 900), (641, 479)]
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {family: make_tokenizer(family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def processors(tmp_path_factory, tokenizers):
+    made = {}
+    for family, tokenizer in tokenizers.items():
+        folder = write_checkpoint(tmp_path_factory.mktemp(family), family, tokenizer)
+        made[family] = VisualProcessor.from_directory(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    made = {f: Qwen2VLImageProcessorPil(**s) for f, s in FAMILIES.items() if f != "gemma3"}
+    return made | {"gemma3": Gemma3ImageProcessorPil(**FAMILIES["gemma3"])}
+
+
+@pytest.fixture(scope="module")
+def whole_processors(theirs, tokenizers):
+    """Return the processors of text and images; their video processors need torchvision."""
+    from transformers import Gemma3Processor, ProcessorMixin, Qwen2_5_VLProcessor, Qwen3VLProcessor
+
+    kinds = {"gemma3": Gemma3Processor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    video = {"video_processor": types.SimpleNamespace(merge_size=2, temporal_patch_size=2)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: object)
+        return {
+            family: kinds.get(family, Qwen3VLProcessor)(
+                image_processor=theirs[family],
+                tokenizer=tokenizers[family],
+                **({} if family == "gemma3" else video),
+            )
+            for family in FAMILIES
+        }
+
+
+def noise(*shape):
+    return np.random.default_rng(sum(shape)).integers(0, 256, shape, np.uint8)
+
+
+def normalized(processor, visual):
+    """Return patches as a tower sees them."""
+    pixels = visual.patches.reshape(len(visual.patches), 3, -1) / 255.0
+    mean, std = (np.array(v)[:, None] for v in (processor.mean, processor.std))
+    return ((pixels - mean) / std).reshape(visual.patches.shape)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_are_those_of_transformers(family, size, processors, theirs):
+    processor, picture = processors[family], noise(*size, 3)
+    visual = processor.image(picture)
+    made = theirs[family]([picture], return_tensors="np")
+    expected, grid = made["pixel_values"], (1, 64, 64)
+    if family == "gemma3":  # a convolution of stride 14 reads them in this order
+        expected = torch.nn.functional.unfold(torch.tensor(expected), 14, stride=14)[0].T.numpy()
+    else:
+        grid = tuple(made["image_grid_thw"][0].tolist())
+    assert visual.grid == grid and visual.patches.dtype == np.uint8
+    np.testing.assert_allclose(normalized(processor, visual), expected, atol=2e-6)
+    assert visual.tokens == math.prod(grid) // processor.resizing.merge**2
+    shape = processor.image_shape(picture)
+    assert (shape.grid, shape.tokens) == (grid, visual.tokens) and not visual.is_video
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pixels_can_be_taken_back_from_patches(family, processors):
+    processor = processors[family]
+    visual = processor.image(noise(90, 61, 3))
+    (pixels,) = processor.pixels(visual)
+    again = processor.image(np.ascontiguousarray(pixels))  # its size is one that stays
+    assert again.grid == visual.grid and again.key == visual.key
+
+
+def test_sizes_are_those_of_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    for unit, least, most in ((28, 3136, 100_000), (32, 65536, 300_000), (16, 256, 5000)):
+        for width, height in rng.integers(10, 2000, (300, 2)).tolist():
+            expected = smart_resize(height, width, unit, least, most)
+            assert fit_area(width, height, unit, Area(least, most)) == expected[::-1]
+
+
+def test_sizes_of_videos_are_those_of_transformers(processors):
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    processor, rng = processors["qwen3_vl"], np.random.default_rng(0)
+    least, most = VIDEO["size"]["shortest_edge"], VIDEO["size"]["longest_edge"]
+    for count, width, height in rng.integers((2, 5, 5), (12, 300, 300), (40, 3)).tolist():
+        shape = processor.video_shape(np.zeros((count, height, width, 3), np.uint8))
+        expected = smart_resize(count, height, width, 2, 32, least, most)
+        assert shape.grid == (-(-count // 2), expected[0] // 16, expected[1] // 16)
+
+
+@pytest.mark.parametrize("count", [4, 5])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_is_cut_into_patches(family, count, processors):
+    """Against frames that are resized one by one as images are, and the order of the formula."""
+    processor, frames = processors[family], noise(count, 64, 96, 3)
+    visual = processor.video({"frames": list(frames), "fps": 4.0})
+    t, h, w = visual.grid
+    p, padded = processor.resizing.patch, [*range(count), *[count - 1] * (count % 2)]
+    pixels = processor.pixels(visual)
+    assert (t, len(pixels)) == (len(padded) // 2, len(padded))
+    for number, frame in enumerate(padded):
+        resized = Image.fromarray(frames[frame]).resize((w * p, h * p), Image.Resampling.BICUBIC)
+        assert (pixels[number] == np.asarray(resized)).all()
+    patches = visual.patches.reshape(t, h // 2, w // 2, 2, 2, 3, 2, p, p)
+    assert (patches[1, 1, 0, 0, 1, 2, 1] == pixels[3, 2 * p : 3 * p, p : 2 * p, 2]).all()
+    times = [(padded[i] + padded[i + 1]) / 2 / 4 for i in range(0, len(padded), 2)]
+    assert visual.is_video and visual.seconds == tuple(times)
+
+
+def test_a_key_tells_pictures_apart(processors):
+    picture = noise(64, 64, 3)
+    other = picture.copy()
+    other[0, 0, 0] ^= 1
+    made = [processors["qwen3_5"].image(p) for p in (picture, picture, other, picture[::-1])]
+    a, b, c, d = made
+    assert a.key == b.key and len({a.key, c.key, d.key}) == 3
+    wide = processors["qwen3_5"].image(np.zeros((32, 64, 3), np.uint8))
+    tall = processors["qwen3_5"].image(np.zeros((64, 32, 3), np.uint8))
+    assert (wide.patches == tall.patches).all() and wide.key != tall.key
+
+
+# -------------------------------------------------------------------------------- bounds and files
+
+
+def test_bounds_of_a_run(tmp_path, tokenizers):
+    folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
+    small = VisualProcessor.from_directory(folder, max_pixels=64 * 64, min_pixels=1024)
+    assert small.image(noise(500, 500, 3)).tokens == 4
+    assert small.image(noise(20, 20, 3)).tokens == 1
+    frames = noise(2, 500, 500, 3)
+    assert small.video(frames).tokens <= 4
+    with pytest.raises(ValueError, match="expected 1024 <= max_pixels and 0 < min_pixels"):
+        VisualProcessor.from_directory(folder, max_pixels=1000)
+    with pytest.raises(ValueError, match="got max_pixels=200000, min_pixels=300000"):
+        VisualProcessor.from_directory(folder, min_pixels=300_000)
+
+
+def test_gemma_has_one_size(tmp_path, tokenizers, processors):
+    folder = write_checkpoint(tmp_path, "gemma3", tokenizers["gemma3"])
+    with pytest.raises(ValueError, match="resizes every image to 896x896"):
+        VisualProcessor.from_directory(folder, max_pixels=1000)
+    with pytest.raises(PictureError, match="reads no videos"):
+        processors["gemma3"].video(noise(2, 8, 8, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan: expected False, got True"),
+        ({"do_rescale": False}, "do_rescale: expected True, got False"),
+        ({"rescale_factor": 1.0}, "rescale_factor: expected 1/255, got 1.0"),
+    ],
+)
+def test_other_ways_of_preparing_images_are_refused(change, message, tmp_path, tokenizers):
+    folder = write_checkpoint(tmp_path, "gemma3", tokenizers["gemma3"])
+    settings = FAMILIES["gemma3"] | change
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        VisualProcessor.from_directory(folder)
+
+
+def test_files_of_a_checkpoint(tmp_path, tokenizers, processors):
+    folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
+    both = {"image_processor": FAMILIES["qwen3_vl"], "video_processor": VIDEO}
+    (folder / "processor_config.json").write_text(json.dumps(both))
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "video_preprocessor_config.json").unlink()
+    assert VisualProcessor.from_directory(folder).resizing == processors["qwen3_vl"].resizing
+    (folder / "processor_config.json").unlink()
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: there is no such file"):
+        VisualProcessor.from_directory(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ValueError, match="expected a model that reads images"):
+        VisualProcessor.from_directory(folder)
+
+
+# ---------------------------------------------------------------------------------- placeholders
+
+
+def chat(*parts):
+    content = [
+        {"type": p} if p in ("image", "video") else {"type": "text", "text": p} for p in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    "parts", [("image", "What?"), ("a:", "image", "b\n", "image"), ("a", "image"), ("What?",)]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family, parts, processors, tokenizers, whole_processors):
+    tokenizer, processor = tokenizers[family], processors[family]
+    pictures = [noise(40, 90, 3), noise(120, 50, 3)][: parts.count("image")]
+    text = tokenizer.apply_chat_template(chat(*parts), tokenize=False, add_generation_prompt=True)
+    made = whole_processors[family](text=[text], images=pictures or None, add_special_tokens=False)
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    shapes = [processor.image_shape(picture) for picture in pictures]
+    expanded = processor.placeholders.expand(tokens, shapes, tokenizer)
+    assert list(expanded) == list(made["input_ids"][0])
+    stand_for = processor.placeholders.image_id
+    assert expanded.count(stand_for) == sum(processor.image(p).tokens for p in pictures)
+
+
+@pytest.mark.parametrize("count", [4, 7])
+def test_tokens_of_videos_are_those_of_transformers(
+    count, processors, tokenizers, whole_processors
+):
+    """Each pair of frames of Qwen3-VL has its time before it; of Qwen2.5-VL a video is one run."""
+    messages = chat("see:", "video", "and", "image", "?")
+    video = {"frames": list(noise(count, 64, 96, 3)), "fps": 3.0}
+    for family in ("qwen3_vl", "qwen2_5_vl"):
+        processor, tokenizer = processors[family], tokenizers[family]
+        visuals = [processor.video(video), processor.image(noise(40, 90, 3))]
+        metadata = types.SimpleNamespace(fps=3.0, frames_indices=[*range(count)])
+        inputs = {"video_grid_thw": np.array([visuals[0].grid]), "video_metadata": [metadata]}
+        placed = whole_processors[family].replace_video_token(inputs, 0)
+        one = "<|vision_start|><|video_pad|><|vision_end|>"
+        if family == "qwen2_5_vl":
+            placed = one.replace("<|video_pad|>", placed)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        image = whole_processors[family].replace_image_token(
+            {"image_grid_thw": np.array([visuals[1].grid])}, 0
+        )
+        text = text.replace(one, placed).replace("<|image_pad|>", image)
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        expanded = processor.placeholders.expand(tokens, visuals, tokenizer)
+        assert list(expanded) == expected
+        assert expanded.count(processor.placeholders.video_id) == visuals[0].tokens
+
+
+def test_placeholders_and_visuals_must_agree(processors, tokenizers):
+    processor, tokenizer = processors["qwen3_vl"], tokenizers["qwen3_vl"]
+    shape = processor.image_shape(noise(9, 9, 3))
+    tokens = tokenizer.apply_chat_template(chat("image", "image"), return_dict=False)
+    for shapes in ([shape], [shape] * 3, [shape, shape._replace(seconds=(0.0,))], []):
+        with pytest.raises(ValueError, match="template's text has 2 placeholders of images and 0"):
+            processor.placeholders.expand(tokens, shapes, tokenizer)
+
+
+def test_neither_torch_nor_torchvision_is_imported(tmp_path, tokenizers):
+    folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
+    source = f"""if True:
+        import sys
+        sys.modules["torch"] = sys.modules["torchvision"] = None  # importing them fails
+        import numpy
+        from jaxrl_llm.data.visuals.processor import VisualProcessor
+        processor = VisualProcessor.from_directory({str(folder)!r})
+        print(processor.image(numpy.zeros((9, 9, 3), numpy.uint8)).tokens)
+        print("transformers" in sys.modules)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", source], check=False, capture_output=True, text=True
+    )
+    assert done.stdout == "64\nFalse\n", done.stderr

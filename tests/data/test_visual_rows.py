@@ -1,0 +1,248 @@
+"""Rows with images and videos: the forms of data sets, and prompts made of them."""
+
+import base64
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxrl_llm.data.dataset import tokenize_prompts
+from jaxrl_llm.data.rows import check_prompt_row, verl_rows, write_rows
+from jaxrl_llm.data.visuals.pictures import PictureError
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.rows import RowVisuals
+from tests.data.vision_checkpoints import make_tokenizer, write_checkpoint
+
+COLORS = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
+
+
+def png(color, size=(64, 32)):
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return file.getvalue()
+
+
+RED, GREEN, BLUE = map(png, COLORS)
+
+
+def row(content, **columns):
+    return {
+        "prompt": [{"role": "user", "content": content}],
+        "data_source": "test",
+        "reward_model": {"ground_truth": "1"},
+        **columns,
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer("qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def visuals(tmp_path_factory, tokenizer):
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5", tokenizer)
+    return RowVisuals(processor=VisualProcessor.from_directory(folder))
+
+
+def colors(prompt):
+    """Return the color of each visual of a prompt."""
+    return [tuple(v.patches[0].reshape(3, -1)[:, 0].tolist()) for v in prompt.loaded().visuals]
+
+
+def tokenized(rows, tokenizer, visuals, **limits):
+    return tokenize_prompts(
+        rows, tokenizer, visuals=visuals, **({"max_prompt_tokens": 999} | limits)
+    )
+
+
+TEXT = {"type": "text", "text": "What?"}
+FORMS = {
+    "verl": row("<image><image>What?", images=[{"bytes": RED}, {"bytes": GREEN}]),
+    "datasets": row("<image><image>What?", images=[{"bytes": RED, "path": "a"}, {"bytes": GREEN}]),
+    "pil": row("<image><image>What?", images=[Image.new("RGB", (64, 32), c) for c in COLORS[:2]]),
+    "trl": row([{"type": "image"}, {"type": "image", "text": None}, TEXT], images=[RED, GREEN]),
+    "parts": row([{"type": "image", "image": RED}, {"type": "image", "image": GREEN}, TEXT]),
+    "mixed": row([{"type": "image"}, {"type": "image", "image": GREEN}, TEXT], images=RED),
+    "openai": row(
+        [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+            for data in (base64.b64encode(x).decode() for x in (RED, GREEN))
+        ]
+        + [TEXT]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_data_sets_are_one_prompt(name, tokenizer, visuals):
+    check_prompt_row(FORMS[name], "here")
+    (prompt,), _ = tokenized([FORMS[name]], tokenizer, visuals)
+    image = "<|vision_start|>" + "<|image_pad|>" * 8 + "<|vision_end|>"  # 64x32 in squares of 16
+    text = f"<|im_start|>user\n{image}{image}What?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompt.tokens) == text
+    assert prompt.messages[0]["content"] == [{"type": "image"}, {"type": "image"}, TEXT]
+    assert prompt.visuals == () and colors(prompt) == COLORS[:2]
+
+
+def test_pictures_are_taken_in_the_order_of_the_chat(tokenizer, visuals):
+    chat = row("a<image>b", images=[RED, GREEN, BLUE])
+    chat["prompt"] = [
+        {"role": "system", "content": "<image>Look."},
+        *chat["prompt"],
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "<image>"},
+    ]
+    (prompt,), _ = tokenized([chat], tokenizer, visuals)
+    assert colors(prompt) == COLORS
+    assert [m["content"] for m in prompt.messages][2] == "Yes."
+
+
+def test_videos(tokenizer, visuals):
+    frames = {"frames": [RED, GREEN], "fps": 2}
+    for given in (
+        row("<video>or<image>?", videos=[frames], images=[BLUE]),
+        row([{"type": "video", "video": [RED, GREEN], "fps": 2}, {"type": "image", "image": BLUE}]),
+    ):
+        check_prompt_row(given, "here")
+        (prompt,), _ = tokenized([given], tokenizer, visuals)
+        video, image = prompt.loaded().visuals
+        assert video.is_video and video.seconds == (0.25,) and not image.is_video
+        text = tokenizer.decode(prompt.tokens)
+        pad = f"<0.2 seconds><|vision_start|>{'<|video_pad|>' * video.tokens}<|vision_end|>"
+        assert pad in text and text.count("<|image_pad|>") == image.tokens
+
+
+def test_files_bring_bytes_or_paths_beside_them(tmp_path, tokenizer, visuals, monkeypatch):
+    (tmp_path / "data/pictures").mkdir(parents=True)
+    (tmp_path / "data/pictures/red.png").write_bytes(RED)
+    url = f"data:image/png;base64,{base64.b64encode(GREEN).decode()}"
+    rows = [
+        row("<image><image>", images=["pictures/red.png", url]),
+        row("<image><image>", images=[{"path": "pictures/red.png"}, {"path": url}]),
+        row("none"),
+    ]
+    (tmp_path / "data/a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    stored = [row("<image><image>", images=[{"bytes": RED}, {"bytes": GREEN}]), row("", images=[])]
+    write_rows(tmp_path / "b.parquet", stored)
+    monkeypatch.chdir(tmp_path)
+    for name, counts in (("data/a.jsonl", [2, 2, 0]), ("b.parquet", [2, 0])):
+        prompts, _ = tokenized(verl_rows([name]), tokenizer, visuals)
+        assert [colors(prompt) for prompt in prompts] == [COLORS[:count] for count in counts]
+
+
+def test_other_columns(tokenizer, visuals):
+    named = RowVisuals("pictures", "films", visuals.processor)
+    (prompt,), _ = tokenized([row("<image>", pictures=[BLUE])], tokenizer, named)
+    assert colors(prompt) == [COLORS[2]]
+
+
+def test_a_row_without_columns_says_image_as_text(tokenizer, visuals):
+    (prompt,), _ = tokenized([row("What is <image> in HTML?")], tokenizer, visuals)
+    assert "<image>" in tokenizer.decode(prompt.tokens) and prompt.load is None
+
+
+def test_pictures_are_decoded_when_a_prompt_is_drawn(tokenizer, visuals, tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(RED)
+    (prompt,), _ = tokenized([row("<image>", images=[str(path)])], tokenizer, visuals)
+    assert prompt == pickle.loads(pickle.dumps(prompt)) and prompt.visuals == ()
+    loaded = prompt.loaded()
+    assert len(loaded.visuals) == 1 and loaded.loaded() is loaded
+    assert loaded.visuals[0].key == prompt.loaded().visuals[0].key
+    path.write_bytes(png(COLORS[0], (128, 128)))
+    with pytest.raises(PictureError, match="expected 8 tokens as when the run began, got 64"):
+        prompt.loaded()
+    path.write_bytes(RED[:-30])
+    with pytest.raises(PictureError, match=r"dataset row 0: field 'images\[0\]': it can't be deco"):
+        prompt.loaded()
+
+
+def test_lengths_count_tokens_of_images(tokenizer, visuals):
+    rows = [row("<image>", images=[RED]), row("<image>", images=[png(COLORS[0], (128, 128))])]
+    prompts, dropped = tokenized(
+        rows, tokenizer, visuals, max_prompt_tokens=60, filter_overlong=True
+    )
+    assert (len(prompts), dropped) == (1, 1)
+    with pytest.raises(
+        ValueError, match="row 1: expected at most max_prompt_tokens=60 tokens, got"
+    ):
+        tokenized(rows, tokenizer, visuals, max_prompt_tokens=60)
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+REFUSED = {
+    "too few": (
+        row("<image><image>", images=[RED]),
+        "as many images in the column 'images' as the prompt mentions, got 1 and 2",
+    ),
+    "too many": (row("<image>", images=[RED, GREEN]), "got 2 and 1"),
+    "none at all": (row("<image>", images=[]), "got 0 and 1"),
+    "not mentioned": (row("What?", images=[RED]), "got 1 and 0"),
+    "a null column": (row("<image>", images=None), "got 0 and 1"),
+    "no video": (row("<video>", videos=[]), "as many videos in the column 'videos'"),
+    "a part without a column": (row([{"type": "image"}]), "got 0 and 1"),
+    "damaged": (row("<image>", images=[RED[:8]]), r"field 'images\[0\]': expected a whole file"),
+    "a part": (
+        row([{"type": "image", "image": b"?"}]),
+        "field 'prompt: image 0': expected a whole",
+    ),
+    "the second": (
+        row("<image><image>", images=[RED, "x.png"]),
+        r"'images\[1\]': there is no file",
+    ),
+    "one frame": (row("<video>", videos=[[RED]]), r"field 'videos\[0\]': expected a video of 2"),
+    "said": (row("<image><|image_pad|>", images=[RED]), "text has 2 placeholders of images and 0"),
+    "said alone": (row("<|video_pad|>"), "0 placeholders of images and 1 of videos: texts of such"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_are_refused_are_named(name, tokenizer, visuals):
+    wrong, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^dataset row 1: .*{message}"):
+        tokenized([row("fine"), wrong], tokenizer, visuals)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_model_of_text_refuses_images(name, tokenizer):
+    with pytest.raises(ValueError, match=r"row 1: it has 2 images or videos, .* set model.vision"):
+        tokenized([row("fine"), FORMS[name]], tokenizer, None)
+    (prompt,), _ = tokenized([row("fine", images=None)], tokenizer, None)
+    assert prompt.load is None
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            "hi",
+            r"'prompt\[0\].content\[0\]': expected an object whose 'type' is one of text, image",
+        ),
+        ({"type": "audio"}, "expected an object whose 'type' is one of text, image"),
+        ({"type": "text", "text": 3}, r"content\[0\].text': expected a string, got 3"),
+        ({"type": "text"}, "expected a part's text, got nothing"),
+        ({"type": "image_url"}, "expected a part's image_url, got nothing"),
+    ],
+)
+def test_parts_that_are_refused(part, message):
+    with pytest.raises(ValueError, match=f"here: field .*{message}"):
+        check_prompt_row(row([part]), "here")
+
+
+def test_a_gemma_prompt_is_expanded_where_templates_and_episodes_encode_it(tmp_path):
+    tokenizer = make_tokenizer("gemma3")
+    folder = write_checkpoint(tmp_path, "gemma3", tokenizer)
+    visuals = RowVisuals(processor=VisualProcessor.from_directory(folder))
+    (prompt,), _ = tokenized([row("<image>What?", images=[RED])], tokenizer, visuals)
+    image = "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n"
+    text = f"<bos><start_of_turn>user\n{image}What?<end_of_turn>\n<start_of_turn>model\n"
+    assert list(prompt.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    with pytest.raises(ValueError, match="texts of such tokens can't be said"):
+        said = row("<image><image_soft_token>", images=[RED])
+        tokenized([said], tokenizer, visuals)
+    assert np.asarray(prompt.loaded().visuals[0].patches).shape == (4096, 588)

@@ -1,0 +1,228 @@
+"""Episodes in which tools and environments show images: streams, limits, requests, journals."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.rollout.agents import with_compaction
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.multi_turn import EpisodeSampler
+from jaxrl_llm.rollout.observation import Observation
+from jaxrl_llm.rollout.sampling import lay_out
+from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.types import VISUALS
+from tests.episodes import config
+
+MODEL = Path(__file__).parents[2] / "configs" / "vision" / "model"
+TOKENIZER = load_tokenizer(MODEL)
+STOPS = stop_ids(TOKENIZER, MODEL)
+PROCESSOR = VisualProcessor.from_directory(MODEL)
+IMAGE = PROCESSOR.placeholders.image_id
+CHARTS = {16: 1, 32: 4, 48: 9}  # side of a square image in pixels, and its tokens
+
+
+def drawn(side, color=200):
+    """Return a square image of a color."""
+    return Image.new("RGB", (side, side), (color, 20, 30))
+
+
+def chart(side: int) -> Observation:
+    """Show a chart.
+
+    Args:
+        side: of it, in pixels.
+    """
+    return Observation(["seen: ", drawn(side), "done"], reward=0.5)
+
+
+class Scripted(Engine):
+    """An engine that answers with what a function makes of the text so far."""
+
+    def __init__(self, respond):
+        self.respond, self.requests = respond, []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        text = self.respond(TOKENIZER.decode(request.prompt))
+        tokens = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], STOPS[0]]
+        count = len(tokens)
+        arrays = np.array(tokens, np.int32), -np.ones(count, np.float32), np.zeros(count, np.int32)
+        return Completion(*arrays, "stop", STOPS[0])
+
+    def sample(self, requests):
+        raise AssertionError("turns are asked for one by one")
+
+
+def play(respond, prompts=None, *, tokens=120, journal=None, processor=PROCESSOR, **keys):
+    """Sample an episode for each prompt; return the episodes, and the engine's requests."""
+    engine = Scripted(respond)
+    episodes = EpisodeSampler(
+        config(order="free", call_format="pythonic", **keys),
+        TOKENIZER,
+        STOPS,
+        template_kwargs={},
+        prompt_tokens=60,
+        processor=processor,
+    )
+    try:
+        sampling = SamplingParams(max_new_tokens=tokens, stop_ids=STOPS)
+        prompts = prompts or [asks("show")]
+        played = episodes.sample(engine, prompts, sampling, samples=1, seed=(0, 1), journal=journal)
+    finally:
+        episodes.close()
+    return played, engine.requests
+
+
+def asks(text, *visuals):
+    """Return a prompt whose message shows images, and then says a text."""
+    parts = [*({"type": "image"} for _ in visuals), {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": parts}]
+    ids = PROCESSOR.placeholders.expand(encode_prompt(TOKENIZER, messages), visuals, TOKENIZER)
+    return Prompt(0, tuple(ids), messages=messages, visuals=visuals)
+
+
+def asks_for(*sides):
+    """Call `chart` once a turn, and then say `ok`."""
+
+    def respond(text):
+        turn = text.count("<|assistant|>") - 1
+        return f"[chart(side={sides[turn]})]" if turn < len(sides) else "ok"
+
+    return respond
+
+
+def test_the_stream_holds_the_tokens_of_an_image_and_later_requests_hold_it():
+    first = PROCESSOR.image(drawn(32, 90))
+    played, requests = play(asks_for(32, 48), [asks("show", first)], tools=[chart])
+    (episode,) = played.episodes
+    assert episode.prompt_visuals == (first,) and episode.rewards == (0.5, 0.5, 0.0)
+    told = [piece for piece in episode.pieces if not piece.drawn]
+    pads = "<|image_pad|>"
+    for piece, count in zip(told, (4, 9), strict=True):
+        text = TOKENIZER.decode(piece.tokens)
+        assert f"seen: <|vision_start|>{pads * count}<|vision_end|>done<|end|>" in text
+        assert [visual.tokens for visual in piece.visuals] == [count]
+    keys = [visual.key for visual in episode.visuals]
+    assert keys == [first.key, *(PROCESSOR.image(drawn(side)).key for side in (32, 48))]
+    for number, request in enumerate(requests, 1):
+        assert [visual.key for visual in request.visuals] == keys[:number]
+        assert request.prompt.count(IMAGE) == sum(visual.tokens for visual in request.visuals)
+    batch = lay_out(played, samples=1, max_tokens=256)
+    assert [visual.key for visual in batch[VISUALS][0]] == keys
+    assert not batch["mask"][0][batch.tokens[0] == IMAGE].any()
+    shown = episode.messages[2]["content"]
+    assert shown[1] == {"type": "image", "key": keys[1].hex()}
+
+
+def looks_around():
+    """Show a room first, and then another one."""
+    answer = yield Observation([drawn(16), "You wake up."])
+    answer = yield Observation(np.full((32, 16, 3), len(answer), np.uint8))
+    return 1.0
+
+
+def test_an_environment_shows_an_image_first_and_an_array_after_it():
+    played, _ = play(lambda text: "ok", environment=looks_around)
+    (episode,) = played.episodes
+    assert [v.tokens for v in episode.prompt_visuals] == [1]
+    assert [v.tokens for piece in episode.pieces for v in piece.visuals] == [2]
+    assert episode.prompt.count(IMAGE) == 1 and episode.score == 1.0
+    np.testing.assert_array_equal(
+        PROCESSOR.pixels(episode.visuals[1]), np.full((1, 32, 16, 3), len("ok"))
+    )
+
+
+def test_an_image_that_does_not_fit_ends_the_episode_and_is_never_cut():
+    whole = play(asks_for(48), tools=[chart])[0].episodes[0]
+    for room in (len(whole.tokens) - 4, len(whole.tokens) - 10, len(whole.tokens) - 20):
+        (episode,) = play(asks_for(48), tools=[chart], tokens=room)[0].episodes
+        pads = (episode.tokens == IMAGE).sum()
+        assert pads == sum(v.tokens for v in episode.visuals) and pads in (0, 9)
+        assert episode.finish == "length" or pads
+
+
+def text_file(side: int) -> bytes:
+    """Return what is no image.
+
+    Args:
+        side: of nothing.
+    """
+    return b"no image"
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "said"),
+    [
+        (chart, {"limits": {"observation_tokens": 8}}, "9 tokens, expected at most 8"),
+        (chart, {"processor": None}, "reads text alone: set model.vision"),
+        (text_file, {}, "that can't be used: .* begins with b'no image'"),
+    ],
+)
+def test_images_that_can_t_be_told_are_the_environment_s_fault(tool, keys, said):
+    with pytest.raises(RunError, match=said):
+        play(lambda text: f"[{tool.__name__}(side=48)]", tools=[tool], **keys)
+
+
+def test_long_texts_beside_an_image_are_cut():
+    def talks(side: int) -> list:
+        """Talk much.
+
+        Args:
+            side: of the image.
+        """
+        return ["a" * 50, drawn(side), "b" * 50]
+
+    played, _ = play(
+        lambda text: "ok" if "<|tool|>" in text else "[talks(side=48)]",
+        tools=[talks],
+        limits={"observation_tokens": 41},
+    )
+    told = TOKENIZER.decode(played.episodes[0].pieces[1].tokens)
+    shown = f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|>"
+    assert f"{'a' * 8} ... aaa{shown}{'b' * 8} ... bbb" in told
+
+
+def test_a_later_chain_shows_the_row_s_image_again():
+    first = PROCESSOR.image(drawn(32, 90))
+
+    def respond(text):
+        if "summar" in text:
+            return "short"
+        return "ok" if "short" in text else "[chart(side=32)]"
+
+    async def agent(chat, tools):
+        await with_compaction(chat, tools, share=0.1, request="summarize")
+
+    played, requests = play(respond, [asks("show", first)], tools=[chart], agent=agent)
+    (episode,) = played.episodes
+    assert episode.chains == 2
+    assert episode.last_chain.prompt_visuals == (first,)
+    assert requests[-1].visuals == (first,)
+
+
+def test_a_journal_tells_the_same_images_again(tmp_path):
+    calls = []
+
+    def counted(side: int) -> Observation:
+        """Show a chart, and count.
+
+        Args:
+            side: of it.
+        """
+        calls.append(side)
+        return chart(side)
+
+    def respond(text):
+        return "ok" if "seen" in text else "[counted(side=32)]"
+
+    path = tmp_path / "journal"
+    one, other = (play(respond, tools=[counted], journal=path)[0].episodes[0] for _ in range(2))
+    assert calls == [32]
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert [v.key for v in one.visuals] == [v.key for v in other.visuals] != []

@@ -1,0 +1,460 @@
+"""The engine on prompts with images: it draws what the trainer's forward pass does."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.models.transformer import forward_rows
+from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
+from jaxrl_llm.models.vision.positions import placeholders, rotary_positions
+from jaxrl_llm.models.vision.rows import patch_rows
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.tower import encode
+from jaxrl_llm.rollout.engine import EngineError, Stop
+from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.native.decode import DecodeState
+from jaxrl_llm.rollout.native.prefill import PrefillChunk
+from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.native.visuals import read_prompt
+from jaxrl_llm.rollout.types import LEAST_LOGPROB, Request, SamplingParams
+from tests.guarded import MODEL, NATIVE
+from tests.rollout.conftest import HYBRID, MAX_TOKENS, MIXTURE, SPEC
+from tests.waiting import wait_until
+
+WORDS, IMAGE, VIDEO, START, END = 26, 27, 28, 29, 30
+VISION = VisionSpec(
+    kind="qwen3",
+    layers=2,
+    hidden_size=8,
+    heads=2,
+    ff_width=12,
+    patch=2,
+    frames_per_patch=2,
+    merge=2,
+    out_size=16,
+    position_side=4,
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+    image_id=IMAGE,
+    video_id=VIDEO,
+    marks=(START, END),
+)
+ROTARY = {"head_dim": 8, "mrope_sections": (2, 1, 1), "mrope_interleaved": True}
+SIGLIP = dataclasses.replace(
+    VISION, kind="siglip", frames_per_patch=1, video_id=None, marks=(START, END)
+)
+SPECS = {
+    "deep": dataclasses.replace(
+        SPEC, vision=dataclasses.replace(VISION, deep_layers=(0, 1)), **ROTARY
+    ),
+    "hybrid": dataclasses.replace(HYBRID, vision=VISION, **ROTARY),
+}
+GEMMA = dataclasses.replace(SPEC, vision=SIGLIP, window=7, windowed_layers=(True, False))
+PATCHES = MAX_TOKENS * VISION.group
+ANSWER = SamplingParams(6)
+
+
+def draw_visual(*grid, seed=0, seconds=(), vision=VISION):
+    rng = np.random.default_rng(seed)
+    patches = rng.integers(0, 256, (int(np.prod(grid)), vision.patch_width), np.uint8)
+    return Visual(patches, grid, 2, hashlib.sha256(patches).digest(), seconds)
+
+
+LARGE, SMALL, OTHER = (
+    draw_visual(1, 4, 6),
+    draw_visual(1, 2, 4, seed=1),
+    draw_visual(1, 4, 6, seed=2),
+)
+FILM = draw_visual(2, 2, 4, seed=3, seconds=(0.0, 0.5))
+
+
+def ask(*parts, sampling=ANSWER, seed=0):
+    """Return a request of token ids and visuals, as the family's processor writes them."""
+    tokens = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+            continue
+        for number in range(part.grid[0]):
+            pads = [VIDEO if part.is_video else IMAGE] * (part.tokens // part.grid[0])
+            tokens += [*([number] if part.is_video else []), START, *pads, END]
+    visuals = tuple(part for part in parts if isinstance(part, Visual))
+    return Request(tuple(tokens), sampling, seed, visuals=visuals)
+
+
+MIXED = [
+    ask(*range(3, 21), seed=1),
+    ask(3, 5, LARGE, 6, 9, 4, seed=2),
+    ask(SMALL, 20, 21, LARGE, 7, seed=3),
+    ask(3, FILM, 5, LARGE, 9, seed=4),
+]
+
+
+@pytest.fixture(scope="module")
+def weights(draw_params):
+    """(model) -> two sets of parameters."""
+    return functools.cache(lambda name: [draw_params(seed, SPECS[name]) for seed in range(2)])
+
+
+@pytest.fixture(scope="module")
+def build_small(build):
+    """(as `build`) -> an engine whose programs have very few shapes."""
+
+    def make(*args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sizes, "PREFILL_LENGTHS", (8,))
+            patch.setattr(sizes, "PREFILL_TOKENS", (32,))
+            patch.setattr(sizes, "PATCH_LENGTHS", (64,))
+            patch.setattr(sizes, "SHORT_FRAME", 16)
+            return build(*args, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engines(build_small, weights):
+    """(model) -> an engine, compiled once: over rows, or in place and cramped."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            options = {"steps": 5}
+            if name == "deep":
+                options |= {"kernel": attend_gathered, "cache_gb": 40.6e3 / 1e9}
+            made[name] = build_small(model=SPECS[name], **options)
+        made[name].load(weights(name)[0], version=0)
+        return made[name]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(params=SPECS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def engine(name, engines):
+    """An engine that remembers nothing."""
+    engine = engines(name)
+    yield engine
+
+    def is_free():
+        pools = engine._runner.scheduler.pages
+        return all((p.available, p.available_slots) == (p.count, p.slots) for p in pools)
+
+    wait_until(is_free)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def forward(params, spec, tokens, index, rotary, patches):
+    """Return logits of a row by the trainer's forward pass, its images encoded by themselves."""
+    visual = VisualTokens(index, encode(params["vision"], spec.vision, patches))
+    positions = jnp.arange(MAX_TOKENS)[None]
+    rows = PackedTokens(tokens, positions, jnp.ones_like(positions), None, visual, rotary)
+    return Decoder(spec).logits(params, forward_rows(params, spec, rows)[0])[0]
+
+
+def check(request, answer, params, spec, atol=2e-3):
+    """Compare an answer with the trainer's forward pass."""
+    tokens = np.array([*request.prompt, *answer.tokens])
+    after = np.full(MAX_TOKENS - len(tokens), 5)
+    row = np.concatenate([tokens, after])
+    is_visual = np.isin(row, placeholders(spec.vision))
+    index = np.where(is_visual, np.cumsum(is_visual) - 1, -1)
+    rotary = None
+    if spec.mrope_sections:
+        rotary, _ = rotary_positions(spec.vision, row, request.visuals)
+        rotary = rotary[None]
+    patches = patch_rows(spec.vision, [request.visuals], PATCHES)
+    logits = np.asarray(forward(params, spec, row[None], index[None], rotary, patches))
+    after = logits[len(request.prompt) - 1 : len(tokens) - 1, :].astype(np.float64)
+    after[:, spec.vision.never_sampled] = -np.inf
+    after = after - np.log(np.exp(after).sum(-1, keepdims=True))
+    expected = after[np.arange(len(answer.tokens)), answer.tokens]
+    np.testing.assert_allclose(answer.logprobs, expected, atol=atol)
+    if request.sampling.temperature == 0:
+        assert answer.tokens.tolist() == after.argmax(-1).tolist()
+
+
+@pytest.fixture
+def counted(engine, name, weights, monkeypatch):
+    """(requests, version) -> answers, compared; tokens read and reused, and images encoded."""
+    encoded, run = [], engine.programs.encode
+
+    def encode_and_count(params, held, patches, *rest):
+        encoded.append(int(np.unique(np.asarray(patches.frames)[patches.frames > 0]).size))
+        return run(params, held, patches, *rest)
+
+    monkeypatch.setattr(engine.programs, "encode", encode_and_count)
+
+    def sample(requests, version=0):
+        before, seen = engine.stats(), sum(encoded)
+        answers = engine.sample(requests)
+        after = engine.stats()
+        for request, answer in zip(requests, answers, strict=True):
+            check(request, answer, weights(name)[version], SPECS[name])
+        read = after.prompt_tokens - before.prompt_tokens
+        return answers, read, after.reused_tokens - before.reused_tokens, sum(encoded) - seen
+
+    return sample
+
+
+def test_text_and_images_together(counted):
+    greedy = dataclasses.replace(ANSWER, temperature=0.0)
+    few = dataclasses.replace(ANSWER, top_k=3, top_p=0.8)
+    others = [dataclasses.replace(MIXED[1], sampling=sampling) for sampling in (greedy, few)]
+    answers, _, _, encoded = counted([*MIXED, *others])
+    assert encoded == len({LARGE.key, SMALL.key}) + FILM.grid[0]
+    assert not {*np.concatenate([a.tokens for a in answers])} & {*VISION.never_sampled}
+
+
+def test_equal_ids_with_other_images_share_no_pages(counted):
+    one, other = (ask(3, 5, image, *range(10, 16)) for image in (LARGE, OTHER))
+    assert one.prompt == other.prompt
+    (first, second), _, reused, encoded = counted([one, other])
+    assert reused <= 2 * 3  # what is before the image
+    assert encoded == 2
+    assert first.logprobs.tolist() != second.logprobs.tolist()
+    (again,), _, reused, encoded = counted([one])
+    assert (reused, encoded) == (len(one.prompt) - 1, 0)
+    assert again.tokens.tolist() == first.tokens.tolist()
+
+
+def test_a_group_reads_and_encodes_its_prompt_once(counted):
+    group = [dataclasses.replace(MIXED[2], seed=seed) for seed in range(3)]
+    _, read, reused, encoded = counted(group)
+    length = len(group[0].prompt) - 1
+    assert (read, reused, encoded) == (length, 2 * length, 2)
+
+
+def test_a_later_turn_brings_another_image(counted):
+    first = ask(3, LARGE, 7, 8)
+    (answer,), _, _, _ = counted([first])
+    new = ask(SMALL, 11)
+    talk = (*first.prompt, *answer.tokens.tolist(), *new.prompt)
+    second = dataclasses.replace(first, prompt=talk, visuals=(LARGE, SMALL))
+    _, _, reused, encoded = counted([second])
+    assert reused >= len(first.prompt) + len(answer.tokens) - 1
+    assert encoded == 1
+
+
+def test_new_weights_encode_anew(engine, weights, name, counted):
+    counted(MIXED[1:2])
+    engine.load(weights(name)[1], version=1)
+    _, _, reused, encoded = counted(MIXED[1:2], version=1)
+    assert (reused, encoded) == (0, 1)
+
+
+def test_who_gives_its_pages_back_keeps_its_positions(engines, weights):
+    engine = engines("deep")
+    requests = [
+        ask(3, image, 7, seed=i, sampling=SamplingParams(24))
+        for i, image in enumerate((LARGE, OTHER, LARGE, OTHER))
+    ]
+    assert engine.programs.sizes.pages < 4 * 3  # of 16 tokens
+    before = engine.stats().preemptions
+    for request, answer in zip(requests, engine.sample(requests), strict=True):
+        check(request, answer, weights("deep")[0], SPECS["deep"])
+    assert engine.stats().preemptions > before
+
+
+def test_an_answer_that_was_left_goes_on(engine, counted):
+    request = ask(3, LARGE, 7, sampling=SamplingParams(20))
+    (part,) = engine.sample_until([request], 1, Stop(turns=2))
+    assert 0 < len(part.tokens) < 20
+    drawn = dataclasses.replace(request, drawn=part)
+    engine.sleep()
+    engine.wake()
+    (answer,), read, reused, encoded = counted([drawn])
+    assert answer.tokens[: len(part.tokens)].tolist() == part.tokens.tolist()
+    assert (reused, encoded) == (0, 1)
+    assert read == len(request.prompt) + len(part.tokens) - 1
+
+
+def test_images_wait_for_room(engine, counted, monkeypatch):
+    """Three images of six tokens, in slots for ten."""
+    slots = [type(each)(10) for each in engine._runner._features._slots]
+    monkeypatch.setattr(engine._runner._features, "_slots", slots)
+    requests = [ask(image, 4, image, seed=i) for i, image in enumerate((LARGE, OTHER))]
+    _, _, _, encoded = counted([*requests, ask(3, LARGE, OTHER, 9)])
+    assert encoded >= 2
+
+
+def test_marks_and_images_are_scored(engine):
+    scored = engine.score_tokens([3, START, 5, 6])
+    assert scored.logprobs[1] == LEAST_LOGPROB
+    assert scored.logprobs[2] > LEAST_LOGPROB
+    with pytest.raises(EngineError, match="placeholder"):
+        engine.score_tokens([3, START, IMAGE, END])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            dataclasses.replace(MIXED[1], visuals=()),
+            "the prompt holds placeholder tokens of images and videos, 6 of id 27 and 0 of id 28; "
+            "expected one for each token of its 0 images and videos (none), in their order",
+        ),
+        (
+            dataclasses.replace(MIXED[1], visuals=(SMALL, LARGE)),
+            "6 of id 27 and 0 of id 28; expected one for each token of its 2 images and videos "
+            "(2, 6), in their order",
+        ),
+        (
+            dataclasses.replace(
+                ask(3, draw_visual(2, 2, 4, seconds=(0.0, 1.0)), 3), visuals=(draw_visual(2, 2, 4),)
+            ),
+            "0 of id 27 and 4 of id 28; expected",
+        ),
+        (
+            ask(draw_visual(1, 6, 12), 3),
+            "an image or a video of 72 patches (t, h, w = (1, 6, 12)), expected at most 64: lower "
+            "data.max_pixels",
+        ),
+        (
+            dataclasses.replace(MIXED[1], prompt=MIXED[1].prompt[:9]),
+            "ends within an image or a video; expected text after it",
+        ),
+        (
+            ask(3, LARGE, 4, sampling=dataclasses.replace(ANSWER, logit_bias=((IMAGE, 99.0),))),
+            "logit_bias holds token id 27, which this model never samples",
+        ),
+        (
+            dataclasses.replace(ask(3, LARGE), prompt=(*[IMAGE] * 3, 5, *[IMAGE] * 3, 5)),
+            "not next to each other",
+        ),
+    ],
+)
+def test_requests_are_refused(engines, request_, message):
+    with pytest.raises(EngineError, match=re.escape(message)):
+        engines("deep").sample([request_])
+
+
+def test_a_model_of_text_refuses_images(shared_engine):
+    with pytest.raises(EngineError, match=re.escape("(model.vision=none); expected model.vision=")):
+        shared_engine.sample([dataclasses.replace(ask(3, LARGE, 4), prompt=(3, 4, 5))])
+
+
+def test_programs_of_text_are_given_nothing_of_images(shared_engine):
+    programs = shared_engine.programs
+    weights, pool = (len(jax.tree.leaves(shapes)) for shapes in programs.shapes())
+    prefill = programs.trace("prefill", *programs.sizes.prefill_shapes[0], 3)
+    assert len(prefill.jaxpr.in_avals) == weights + pool + len(PrefillChunk._fields[:5])
+    decode = programs.trace("decode", *programs.sizes.largest, False)
+    state = len(DecodeState._fields[:5]) + len(BatchSamplingParams._fields)
+    assert len(decode.jaxpr.in_avals) == weights + 2 * pool + state + 1
+
+
+def test_times_of_a_video_tell_its_pages(weights):
+    slow = dataclasses.replace(FILM, seconds=(0.0, 3.0))
+    model = model_of(SPECS["deep"])
+    keys = [read_prompt(model, ask(3, film, 5)).keys for film in (FILM, FILM, slow)]
+    assert keys[0] == keys[1] != keys[2]
+    assert {key for key in keys[0] if key >= 0} == {3, 0, 1, 5, START, END}
+
+
+def test_a_piece_holds_images_whole():
+    where = read_prompt(model_of(SPECS["deep"]), ask(3, LARGE, 4, SMALL, 5))
+    assert where.whole_until(0, 4) == 4
+    where = dataclasses.replace(where, whole=True)
+    assert where.number.tolist() == [-1, -1, *[0] * 6, -1, -1, -1, 1, 1, -1, -1]
+    ends = [where.whole_until(0, end) for end in range(1, 16)]
+    assert ends == [1, 2, 2, 2, 2, 2, 2, 8, 9, 10, 11, 11, 13, 14, 15]
+
+
+def test_images_whose_tokens_attend_to_each_other(build_small, draw_params):
+    """Pieces of eight tokens, and pages that end within an image."""
+    one, other = (draw_visual(1, 4, 4, seed=seed, vision=SIGLIP) for seed in (5, 6))
+    stem = (*range(3, 7), one, *range(7, 11), other)
+    requests = [ask(*stem, *rest, seed=i) for i, rest in enumerate([(5,), (5,), (9, 6)])]
+    requests += [ask(*range(3, 15), one, 5, seed=3), ask(2, one, other, 5, other, 4, seed=4)]
+    engine, params = build_small(model=GEMMA, steps=5), draw_params(0, GEMMA)
+    try:
+        engine.load(params, version=0)
+        for _ in range(2):
+            for request, answer in zip(requests, engine.sample(requests), strict=True):
+                check(request, answer, params, GEMMA)
+        (pages,) = engine._runner.scheduler.pages
+        assert requests[3].prompt[15:17] == (IMAGE, IMAGE)  # of two pages
+        for node in [node for node in pages._idle if not node.children]:
+            pages._drop(node)
+        reused = engine.stats().reused_tokens
+        (answer,) = engine.sample(requests[3:4])
+        check(requests[3], answer, params, GEMMA)
+        assert engine.stats().reused_tokens - reused == 16
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("gb", "tokens"),
+    [(None, 4 * MAX_TOKENS), (1.0, 4 * MAX_TOKENS), (1e-4, 65), (4.2e-5, MAX_TOKENS)],
+)
+def test_features_have_room(build, gb, tokens):
+    engine = build(model=SPECS["deep"], cache_gb=gb)
+    engine.close()
+    sizes, tower = engine.programs.sizes, engine.programs.tower
+    assert sizes.visual_tokens == tokens
+    assert tower.token_bytes == 16 * 3 * 4
+    keys = [key for key in engine.programs._keys(4) if key[0] in ("features", "encode")]
+    assert keys == [("features",), ("encode", PATCHES, PATCHES)]
+    held = jax.tree.leaves(engine.shapes()[1][-1])
+    assert sum(x.size * x.dtype.itemsize for x in held) == tokens * tower.token_bytes
+    if gb is not None:
+        pages = 2 * sizes.pages * engine.programs.page_bytes()
+        assert pages + tokens * tower.token_bytes <= gb * 1e9
+        with pytest.raises(ValueError, match=r"0.00768 MB of features of images"):
+            build(model=SPECS["deep"], cache_gb=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
+def test_images_on_a_mesh(build_small, weights, name):
+    kernel = None if name == "deep" else attend_gathered
+    engine = build_small(4, {"data": 2, "tensor": 2}, SPECS[name], steps=5, kernel=kernel)
+    try:
+        engine.load(weights(name)[0], version=0)
+        requests = [*MIXED, *MIXED, ask(3, OTHER, 4)]
+        answers = [engine.sample(requests) for _ in range(2)]
+    finally:
+        engine.close()
+    for request, *both in zip(requests, *answers, strict=True):
+        for answer in both:
+            check(request, answer, weights(name)[0], SPECS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
+@pytest.mark.parametrize(
+    ("options", "atol"),
+    [({"kv_cache_dtype": "int8"}, 0.02), ({"quantization": "fp8"}, 0.4), ({}, 2e-3)],
+    ids=["int8", "fp8", "recorded experts"],
+)
+def test_images_in_narrow_types_and_with_experts(build_small, draw_params, options, atol):
+    spec = SPECS["deep"]
+    if not options:
+        spec, options = dataclasses.replace(spec, moe=MIXTURE.moe), {"record_routes": True}
+    engine, params = build_small(model=spec, steps=5, **options), draw_params(0, spec)
+    try:
+        engine.load(params, version=0)
+        answers = engine.sample(MIXED)
+    finally:
+        engine.close()
+    for request, answer in zip(MIXED, answers, strict=True):
+        check(request, answer, params, spec, atol=atol)
+        if spec.moe:
+            assert len(answer.routes) == len(request.prompt) + len(answer.tokens) - 1

@@ -1,0 +1,204 @@
+"""Images in requests: what a model is shown, and that whatever a client sends is told apart."""
+
+import base64
+import contextlib
+import io
+import json
+import struct
+import zlib
+
+import pytest
+from openai import BadRequestError, OpenAI
+from PIL import Image
+
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.config.serve import ServeConfig
+from jaxrl_llm.data.chat import load_tokenizer, stop_ids
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.serve import open_processor
+from jaxrl_llm.serving.app import make_app
+from jaxrl_llm.serving.fields import APIError
+from jaxrl_llm.serving.length import text_limit
+from jaxrl_llm.serving.requests import ServedModel, parse_chat
+from jaxrl_llm.serving.responses_api import chat_request
+from tests.listening import listening
+from tests.serving.conftest import Scripted
+
+MODEL = "configs/vision/model"
+TOKENIZER = load_tokenizer(MODEL)
+STOPS = stop_ids(TOKENIZER, MODEL)
+PROCESSOR = VisualProcessor.from_directory(MODEL)
+IMAGE = PROCESSOR.placeholders.image_id
+ROOM = 256
+SEEING = ServedModel(
+    "tiny", TOKENIZER, STOPS, 272, ROOM, 8, text_limit(TOKENIZER, ROOM), processor=PROCESSOR
+)
+
+
+def file_of(kind="PNG", size=(32, 48), **options):
+    """Return the bytes of a picture."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (9, 99, 199)).save(file, kind, **options)
+    return file.getvalue()
+
+
+def url_of(data, kind="png"):
+    """Return a picture as clients send it."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def shows(*urls, text="what is it?", role="user"):
+    """Return a message that shows images before its text."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
+
+
+def chat(*messages, **fields):
+    return parse_chat({"messages": [*messages], "max_tokens": 4} | fields, SEEING)
+
+
+def claims(width, height):
+    """Return a PNG whose header tells of more than there is."""
+
+    def chunk(name, data):
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def test_a_chat_shows_images_in_the_place_of_their_parts():
+    red, blue = file_of(size=(48, 32)), file_of("JPEG", size=(32, 32))
+    asked = chat(shows(url_of(red), url_of(blue, "jpeg")), n=2)
+    (prompt,) = asked.prompts
+    pads = ["<|image_pad|>" * count for count in (6, 4)]
+    marked = "".join(f"<|vision_start|>{pad}<|vision_end|>" for pad in pads)
+    assert TOKENIZER.decode(prompt) == f"<|user|>{marked}what is it?<|end|><|assistant|>"
+    assert [visual.key for visual in asked.visuals] == [PROCESSOR.image(f).key for f in (red, blue)]
+    assert all(request.visuals == asked.visuals for request in asked.requests())
+    assert asked.prompt_tokens == len(prompt) and prompt.count(IMAGE) == 10
+
+
+def test_tools_show_images_and_the_responses_api_does():
+    url = url_of(file_of())
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    told = shows(url, role="tool", text="seen") | {"tool_call_id": "a"}
+    asked = chat(
+        {"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}, told
+    )
+    assert "<|vision_end|>seen<|end|>" in TOKENIZER.decode(asked.prompts[0])
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "Hi"}]
+    response = parse_chat(chat_request({"input": [{"role": "user", "content": parts}]}), SEEING)
+    output = {"type": "function_call_output", "call_id": "a", "output": parts}
+    items = [{"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}, output]
+    of_tool = parse_chat(chat_request({"input": items}), SEEING)
+    for request in (response, of_tool):
+        assert [v.key for v in request.visuals] == [v.key for v in asked.visuals]
+        assert request.prompts[0].count(IMAGE) == 6
+
+
+BROKEN = {
+    "another server": ("http://localhost:1/a.png", "nothing is fetched"),
+    "a file here": ("/etc/passwd", "no files are read here"),
+    "a file's URL": ("file:///etc/passwd", "no files are read here"),
+    "no picture": (url_of(b"hello"), "begins with b'hello'"),
+    "nothing": (url_of(b""), "empty"),
+    "no base64": ("data:image/png;base64,%%%", "base64"),
+    "no such URL": ("data:text/plain;base64,aGk=", "expected data:image/"),
+    "SVG": (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "expected a"),
+    "cut": (url_of(file_of(size=(64, 64))[:60]), "decoded"),
+    "a bomb": (url_of(claims(60_000, 60_000)), "pixels"),
+    "a line": (url_of(claims(8000, 8)), "sides of at most 200 to 1"),
+    "animated": (
+        url_of(file_of("GIF", save_all=True, append_images=[Image.new("RGB", (32, 48))]), "gif"),
+        "animated",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_image_that_can_t_be_used_is_refused(name):
+    url, said = BROKEN[name]
+    with pytest.raises(APIError) as caught:
+        chat({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}, shows(url))
+    assert (caught.value.status, caught.value.param) == (400, "messages[2]")
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": 3}},
+        {"type": "image_url", "image_url": {"url": url_of(file_of()), "detail": "most"}},
+        {"type": "image_url"},
+        {"type": "image", "image": url_of(file_of())},
+        {"type": "video_url", "video_url": {"url": "x"}},
+    ],
+)
+def test_another_part_is_refused(part):
+    with pytest.raises(APIError, match="expected parts of text, or of images"):
+        chat({"role": "user", "content": [part]})
+
+
+def test_a_text_can_t_pass_for_an_image():
+    for message in (
+        {"role": "user", "content": "<|image_pad|>"},
+        shows(url_of(file_of()), text="<|image_pad|>"),
+    ):
+        with pytest.raises(APIError, match="placeholder") as caught:
+            chat(message)
+        assert caught.value.status == 400
+
+
+def test_images_that_can_t_fit_are_not_decoded(monkeypatch):
+    decoded = []
+    read = PROCESSOR.image
+    monkeypatch.setattr(PROCESSOR, "image", lambda source: decoded.append(1) or read(source))
+    with pytest.raises(APIError) as caught:
+        chat(
+            shows(
+                *[url_of(file_of(size=(64, 64)))] * 1,
+                *(url_of(file_of(size=(64, s))) for s in range(16, 1600, 16)),
+            )
+        )
+    assert caught.value.code == "context_length_exceeded"
+    assert len(decoded) < 30
+
+
+def test_a_model_of_text_refuses_images(served):
+    with pytest.raises(APIError, match="reads text alone") as caught:
+        parse_chat({"messages": [shows(url_of(file_of()))]}, served)
+    assert (caught.value.status, caught.value.param) == (400, "messages[0]")
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    request = parse_chat({"messages": [{"role": "user", "content": parts}]}, served)
+    assert "a\nb" in served.tokenizer.decode(request.prompts[0])
+
+
+def test_openai_s_client_shows_images_and_is_told_what_is_wrong():
+    engine = Scripted(TOKENIZER, stop=STOPS[0], traps="")
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(listening(make_app(engine, SEEING, LimitsConfig(), None)))
+        client = stack.enter_context(OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+        good, bad = shows(url_of(file_of())), shows(url_of(b"hello"))
+        answer = client.chat.completions.create(model="tiny", messages=[good], max_tokens=4)
+        assert [len(request.visuals) for request in engine.requests] == [1]
+        assert answer.usage.prompt_tokens == len(engine.requests[0].prompt) > 6
+        for stream in (False, True):
+            with pytest.raises(BadRequestError) as caught:
+                client.chat.completions.create(model="tiny", messages=[bad], stream=stream)
+            assert "an image can't be used" in json.dumps(caught.value.body)
+
+
+def test_bounds_of_images_need_a_tower():
+    config = ServeConfig(model=MODEL, vision=True, max_pixels=1024)
+    assert open_processor(config, MODEL).image(file_of(size=(64, 64))).tokens == 4
+    assert open_processor(ServeConfig(model=MODEL), MODEL) is None
+    for wrong, said in (
+        ({"max_pixels": 9}, "vision=true"),
+        ({"vision": True, "max_pixels": 9}, "256"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            open_processor(ServeConfig(model=MODEL, **wrong), MODEL)

@@ -1,0 +1,250 @@
+"""Updates and passes on batches with images: patches for a tower, or features of a frozen one."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.algorithms.losses import TokenLoss
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.data.bin_packing import plan_microbatches
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.vision.rows import PatchRows
+from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.training.chains import cut_chains
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.selection import filled
+from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.visuals import FrozenTower, VisualPacker
+from jaxrl_llm.types import VISUALS, Batch
+
+IMAGE, START, END = 40, 41, 42
+VISION = VisionSpec(
+    kind="qwen3",
+    layers=2,
+    hidden_size=8,
+    heads=2,
+    ff_width=12,
+    patch=2,
+    frames_per_patch=2,
+    merge=2,
+    out_size=16,
+    position_side=4,
+    deep_layers=(0,),
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+    image_id=IMAGE,
+    marks=(START, END),
+)
+SPEC = ModelSpec(
+    vocab_size=48,
+    hidden_size=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ff_width=16,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    max_positions=32,
+    vision=VISION,
+    mrope_sections=(2, 1, 1),
+    mrope_interleaved=True,
+)
+APART = dataclasses.replace(SPEC, vision_apart=True)
+LENGTH = 16
+WHOLE = RowShape(rows=4, length=LENGTH, sequences=8)
+PART = RowShape(rows=1, length=LENGTH, sequences=4)
+
+
+def image(seed, *grid):
+    patches = np.random.default_rng(seed).integers(0, 256, (int(np.prod(grid)), 24), np.uint8)
+    return Visual(patches, grid, VISION.merge, bytes([seed]))
+
+
+IMAGES = [image(0, 1, 4, 4), image(1, 1, 2, 4), image(2, 1, 2, 2)]
+ROWS = [(3, IMAGES[0], 7, 8, 9), (5, 6, 7), (IMAGES[1], 4, IMAGES[2], 11), (IMAGES[0], 12, 13)]
+"""Prompts; after each of them come two tokens that were drawn."""
+
+
+def make_batch(rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens, mask = np.zeros((len(rows), LENGTH), np.int32), np.zeros((len(rows), LENGTH), bool)
+    visuals, sizes = np.empty(len(rows), object), np.zeros(len(rows), np.int32)
+    for i, row in enumerate(rows):
+        ids, visuals[i] = [], tuple(part for part in row if isinstance(part, Visual))
+        for part in row:
+            ids += [START, *[IMAGE] * part.tokens, END] if isinstance(part, Visual) else [part]
+        sizes[i] = len(ids) + 2
+        tokens[i, : sizes[i]] = [*ids, 20 + i, 25]
+        mask[i, sizes[i] - 2 : sizes[i]] = True
+    advantages = rng.normal(size=tokens.shape).astype(np.float32)
+    return Batch(tokens, sizes, {"mask": mask, "advantages": advantages, VISUALS: visuals})
+
+
+def loss(logprobs, advantages):
+    return TokenLoss(-logprobs * advantages, {})
+
+
+@pytest.fixture(scope="module")
+def params():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda decl: jnp.asarray(rng.normal(scale=0.3, size=decl.shape), jnp.float32), declare(SPEC)
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({"fsdp": 1}, jax.devices()[:1])
+
+
+def tower_of(params, mesh):
+    return FrozenTower(params["vision"], Decoder(APART), Layout(mesh), "float32")
+
+
+def text_of(params):
+    return {name: value for name, value in params.items() if name != "vision"}
+
+
+def trained(**options):
+    return ForwardConfig(model=Decoder(SPEC), visuals=VisualPacker(Decoder(SPEC)), **options)
+
+
+def frozen(params, mesh):
+    packer = VisualPacker(Decoder(APART), tower_of(params, mesh))
+    return ForwardConfig(model=Decoder(APART), visuals=packer)
+
+
+def learn(model, params, mesh, shape=WHOLE):
+    optimizer = optax.sgd(1.0)
+    options = dict(reduce=token_mean, shape=shape, mesh=mesh, params_like=params)
+    return Learner(PolicyObjective(loss=loss), model, optimizer, **options)
+
+
+def updated(model, params, mesh, shape=WHOLE):
+    learner = learn(model, params, mesh, shape)
+    state, metrics = learner.update(learner.init(params), make_batch(), {})
+    return state.params, metrics
+
+
+@pytest.fixture(scope="module")
+def by_one(params, mesh):
+    return updated(trained(), params, mesh)
+
+
+def test_microbatches_with_images_add_up_to_the_whole(params, mesh, by_one):
+    got, metrics = updated(trained(remat="full"), params, mesh, PART)
+    chex.assert_trees_all_close(got, by_one[0], rtol=2e-4, atol=2e-5)
+    assert metrics["loss"] == pytest.approx(float(by_one[1]["loss"]), rel=1e-5)
+
+
+def test_a_trained_tower_is_trained_and_a_frozen_one_stays(params, mesh, by_one):
+    """The rest of the model has the same gradient beside either."""
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), params["vision"], by_one[0]["vision"])
+    assert all(jax.tree.leaves(changed))
+    model, text = frozen(params, mesh), text_of(params)
+    got, _ = updated(model, text, mesh)
+    assert "vision" not in got
+    chex.assert_trees_all_close(got, text_of(by_one[0]), rtol=2e-4, atol=2e-5)
+    chex.assert_trees_all_equal(model.visuals.tower.params, params["vision"])
+
+
+def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
+    batch = make_batch()
+    packed = logprob_pass(trained(), WHOLE, mesh)(params, batch)["logprobs"]
+    infer = logprob_pass(frozen(params, mesh), PART, mesh)
+    for i in range(len(ROWS)):
+        alone = infer(text_of(params), batch.take(slice(i, i + 1)))["logprobs"]
+        np.testing.assert_allclose(alone[0], packed[i], rtol=1e-4, atol=1e-5)
+    other = make_batch([(3, image(9, 1, 4, 4), 7, 8, 9), *ROWS[1:]])
+    seen = logprob_pass(trained(), WHOLE, mesh)(params, other)["logprobs"]
+    assert not np.allclose(seen[0], packed[0]) and np.allclose(seen[1:], packed[1:])
+
+
+def test_features_are_computed_once_and_forgotten(params, mesh):
+    tower, seen = tower_of(params, mesh), []
+    run = tower._encode
+    tower._encode = lambda params, rows: seen.append(rows) or run(params, rows)
+    assert tower.keep([IMAGES[0], IMAGES[1], IMAGES[0]]) == 2
+    assert isinstance(seen[0], PatchRows) and len(seen) == 1
+    first = tower.rows([[IMAGES[1], IMAGES[0]], []], 8)
+    assert len(seen) == 1 and first.features.shape == (2, 8, 16)
+    assert first.deep is not None and first.deep.shape == (2, 1, 8, 16)
+    assert not first.features[0, 6:].any() and not first.features[1].any()
+    tower.keep([IMAGES[2]])
+    assert len(seen) == 2
+    tower.rows([[IMAGES[0]]], 8)
+    assert len(seen) == 3
+
+
+def test_rows_have_room_for_their_images(params):
+    """A sequence takes the room of its tokens, or of its images where these are more."""
+    packer, batch = VisualPacker(Decoder(SPEC)), make_batch()
+    shape = PART._replace(visual_share=0.3)  # 4 tokens of 16
+    sizes = packer.sizes(batch, shape)
+    assert sizes.tolist() == [14, 5, 11, 14]
+    for rows in plan_microbatches(sizes, shape):
+        for row in rows:
+            assert sum(v.tokens for i in row for v in batch.visuals[i]) <= shape.visual_length
+    packed = packer.rows(batch, [[2]], shape)
+    assert packed.given.patches.shape == (1, 16, 24)
+    assert packed.index[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
+    with pytest.raises(ValueError, match=r"sequence 0 has 4 tokens .* raise batch.max_visual"):
+        packer.sizes(batch, PART._replace(visual_share=0.2))
+
+
+def test_placeholders_are_as_many_as_images_need():
+    packer, batch = VisualPacker(Decoder(SPEC)), make_batch()
+    batch.tokens[0, -1] = batch.tokens[1, 3] = IMAGE  # padding, and a token that was drawn
+    packer.rows(batch, [[0], [1]], WHOLE)
+    batch.tokens[0, 0] = IMAGE
+    with pytest.raises(ValueError, match=r"sequence 0 has 5 placeholder tokens, .* have 4"):
+        packer.rows(batch, [[0]], WHOLE)
+
+
+def test_batches_keep_their_images():
+    batch = make_batch()
+    few = filled(batch.take(np.array([2, 0])), 4)
+    assert few.visuals == [batch.visuals[2], batch.visuals[0], (), ()]
+    assert batch.without(VISUALS).visuals == [()] * 4
+    assert VISUALS not in batch.arrays and "mask" in batch.arrays
+    assert all(a is b for a, b in zip(few.visuals[0], batch.visuals[2], strict=True))
+
+
+def test_chains_have_their_own_images():
+    batch = make_batch([(IMAGES[0], IMAGES[1], 6, IMAGES[2])])
+    size = batch.sequence_lengths[0]
+    first = np.flatnonzero(batch.tokens[0] == 6)[0]
+    chains = np.where(np.arange(LENGTH) < first, 0, 1)
+    chains = np.where(np.arange(LENGTH) < size, chains, -1)[None]
+    cut = cut_chains(batch.add(chain_ids=chains), {"mask"}, LENGTH, [IMAGE])
+    assert cut.visuals == [tuple(IMAGES[:2]), (IMAGES[2],)]
+
+
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/training/visuals.py", "jaxrl_llm/training/forward.py")
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4}])
+def test_meshes_change_no_number(params, by_one, axes):
+    mesh = make_mesh(axes, jax.devices()[: int(np.prod([*axes.values()]))])
+    layout = Layout(mesh)
+    shape = RowShape(rows=4, length=LENGTH, sequences=8, ranks=4)
+    placed = jax.device_put(params, layout.of(declare(SPEC)))
+    got, _ = updated(trained(), placed, mesh, shape)
+    chex.assert_trees_all_close(got, by_one[0], rtol=2e-4, atol=2e-5)
+    text = text_of(placed)
+    got, _ = updated(frozen(placed, mesh), text, mesh, shape)
+    chex.assert_trees_all_close(got, text_of(by_one[0]), rtol=2e-4, atol=2e-5)
