@@ -19,7 +19,6 @@ from jaxrl_llm.rollout.engine import (
     Listener,
     Stop,
     check_needed,
-    check_request,
     listened,
     results_of,
     streamed,
@@ -38,11 +37,9 @@ from jaxrl_llm.rollout.vllm.environment import (
 from jaxrl_llm.rollout.vllm.pending import PendingRequest, first_answers
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.replica import Replica, VllmStats
+from jaxrl_llm.rollout.vllm.requests import SidecarImages, check_vllm_request
 from jaxrl_llm.rollout.vllm.sync import SidecarGroup, send_weights
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
-
-MOST_TOP_LOGPROBS = 20
-MOST_BIAS = 100.0  # vLLM cuts what is larger
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +92,12 @@ class VllmEngine:
             check_fp8_vllm(spec, config, cpu=self._on_cpu)
             config_json["quantization_config"] = quantization_config(alone)
         (model / "config.json").write_text(json.dumps(config_json))
+        self._images = None
+        if spec.vision is not None:
+            if source is None:
+                raise ValueError("rollout.engine=vllm: images need the files of a model.path")
+            self._images = SidecarImages(spec, source)
+            self._images.write_files(model, settings.max_tokens)
         self._buffer = WeightBuffer(alone, settings.dtype, quantized=quantized)
         self._commands = [[*prefix, python] for prefix in prefixes(config)]
         self._arguments = engine_arguments(
@@ -228,25 +231,13 @@ class VllmEngine:
             return VllmStats(outstanding, self._restarts)
 
     def _check(self, request: Request) -> None:
-        check_request(
-            request,
-            max_tokens=self.settings.max_tokens,
-            vocab_size=self.spec.vocab_size,
-            limits={"top_logprobs": MOST_TOP_LOGPROBS},
-        )
-        if request.sampling.stop:
-            raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
-        for token, bias in request.sampling.logit_bias:
-            if abs(bias) > MOST_BIAS:
-                raise EngineError(
-                    f"got logit_bias {bias} for token {token}, expected at most {MOST_BIAS:g}"
-                )
+        check_vllm_request(request, self.spec, self.settings, self._images)
 
     def _submit(
         self, request: Request, listener: Callable[[Completion], None] | None = None
     ) -> PendingRequest:
         self._check(request)
-        pending = PendingRequest(request, listener)
+        pending = PendingRequest(request, listener, self._images if request.visuals else None)
         with self._state:
             if self._failure or self._closed:
                 raise self._failure or EngineError("the engine is closed")
@@ -332,6 +323,7 @@ class VllmEngine:
             "engine": self._arguments,
             "map": self._buffer.path,
             "map_bytes": self._buffer.size,
+            "never_sampled": self._images.never_sampled if self._images else [],
         }
         return Sidecar(
             self._commands[replica.number],

@@ -81,9 +81,8 @@ def language_model(
 ) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the model as vLLM has it, and its `config.json`.
 
-    Of a model that sees images vLLM gets the language model alone, under the names that it has in a
-    checkpoint of its own: vision towers are not trained here, so vLLM would have no weights for
-    them.
+    Of a model that sees images, and is loaded for text alone, vLLM gets the language model alone,
+    under the names that it has in a checkpoint of its own: there are no weights of its tower.
 
     Args:
         spec: the model.
@@ -97,6 +96,8 @@ def language_model(
     >>> spec.hf_prefix, config["architectures"]
     ('model.', ['Qwen3ForCausalLM'])
     """
+    if spec.vision is not None:
+        return spec, config_to_save(spec, source, np.dtype(dtype))
     alone = dataclasses.replace(spec, hf_prefix=ModelSpec.hf_prefix)
     return alone, config_to_save(alone, source if alone == spec else None, np.dtype(dtype))
 
@@ -200,6 +201,14 @@ def engine_arguments(
         "enable_sleep_mode": config.sleep and not cpu,  # which vLLM refuses on CPUs
         "worker_extension_cls": "jaxrl_worker.Worker",
     }
+    if spec.vision is not None:
+        arguments |= {
+            "skip_tokenizer_init": False,  # vLLM's processor of images has it
+            "limit_mm_per_prompt": {"video": 0},
+            "mm_processor_cache_gb": 0,  # else what it holds may be of older weights, or lost
+            # else by buffers that vLLM fills with dummies, which no push of weights repairs
+            "mm_device_do_normalize": False,
+        }
     if cpu:
         arguments |= {
             "enforce_eager": True,

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import Stop, wait_for_first
 from jaxrl_llm.rollout.types import Completion, Request
+from jaxrl_llm.rollout.vllm.requests import SidecarImages
 
 GOLDEN = 0x9E3779B1  # a stream that goes on elsewhere draws other numbers than before
 
@@ -21,6 +22,7 @@ class PendingRequest:
     Attributes:
         request: as it was asked.
         listener: called with each piece of the answer; None if all at once will do.
+        images: says what the sidecar is shown; None: the prompt is text.
         future: the answer.
         pieces: of it that have come; the first is what the request goes on with, if it does.
         number: of the message that asked a sidecar for it; None while none has it.
@@ -28,6 +30,7 @@ class PendingRequest:
 
     request: Request
     listener: Callable[[Completion], None] | None
+    images: SidecarImages | None = None
     future: Future[Completion] = dataclasses.field(default_factory=Future)
     pieces: list[Completion] = dataclasses.field(default_factory=list)
     number: int | None = None
@@ -65,7 +68,15 @@ class PendingRequest:
             "logprobs": sampling.top_logprobs,
             "seed": (self.request.seed + GOLDEN * generated) % 2**32,
         }
-        return {"prompt": tokens, "sampling": settings, "stream": self.listener is not None}
+        asked = {"prompt": tokens, "sampling": settings, "stream": self.listener is not None}
+        if self.images is not None:
+            shown, drawn = self.images.fields(self.request), tokens[len(self.request.prompt) :]
+            asked |= shown | {"prompt": (*shown["prompt"], *drawn), "expanded": tokens}
+        return asked
+
+    def data(self) -> memoryview | None:
+        """Return what is sent beside the message: the pixels of images, if there are any."""
+        return None if self.images is None else self.images.pixels(self.request)
 
     def add_piece(self, message: Mapping[str, Any]) -> Completion:
         """Keep a piece of the answer, and return it."""

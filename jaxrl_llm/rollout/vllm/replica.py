@@ -79,5 +79,5 @@ class Replica:
             return
         with contextlib.suppress(SidecarLost):  # it is sent again to the next
             message: dict[str, Any] = request.message()
-            number = self.sidecar.send("generate", **message)
+            number = self.sidecar.send("generate", request.data(), **message)
             self.sent[number], request.number = request, number

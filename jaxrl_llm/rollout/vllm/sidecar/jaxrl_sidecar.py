@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,7 +63,8 @@ class Sidecar:
         listener = threading.Thread(target=self._listen, args=(loop, messages), daemon=True)
         listener.start()
         self.engine = start_engine(self.settings["engine"], self._record)
-        await self.engine.collective_rpc("jaxrl_prepare")
+        never = self.settings["never_sampled"]
+        await self.engine.collective_rpc("jaxrl_prepare", args=(never,))
         self.tell(ready=True, shared=self._sees_map(), vllm=version_of_vllm())
         self.beating = asyncio.create_task(self._beat())
         while True:
@@ -144,9 +145,14 @@ class Sidecar:
         sampling["logit_bias"] = dict(sampling["logit_bias"]) or None
         params = SamplingParams(**sampling, detokenize=False, output_kind=kind)
         prompt = TokensPrompt(prompt_token_ids=message["prompt"])
+        if message.get("images"):
+            shown = images_of(message["images"], message.pop("data"))
+            prompt["multi_modal_data"] = {"image": shown}
         done = 0
         async for output in self.engine.generate(prompt, params, str(message["id"])):
             piece = output.outputs[0]
+            if not done and message.get("images"):
+                check_expanded(output.prompt_token_ids, message["expanded"])
             spans = piece.weight_versions or []
             versions = [s.version for s in spans for _ in range(s.start, s.end)][done:]
             new = list(piece.token_ids)
@@ -217,6 +223,7 @@ class Sidecar:
         # no prefix of old weights is left: what runs is read again
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not empty its cache of prefixes")
+        await self.engine.reset_encoder_cache()  # features of images, by the old tower
         await self.engine.update_weight_version(message["version"])
         self.version = message["version"]
         return answers
@@ -226,6 +233,32 @@ def top_of(step: Mapping[int, Any], token: int) -> list[tuple[int, float]]:
     """Return token and log-prob of the drawn token, and then of the likeliest."""
     ranked = sorted(step.items(), key=lambda pair: pair[1].rank)
     return [(token, step[token].logprob), *((t, entry.logprob) for t, entry in ranked)]
+
+
+def images_of(sizes: Sequence[Sequence[int]], data: bytes) -> list[Any]:
+    """Return images of PIL's.
+
+    Args:
+        sizes: width and height of each.
+        data: their pixels as RGB, one behind the other.
+    """
+    from PIL import Image
+
+    images, start = [], 0
+    for width, height in sizes:
+        end = start + 3 * width * height
+        images.append(Image.frombytes("RGB", (width, height), data[start:end]))
+        start = end
+    return images
+
+
+def check_expanded(got: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise ValueError where vLLM has made other tokens of a prompt with images."""
+    if list(got) != list(expected):
+        raise ValueError(
+            f"vLLM's processor has made {len(got)} tokens of a prompt with images, expected the "
+            f"trainer's {len(expected)}: are the files of the model's processor the same?"
+        )
 
 
 def start_engine(arguments: Mapping[str, Any], record: Callable[[Any, Any], None]) -> Any:

@@ -41,17 +41,24 @@ class TrainersSampler(Sampler):
 
     vLLM itself has log-probs before the temperature, or after top-k, top-p and min-p have cut the
     distribution, and neither is what the policy's loss is about. Penalties and biases of logits
-    don't count: they are no part of the policy.
+    don't count: they are no part of the policy. Placeholder tokens of images, which only prompts
+    hold, are left out of the softmax, and never drawn.
+
+    Args:
+        never: ids of these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, never: Sequence[int] = ()) -> None:
         """Report log-probs of the logits as the model gives them."""
         super().__init__("raw_logprobs")
+        self._never = list(never)
         self._heat: torch.Tensor | None = None  # of each row; None: no row is heated
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *rest: Any) -> Any:
         """Draw as vLLM does."""
         self._heat = sampling_metadata.temperature
+        if self._never:
+            logits[:, self._never] = float("-inf")
         try:
             return super().forward(logits, sampling_metadata, *rest)
         finally:
@@ -91,8 +98,12 @@ class Worker:
     model_runner: Any
     model_config: Any
 
-    def jaxrl_prepare(self) -> None:
-        """Report the trainer's log-probs from now on."""
+    def jaxrl_prepare(self, never: Sequence[int] = ()) -> None:
+        """Report the trainer's log-probs from now on.
+
+        Args:
+            never: ids of tokens that are not drawn.
+        """
         runner = self.model_runner
         if type(runner.sampler) is not Sampler:
             raise TypeError(f"vLLM samples by {type(runner.sampler)}, expected {Sampler}")
@@ -101,7 +112,7 @@ class Worker:
                 "got a speculative_config in rollout.vllm.engine_args, expected none: the "
                 "log-probs of speculative decoding are not those of the policy"
             )
-        runner.sampler = TrainersSampler()
+        runner.sampler = TrainersSampler(never)
 
     @answered
     def jaxrl_start(self) -> dict[str, int]:
