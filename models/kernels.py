@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding.layout import Layout
 
 MOST_SEGMENTS = 16
@@ -26,7 +27,6 @@ LEAST_JAX = (0, 11, 2)  # before it, offsets of keys were wrong where heads shar
 TRIED = ((150, 1, 70), (320,), (20,) * MOST_SEGMENTS, (7, 200), ())  # segments of the rows tried
 TOLERANCE = 0.04
 """Most that a token's result may be off in 16 bits; rounding alone makes it about 0.01."""
-
 
 Kernel: TypeAlias = Callable[..., Array]
 """What computes `attend`, from the same arguments (q, k, v, segment_ids, options)."""
@@ -102,11 +102,10 @@ def attend_cudnn(
     Traceback (most recent call last):
     ValueError: cuDNN's packed attention has no window, soft-cap or sinks, got window=2
     """
-    given = {key: getattr(options, key) for key in ("window", "softcap", "sinks")}
-    if given := {key: value for key, value in given.items() if value is not None}:
+    names = ("window", "softcap", "sinks")
+    if given := [f"{name}={x}" for name in names if (x := getattr(options, name)) is not None]:
         raise ValueError(
-            "cuDNN's packed attention has no window, soft-cap or sinks, got "
-            + ", ".join(f"{key}={value}" for key, value in given.items())
+            f"cuDNN's packed attention has no window, soft-cap or sinks, got {', '.join(given)}"
         )
     # private: the public function takes no segments (jax pull request 29731 would let it)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
@@ -129,9 +128,6 @@ def attend_cudnn(
     left_out = real & (segments.number >= MOST_SEGMENTS)[:, :, None, None]
     mixed = jnp.where(real, mixed, jnp.zeros_like(mixed))
     return jnp.where(left_out, jnp.full_like(mixed, jnp.nan), mixed)
-
-
-# -------------------------------------------------------------------------------- the decision
 
 
 class DeviceInfo(NamedTuple):
@@ -250,6 +246,14 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     return Heads(heads, keys // parts, spec.head_dim, options, spec.attention_sinks)
 
 
+def tower_heads_on(spec: VisionSpec, layout: Layout) -> Heads | None:
+    """Return what a vision tower asks of a device of a layout; None: no kernel can stand there."""
+    parts = layout.mesh.shape["tensor"] * layout.pieces
+    if spec.heads % parts or spec.head_dim % 8 or spec.head_dim > WIDEST_HEAD:
+        return None
+    return Heads(spec.heads // parts, spec.heads // parts, spec.head_dim, Attending(causal=False))
+
+
 def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     """Return why cuDNN's packed kernel can't be used, or None if nothing speaks against trying it.
 
@@ -348,7 +352,7 @@ def choose_kernel(
     """Decide how a model attends to packed rows.
 
     cuDNN's kernel is taken where nothing speaks against it and it has just agreed with `attend` on
-    this device, with this model's heads.
+    this device, with the heads of this model and of its vision tower.
 
     Args:
         asked: xla, cudnn, or auto: cudnn where it is possible.
@@ -374,6 +378,8 @@ def choose_kernel(
     agreed = ""
     if against is None and isinstance(heads, Heads):
         against, agreed = _tried(kernel, heads, dtype)
+        seen = tower_heads_on(spec.vision, layout) if spec.vision and against is None else None
+        against = _tried(kernel, seen, dtype)[0] if seen else against
     if against is None:
         return KernelChoice("cudnn", agreed, kernel)
     if asked == "cudnn":

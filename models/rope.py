@@ -246,12 +246,17 @@ def rotation(
     Returns:
         Cosines and sines, with the scaling's attention factor in both.
 
+    Raises:
+        ValueError: There are three numbers of each token, and no axes.
+
     >>> rotation(jnp.array([[0, 5]]), head_dim=4, theta=1e4).cos.shape
     (1, 2, 2)
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1.0) / np.float32(theta) ** exponents
     frequencies, factor = scaling.apply(plain, theta=theta) if scaling else (plain, 1.0)
+    if positions.ndim == 3 and axes is None:
+        raise ValueError("tokens with three positions need mrope_sections, got none")
     turned_by = positions[..., None] if positions.ndim == 2 else positions[..., axes]
     angles = turned_by.astype(jnp.float32) * frequencies
     return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor)

@@ -111,11 +111,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
         decode = functools.partial(policy.tokenizer.decode, skip_special_tokens=True)
         sample_all = episodes.sample if episodes else functools.partial(sample, decode=decode)
         rollouts = sample_all(
-            engine,
-            prompts,
-            sampling(config, policy),
-            samples=config.samples,
-            seed=(config.seed,),
+            engine, prompts, sampling(config, policy), samples=config.samples, seed=(config.seed,)
         )
         scores = score(rollouts)
     report = {

@@ -24,6 +24,7 @@ from jaxrl_llm.models.hf.deepseek import (
 )
 from jaxrl_llm.models.hf.delta import DELTA_FAMILIES
 from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
+from jaxrl_llm.models.hf.gemma import GEMMA_FAMILIES
 from jaxrl_llm.models.hf.layer_types import QWEN_LAYERS, all_full, last_slide
 from jaxrl_llm.models.hf.parts import (
     BALANCE_KEYS,
@@ -56,11 +57,6 @@ def _all_alike(config: Config) -> list[str]:
     return [kind] * config["num_hidden_layers"]
 
 
-def _every_nth_is_full(config: Config) -> list[str]:
-    period = config["sliding_window_pattern"]
-    return [FULL if (i + 1) % period == 0 else SLIDING for i in range(config["num_hidden_layers"])]
-
-
 def _every_fourth_is_full(config: Config) -> list[str]:
     return [SLIDING if (i + 1) % 4 else FULL for i in range(config["num_hidden_layers"])]
 
@@ -89,24 +85,6 @@ def _width_per_head(config: Config) -> int:
 
 
 QWEN_WINDOW = QWEN_LAYERS | {"max_window_layers": 28}
-GEMMA: dict[str, Any] = {
-    "activation_key": "hidden_activation",
-    "layer_types": _every_nth_is_full,
-    "unread": frozenset({"hidden_act", "_sliding_window_pattern", "sliding_window_size"}),
-}
-GEMMA_KEYS = {
-    "attention_bias": "qkv_bias",
-    "query_pre_attn_scalar": "query_scalar",
-    "final_logit_softcapping": "logit_softcap",
-}
-GEMMA_DEFAULTS = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-GEMMA_COMMON = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True}
 OF_HEADS = {"head_dim": _width_per_head, "num_key_value_heads": _one_key_per_query}
 LATENT: dict[str, Any] = {
     "defaults": {"hidden_act": "silu"},
@@ -156,30 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         mixed_layers=False,
         rope_theta=1e4,
     ),
-    Family(
-        name="Gemma2",
-        model_type="gemma2",
-        keys=GEMMA_KEYS | {"attn_logit_softcapping": "score_softcap"},
-        defaults=GEMMA_DEFAULTS
-        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-        | {"sliding_window_pattern": 2},
-        common=GEMMA_COMMON | {"qk_norm": False},
-        rope_theta=1e4,
-        **GEMMA,
-    ),
-    Family(
-        name="Gemma3",
-        model_type="gemma3_text",
-        keys=GEMMA_KEYS,
-        # its code in transformers does not apply attn_logit_softcapping, so a value is refused
-        defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
-        common=GEMMA_COMMON | {"qk_norm": True},
-        rope_theta=1e6,
-        local_rope_theta=1e4,
-        token_classifier=False,
-        sequence_classifier="TextForSequenceClassification",  # without Text it sees images too
-        **GEMMA,
-    ),
+    *GEMMA_FAMILIES,
     Family(
         name="Qwen3Moe",
         model_type="qwen3_moe",

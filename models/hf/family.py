@@ -17,6 +17,7 @@ from jaxrl_llm.models.hf.rope import (
     read_ropes,
     write_rope,
 )
+from jaxrl_llm.models.hf.siglip import SiglipForm
 from jaxrl_llm.models.hf.unread import without_effect
 from jaxrl_llm.models.hf.vision import TowerForm
 from jaxrl_llm.models.spec import ModelSpec
@@ -103,7 +104,7 @@ class Family:
     read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
     write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
     untouched: tuple[str, ...] = ()
-    tower: TowerForm | None = None
+    tower: TowerForm | SiglipForm | None = None
 
     @property
     def language_model(self) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.hf.family import Family, read_family, write_family
+from jaxrl_llm.models.hf.siglip import SiglipForm
 from jaxrl_llm.models.hf.vision import Colors, TowerForm, with_sections
 from jaxrl_llm.models.spec import ModelSpec
 
@@ -16,7 +17,9 @@ INSIDE = "model.language_model."
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def seeing(family: Family, tower: TowerForm, prefix: str = INSIDE, **fields: Any) -> Family:
+def seeing(
+    family: Family, tower: TowerForm | SiglipForm, prefix: str = INSIDE, **fields: Any
+) -> Family:
     """Return the family of models that see images, too, with the language models of another.
 
     Args:

@@ -80,7 +80,35 @@ def _declare_qwen2_5(spec: VisionSpec) -> Declarations:
     return arrays | _declare_merger(spec, "merger", names, "")
 
 
-_DECLARED = {"qwen3": _declare_qwen3, "qwen2_5": _declare_qwen2_5}
+def _declare_siglip(spec: VisionSpec) -> Declarations:
+    array, at = _declarer(spec), f"{spec.hf_prefix}embeddings."
+    pixels = "embed _channels*_frames _height _width"
+    arrays = {
+        "patches": array(
+            f"{at}patch_embedding.weight", "_channels _frames _height _width embed", pixels
+        ),
+        "patches_bias": array(f"{at}patch_embedding.bias", "norm", "norm", ZEROS),
+        "positions": array(f"{at}position_embedding.weight", "_places embed", "_places embed"),
+    }
+    at = f"{spec.hf_prefix}encoder.layers.{{{BLOCKS}}}."
+    for ours, theirs in (("attention_norm", "layer_norm1"), ("mlp_norm", "layer_norm2")):
+        arrays |= _norm(array, ours, at + theirs, BLOCKS, "norm")
+    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v")):
+        name = f"{at}self_attn.{theirs}_proj"
+        arrays |= _linear(array, ours, name, f"{BLOCKS} embed", "heads head_dim")
+    name = f"{at}self_attn.out_proj"
+    arrays |= _linear(array, "output", name, f"{BLOCKS} heads head_dim", "embed")
+    arrays |= _linear(array, "up", f"{at}mlp.fc1", f"{BLOCKS} embed", "ff")
+    arrays |= _linear(array, "down", f"{at}mlp.fc2", f"{BLOCKS} ff", "embed")
+    arrays |= _norm(array, "post_norm", f"{spec.hf_prefix}post_layernorm", "", "norm")
+    at = "multi_modal_projector.mm_"
+    arrays["merger_norm"] = array(f"{at}soft_emb_norm.weight", "norm", "norm", ZEROS)  # of 1 + w
+    array = _declarer(spec, ff=spec.hidden_size, embed=spec.out_size)
+    arrays["merger"] = array(f"{at}input_projection_weight", "ff embed", "ff embed")
+    return arrays
+
+
+_DECLARED = {"qwen3": _declare_qwen3, "qwen2_5": _declare_qwen2_5, "siglip": _declare_siglip}
 
 
 def _declarer(spec: VisionSpec, **own_sizes: int) -> Callable[..., ArrayDecl]:

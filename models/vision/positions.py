@@ -82,7 +82,7 @@ def _blocks(spec: VisionSpec, visuals: Sequence[Visual]) -> Iterator[Int[np.ndar
             yield from np.split(block, frames)
 
 
-def _times(per_second: float, visual: Visual) -> Int[np.ndarray, " t"]:
+def _times(per_second: float | int, visual: Visual) -> Int[np.ndarray, " t"]:
     """Return the time of each frame, from 0, in float32 as the families' code.
 
     A step is the same between all frames; it is rounded before it is narrowed, since differences of

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 from jaxrl_llm.models.arrays import ArrayDecl, Params
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.context import attend_pieces
-from jaxrl_llm.models.kernels import MOST_SEGMENTS
+from jaxrl_llm.models.kernels import MOST_SEGMENTS, tower_heads_on
 from jaxrl_llm.models.layers import ACTIVATION_FUNCTIONS, rms_norm
 from jaxrl_llm.models.linear import Sharded, project
 from jaxrl_llm.models.remat import rematerialize
@@ -80,14 +80,15 @@ def encode(
     rows = _split(rows, spec, layout)
     tower = _Tower(params, spec, jnp.dtype(dtype), layout, remat)
     x = tower.constrain(tower.embed(rows))
-    by = _rotation(spec, rows.places)
+    by = None if spec.kind == "siglip" else _rotation(spec, rows.places)
     deep = []
     for run in _runs(spec):
         x = tower.run_blocks(run, x, by, rows, bounds)
         if run.last in spec.deep_layers:
             number = spec.deep_layers.index(run.last)
             deep.append(tower.merge(tower.weights(MERGERS, number), "deep", x))
-    features = tower.merge(tower.weights(None), "merger", x)
+    merge = tower.pool if spec.kind == "siglip" else functools.partial(tower.merge, name="merger")
+    features = merge(tower.weights(None), x=x)
     return VisualFeatures(
         _whole(features, rows.order, layout),
         jnp.stack([_whole(each, rows.order, layout) for each in deep], axis=1) if deep else None,
@@ -170,7 +171,7 @@ class _Tower(NamedTuple):
         self,
         run: _Run,
         x: Float[Array, "R P D"],
-        by: Rotation,
+        by: Rotation | None,
         rows: PatchRows,
         bounds: FrameBounds,
     ) -> Float[Array, "R P D"]:
@@ -216,12 +217,21 @@ class _Tower(NamedTuple):
         hidden = _exact_gelu(_linear(weights, f"{name}_up", tokens, inputs=2))
         return _linear(weights, f"{name}_down", hidden)
 
+    def pool(self, weights: Params, x: Float[Array, "R P D"]) -> Float[Array, "R V out"]:
+        """Make a feature of the mean of each token's patches, which are next to each other."""
+        x = _normed(weights, "post_norm", self.spec, x)
+        tokens = x.reshape(*x.shape[:-2], -1, self.spec.group, self.spec.hidden_size)
+        pooled = tokens.mean(axis=-2, dtype=jnp.float32).astype(x.dtype)
+        scale = weights["merger_norm"]
+        normed = rms_norm(pooled, scale, eps=self.spec.norm_eps, unit_offset=True)
+        return project(normed, weights["merger"])
+
 
 def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     """Return how the rows of a tower are split, given how those of its decoder are.
 
     Where devices share rows, each attends with some of the heads, or, if heads can't be divided so,
-    with some of the queries. The decoder's kernel is taken where each device has whole heads.
+    with some of the queries. The decoder's kernel is taken where it can stand.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
@@ -231,17 +241,17 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     'heads'
     """
     whole = spec.heads % (layout.mesh.shape["tensor"] * layout.pieces) == 0
-    kernel = layout.kernel if whole else None
+    kernel = layout.kernel if tower_heads_on(spec, layout) else None
     return dataclasses.replace(layout, context="heads" if whole else "keys", kernel=kernel)
 
 
 def _block(
-    weights: Params, spec: VisionSpec, x: Float[Array, "R P D"], by: Rotation, mix: Any
+    weights: Params, spec: VisionSpec, x: Float[Array, "R P D"], by: Rotation | None, mix: Any
 ) -> Float[Array, "R P D"]:
     """Apply one block: x += mixed(norm(x)), then x += feed_forward(norm(x))."""
     h = _normed(weights, "attention_norm", spec, x)
     q, k, v = (_linear(weights, name, h) for name in ("query", "key", "value"))
-    mixed = mix(rotate(q, by), rotate(k, by), v)
+    mixed = mix(q, k, v) if by is None else mix(rotate(q, by), rotate(k, by), v)
     x = x + _linear(weights, "output", mixed, inputs=2)
     h = _normed(weights, "mlp_norm", spec, x)
     activation = _recomputed(ACTIVATION_FUNCTIONS[spec.activation])

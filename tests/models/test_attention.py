@@ -199,3 +199,43 @@ def test_rows_of_many_segments_attend_as_whole_rows_do(options, blocks, length, 
     other = attend(q, k, v, jnp.ones_like(segments), options, longest=4)
     window = 12 if options.window is None else int(options.window)
     assert window < 4 or not np.allclose(other, attend(q, k, v, jnp.ones_like(segments), options))
+
+
+@pytest.mark.parametrize("longest", [None, 3, 5])
+def test_not_causal_equals_loops(longest, monkeypatch):
+    """Over all of a segment, on both sides of a token; and its gradient, in any pieces."""
+    monkeypatch.setattr(attention, "LEAST_BLOCK", 2)
+    segments = np.array([[1, 1, 2, 3, 3, 3, 4, 4, 4, 5, 0, 0, 0, 0, 0, 0]])
+    q, k, v = arrays(1, 16, 4, 8, kv_heads=2)
+    same = (segments[:, :, None] == segments[:, None]) & (segments > 0)[:, None]
+    real, given = (segments > 0)[..., None, None], tuple(map(jnp.array, (q, k, v)))
+    weights = np.random.default_rng(1).normal(size=q.shape)
+
+    def ours(q, k, v):
+        options = Attending(causal=False)
+        return attend(q, k, v, jnp.array(segments), options, longest=longest)
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.where(same[:, None], jnp.einsum("rinh,rjnh->rnij", q, k) * 8**-0.5, -1e9)
+        return jnp.einsum("rnij,rjnh->rinh", jax.nn.softmax(scores), v)
+
+    def run(mix):
+        def loss(given):
+            mixed = mix(*given)
+            return jnp.where(real, mixed * weights, 0).sum(), mixed
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(given)
+
+    (_, mixed), gradients = run(ours)
+    expected = looped(q, k, v, lambda r, i, j: same[r, i, j])
+    np.testing.assert_allclose(mixed[segments > 0], expected[segments > 0], atol=1e-5)
+    assert np.isfinite(mixed).all()
+    for got, wanted in zip(gradients, run(plain)[1], strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_a_window_is_causal():
+    x = jnp.ones((1, 2, 1, 4))
+    with pytest.raises(ValueError, match="not causal has no window, got 2"):
+        attend(x, x, x, jnp.ones((1, 2), jnp.int32), Attending(window=2, causal=False))

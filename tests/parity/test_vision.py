@@ -23,9 +23,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from tests.parity.reference import assert_near
 from tests.parity.vision import (
-    END,
     IMAGE,
-    START,
     WORDS,
     draw_visual,
     load_seeing,
@@ -39,8 +37,10 @@ from tests.parity.vision import (
 
 pytestmark = pytest.mark.guards("models/vision/", "models/transformer.py", "models/decoding.py")
 
-FAMILIES = ["Qwen3VL", "Qwen2_5_VL", "Qwen3_5"]
-ROW, PATCHES = 64, 112
+TURNING = ["Qwen3VL", "Qwen2_5_VL", "Qwen3_5"]
+"""Families with M-RoPE."""
+FAMILIES = [*TURNING, "Gemma3"]
+ROW, PATCHES = 64, 128
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def all_packed(spec, family, rows=2):
     return seen, pack_prompts(spec, seen, length=ROW, patches=PATCHES, rows=rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TURNING)
 def test_positions_equal(family, loaded):
     model, _, spec = loaded(family)
     for name, seen in prompts(family).items():
@@ -115,7 +115,7 @@ def test_placeholders_must_be_those_of_the_images(loaded):
 
 @pytest.mark.parametrize(
     "family",
-    [*FAMILIES, *(pytest.param(f"{name}Moe", marks=pytest.mark.slow) for name in FAMILIES[::2])],
+    [*FAMILIES, *(pytest.param(f"{name}Moe", marks=pytest.mark.slow) for name in TURNING[::2])],
 )
 def test_packed_logits_equal(family, loaded):
     """Prompts of text, images and videos in the same rows, each as transformers alone."""
@@ -128,22 +128,22 @@ def test_packed_logits_equal(family, loaded):
         row, at = packed.of_prompt(number, rows=2)
         theirs = their_logits(model, one, spec.vision)
         assert_near(ours[row, at, :WORDS], theirs[:, :WORDS])
-    assert np.all(ours[..., [IMAGE, IMAGE + 1, START, END]] == NEVER)
+    assert np.all(ours[..., list(spec.vision.never_sampled)] == NEVER)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_goes_on_from_a_prompt_with_images(family, loaded):
-    """A prompt in pieces that cut its images, then token by token."""
+    """A prompt in pieces, which cut its images if they may, then token by token."""
     model, params, spec = loaded(family)
-    seen = prompts(family)["both"]
+    seen = prompts(family)["two" if family == "Gemma3" else "both"]
     answer = [9, 31, 5]
     tokens = np.concatenate([seen.tokens, answer])
     given, count = seen._replace(tokens=tokens), len(seen.tokens)
     theirs = their_logits(model, given, spec.vision)[:, :WORDS]
     packed = pack_prompts(spec, [given], length=ROW, patches=PATCHES)
     features = encoded(params, spec, packed.patches)
-    _, offset = rotary_positions(spec.vision, *seen)
     decoder, slots, ours = Decoder(spec), ROW, []
+    turns, size = decoder.has_rotary_positions, 20 if decoder.attends_within_images else 12
     cache = decoder.init_cache(1, slots, dtype="float32")
 
     @jax.jit
@@ -154,17 +154,18 @@ def test_decoding_goes_on_from_a_prompt_with_images(family, loaded):
         )
         return decoder.logits(params, hidden), cache
 
-    size = 12
     for start in range(0, count, size):
         at = slice(start, start + size)
         positions = np.where(np.arange(start, start + size) < count, packed.positions[:, at], slots)
-        arrays = packed.tokens[:, at], positions, packed.index[:, at], packed.rotary[:, at]
-        after, cache = extend(cache, *arrays)
+        rotary = packed.rotary[:, at] if turns else None
+        after, cache = extend(cache, packed.tokens[:, at], positions, packed.index[:, at], rotary)
         ours.append(after[0])
     ours = [np.concatenate(ours)[:count]]
     for number in range(count, len(tokens)):
         at = np.array([[number]])
-        rotary = np.broadcast_to(at[..., None] + offset, (1, 1, 3))
+        if turns:
+            offset = decoder.rotary_positions(*seen)[1]
+            rotary = np.broadcast_to(at[..., None] + offset, (1, 1, 3))
         after, cache = extend(cache, tokens[None, [number]], at, np.array([[-1]]), rotary)
         ours.append(after[0])
     assert_near(np.concatenate(ours)[:, :WORDS], theirs)
@@ -232,8 +233,9 @@ def test_gradients_equal(family, loaded, tmp_path):
         other = np.asarray(functools.reduce(lambda tree, key: tree[key.key], path, theirs))
         name = jax.tree_util.keystr(path)
         scale = np.abs(other).max()
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * scale, err_msg=name)
-        assert scale > 0, name
+        np.testing.assert_allclose(one, other, atol=1e-4 * max(scale, 0.1), rtol=0, err_msg=name)
+        # a softmax does not see what is the same for all keys, unless these are rotated
+        assert scale > 0.1 or (family == "Gemma3" and name.endswith("['key_bias']")), name
 
 
 @pytest.mark.slow

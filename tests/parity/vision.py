@@ -75,8 +75,39 @@ FAMILIES = {
 """The configs of text and tower, and what is said of the rotation besides."""
 
 
+GEMMA = {
+    "text_config": TEXT
+    | dict(
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+    ),
+    "vision_config": dict(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=2,
+    ),
+    "mm_tokens_per_image": 16,
+    "image_token_index": IMAGE,
+    "boi_token_index": START,
+    "eoi_token_index": END,
+}
+
+
+def make_gemma():
+    """Return a Gemma 3 whose images are 8 x 8 patches, of which 2 x 2 become a token."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(**GEMMA)
+    return randomize(transformers.Gemma3ForConditionalGeneration(config))
+
+
 def make_seeing(family, *, tied=False, **of_text):
     """Return a model of transformers with random weights, in float32."""
+    if family == "Gemma3":
+        return make_gemma()
     torch.manual_seed(0)
     text, tower, rope = FAMILIES[family]
     rope = {"rope_type": "default", "rope_theta": 1e4} | SECTIONS | rope
@@ -90,9 +121,8 @@ def make_seeing(family, *, tied=False, **of_text):
     return randomize(getattr(transformers, f"{family}ForConditionalGeneration")(config))
 
 
-def draw_visual(*grid, seed=0, seconds=()):
+def draw_visual(*grid, seed=0, seconds=(), width=3 * FRAMES * PATCH**2):
     """Return an image of random pixels, or a video if frames have times."""
-    width = 3 * FRAMES * PATCH**2
     patches = np.random.default_rng(seed).integers(0, 256, (int(np.prod(grid)), width), np.uint8)
     return Visual(patches, grid, MERGE, hashlib.sha256(patches.tobytes()).digest(), seconds)
 
@@ -122,6 +152,8 @@ def prompt(family, *parts):
 
 def prompts(family):
     """Return prompts of text alone, one image, two, an image at the end, a video, and both."""
+    if family == "Gemma3":
+        return gemma_prompts()
     first, second = draw_visual(1, 4, 6), draw_visual(1, 2, 4, seed=1)
     film = draw_visual(2, 6, 4, seed=2, seconds=(0.0, 0.5))
     return {
@@ -134,27 +166,50 @@ def prompts(family):
     }
 
 
+def gemma_prompts():
+    """Return prompts of text alone, one image, two, and an image at the end."""
+    first, second = (draw_visual(1, 8, 8, seed=seed, width=3 * 2**2) for seed in (0, 1))
+    return {
+        "text": prompt("Gemma3", *range(3, 12)),
+        "image": prompt("Gemma3", 3, 5, first, 6, 9, 4),
+        "two": prompt("Gemma3", 3, second, 20, first, 7),
+        "end": prompt("Gemma3", 11, 3, second),
+    }
+
+
 def their_inputs(seen, vision):
     """Return what transformers takes of a prompt, its pixels normalized as the spec says."""
 
     def pixels(visuals):
-        patches = np.concatenate([visual.patches for visual in visuals]).reshape(-1, 3, FRAMES * 16)
+        patches = np.concatenate([visual.patches for visual in visuals])
+        patches = patches.reshape(len(patches), 3, -1)
         mean, std = (np.array(color)[:, None] for color in (vision.image_mean, vision.image_std))
         normal = ((patches / 255 - mean) / std).reshape(len(patches), -1)
         return torch.tensor(normal, dtype=torch.float32)
 
     kinds = np.where(seen.tokens == IMAGE, 1, np.where(seen.tokens == VIDEO, 2, 0))
     inputs = {"input_ids": torch.tensor(seen.tokens[None])}
-    inputs["mm_token_type_ids"] = torch.tensor(kinds[None])
+    kinds_key = "token_type_ids" if vision.kind == "siglip" else "mm_token_type_ids"
+    inputs[kinds_key] = torch.tensor(kinds[None])
     for name, key, is_video in (("image", "", False), ("video", "_videos", True)):
         some = [visual for visual in seen.visuals if visual.is_video is is_video]
-        if some:
+        if some and vision.kind == "siglip":
+            inputs["pixel_values"] = whole_images(pixels(some), some, vision)
+        elif some:
             inputs[f"pixel_values{key}"] = pixels(some)
             inputs[f"{name}_grid_thw"] = torch.tensor([visual.grid for visual in some])
     times = [visual.seconds for visual in seen.visuals if visual.is_video]
     if times and vision.tokens_per_second is not None:
         inputs["second_per_grid_ts"] = torch.tensor([time[1] - time[0] for time in times])
     return inputs
+
+
+def whole_images(patches, visuals, vision):
+    """Put patches together to images [N 3 H W]; those of a token are next to each other."""
+    _, height, width = visuals[0].grid
+    side, merge, patch = (len(visuals), height // vision.merge), vision.merge, vision.patch
+    blocks = patches.reshape(*side, width // merge, merge, merge, 3, patch, patch)
+    return blocks.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(len(visuals), 3, height * patch, -1)
 
 
 def their_output(model, seen, vision):
@@ -185,14 +240,15 @@ def pack_prompts(spec, prompts, *, length, patches, rows=1):
         at = slice(start, start + len(tokens_of))
         tokens[row, at], positions[row, at] = tokens_of, np.arange(len(tokens_of))
         segments[row, at] = segments[row].max() + 1
-        rotary[row, at] = rotary_positions(spec.vision, tokens_of, images)[0]
+        if spec.mrope_sections is not None:
+            rotary[row, at] = rotary_positions(spec.vision, tokens_of, images)[0]
         visuals[row] += images
     for row in range(rows):
         places = np.flatnonzero(np.isin(tokens[row], [IMAGE, VIDEO]))
         index[row, places] = np.arange(len(places))
-    return Packed(
-        tokens, positions, segments, index, rotary, patch_rows(spec.vision, visuals, patches)
-    )
+    rotary = None if spec.mrope_sections is None else rotary
+    packed = patch_rows(spec.vision, visuals, patches)
+    return Packed(tokens, positions, segments, index, rotary, packed)
 
 
 class Packed(NamedTuple):
@@ -202,14 +258,15 @@ class Packed(NamedTuple):
     positions: np.ndarray
     segments: np.ndarray
     index: np.ndarray
-    rotary: np.ndarray
+    rotary: np.ndarray | None
     patches: PatchRows
 
     def with_features(self, given):
         """Return the rows with the features that a tower made of the patches."""
         visual = VisualTokens(jnp.asarray(self.index), given)
         arrays = map(jnp.asarray, self[:3])
-        return PackedTokens(*arrays, visual=visual, rotary=jnp.asarray(self.rotary))
+        rotary = None if self.rotary is None else jnp.asarray(self.rotary)
+        return PackedTokens(*arrays, visual=visual, rotary=rotary)
 
     def of_prompt(self, number, rows=1):
         """Tell where a prompt lies: its row, and the slice of its tokens."""

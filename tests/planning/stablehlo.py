@@ -14,12 +14,14 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.hf.vision import CLIP, HALF
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.planning.lowering import StepKind
 from jaxrl_llm.training import kernel_choice
 
@@ -81,6 +83,31 @@ HYBRID = {
     "delta": DELTA,
     "delta_layers": (True, False),
 }
+TOWER = {
+    "layers": 2,
+    "hidden_size": 48,
+    "heads": 4,
+    "ff_width": 72,
+    "patch": 2,
+    "frames_per_patch": 2,
+    "merge": 2,
+    "out_size": DENSE.hidden_size,
+    "image_id": 80,
+    "video_id": 81,
+    "marks": (82, 83),
+}
+SEEING = {
+    "mrope_sections": (2, 1, 1),
+    "mrope_interleaved": True,
+    "vision": VisionSpec(
+        **TOWER,
+        kind="qwen3",
+        position_side=5,
+        deep_layers=(0,),
+        image_mean=HALF.mean,
+        image_std=HALF.std,
+    ),
+}
 SHARED = dataclasses.replace(MOE, shared_ff_width=24, shared_gate=True, hf_shared="shared_expert")
 SPECS = {
     "Qwen3": {},
@@ -89,6 +116,18 @@ SPECS = {
     "Mistral": {"qk_norm": False, "window": 8},
     "Gemma2": GEMMA | {"qk_norm": False, "score_softcap": 5.0, "query_scalar": 9.0},
     "Gemma3": GEMMA | {"local_rope_theta": 100.0},
+    "Gemma3 with images": GEMMA
+    | {
+        "local_rope_theta": 100.0,
+        "vision": VisionSpec(
+            **TOWER | {"frames_per_patch": 1, "video_id": None},
+            kind="siglip",
+            position_side=4,
+            image_mean=HALF.mean,
+            image_std=HALF.std,
+            hf_prefix="vision_tower.vision_model.",
+        ),
+    },
     "Qwen3Moe": {"moe": MOE},
     "Mixtral": {
         "qk_norm": False,
@@ -144,6 +183,25 @@ SPECS = {
         "moe": dataclasses.replace(SHARED, router=SoftmaxRouter(normalize=False)),
     },
     "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
+    "Qwen3VL": SEEING,
+    "Qwen3VLMoe": SEEING | {"moe": dataclasses.replace(MOE, hf_joined=True, hf_halves=True)},
+    "Qwen2_5_VL": {
+        "qk_norm": False,
+        "qkv_bias": True,
+        "head_dim": 6,
+        "mrope_sections": (1, 1, 1),
+        "vision": VisionSpec(
+            **TOWER,
+            kind="qwen2_5",
+            window=2,
+            full_layers=(1,),
+            activation="silu",
+            tokens_per_second=2,
+            image_mean=CLIP.mean,
+            image_std=CLIP.std,
+            hf_prefix="visual.",
+        ),
+    },
 }
 
 RUN = {
@@ -159,7 +217,7 @@ DONATES = {  # which arguments, as far as there are any
     StepKind.ACCUMULATE: [True, False, False, False, False],
     StepKind.APPLY: [True, False, False],
     StepKind.INFER: [False, False, False],
-    StepKind.PREFILL: [False, True, False],
+    StepKind.PREFILL: [False, True, False, False],
     StepKind.DECODE: [False, True, True, False, False, False, False],
 }
 
@@ -306,6 +364,8 @@ def activation_widths(spec):
     widths = {spec.ff_width} | (
         {spec.moe.ff_width, spec.moe.shared_ff_width} if spec.moe else set()
     )
+    if tower := spec.vision:
+        widths |= {tower.ff_width, tower.group * tower.hidden_size}
     widths = {width // n for width in widths for n in (1, 2, 4, 8) if width}
     if spec.gated_attention:
         widths |= {spec.head_dim}

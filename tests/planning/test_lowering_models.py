@@ -68,7 +68,12 @@ def test_it_is_cuda_that_programs_are_lowered_for():
 
 def test_every_family_of_models_is_here():
     made = {name: make_config(spec_of(name))["architectures"] for name in SPECS}
-    expected = {family.name: [f"{family.name}ForCausalLM"] for family in FAMILIES}
+    expected = {
+        family.name: [f"{family.name}{'ForConditionalGeneration' if sees else 'ForCausalLM'}"]
+        for family in reversed(FAMILIES)
+        for sees in [family.language_class != "ForCausalLM"]
+    }
+    expected["Gemma3 with images"] = ["Gemma3ForConditionalGeneration"]
     del expected["Glm4MoeLite"]  # the same models as DeepseekV3
     assert made == expected
 
@@ -79,7 +84,10 @@ def test_families(family, tmp_path, monkeypatch):
     spec = spec_of(family)
     sizes = {"mesh__train__fsdp": 4, "mesh__train__tensor": 2}
     rollout = {"mesh__rollout__data": 4, "mesh__rollout__tensor": 2}
-    shapes = plan_shapes(configure(tmp_path, spec, **sizes, **rollout))
+    keys = {"model__vision": "trained", "batch__max_visual_tokens_per_device": 16}
+    shapes = plan_shapes(
+        configure(tmp_path, spec, **sizes, **rollout, **(keys if spec.vision else {}))
+    )
     for step, trace in shapes.trace.items():
         if step.role != "reference" and step.kind is not StepKind.APPLY:
             # of prefill's last layer only keys and values are kept
@@ -141,3 +149,25 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
     for program in (copy, decode):
         assert program.partitions == 8
         assert program.aliased == program.donated
+
+
+def test_the_engine_with_images():
+    spec = spec_of("Qwen3VL")
+    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
+    layout = Layout(make_mesh({"data": 4, "tensor": 2}), rules=ROLLOUT_RULES)
+    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine.close()
+    keys = [key for key in engine.programs._keys(8) if key[0] in ("features", "encode")]
+    assert keys == [("features",), ("encode", 256, 256), ("encode", 1024, 1024)]
+    features = lower(engine.programs.trace("features"))
+    encode = lower(engine.programs.trace(*keys[1]))
+    prefill, decode = (lower(engine.trace(name)) for name in ("prefill", "decode"))
+    assert encode.donates == [False, True, False, False]
+    assert prefill.donates == [False, True, False, False]
+    for program in (features, encode, prefill, decode):
+        assert program.calls == set()
+        assert program.partitions == 8
+        assert program.aliased == program.donated
+    assert encode.donated == 2  # the features and those of DeepStack
+    for step in (StepKind.PREFILL, StepKind.DECODE):
+        check_precision(prefill if step is StepKind.PREFILL else decode, spec, step)

@@ -16,19 +16,20 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.transformer import forward_rows
 from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
-from jaxrl_llm.models.vision.positions import rotary_positions
+from jaxrl_llm.models.vision.positions import placeholders, rotary_positions
 from jaxrl_llm.models.vision.rows import patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import encode
 from jaxrl_llm.rollout.engine import EngineError, Stop
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.native.decode import DecodeState
+from jaxrl_llm.rollout.native.features import FeatureSlots
 from jaxrl_llm.rollout.native.prefill import PrefillChunk
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.visuals import read_prompt
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Request, SamplingParams
 from tests.guarded import MODEL, NATIVE
-from tests.rollout.conftest import HYBRID, MAX_TOKENS, SPEC
+from tests.rollout.conftest import HYBRID, MAX_TOKENS, MIXTURE, SPEC
 from tests.waiting import wait_until
 
 WORDS, IMAGE, VIDEO, START, END = 26, 27, 28, 29, 30
@@ -50,19 +51,23 @@ VISION = VisionSpec(
     marks=(START, END),
 )
 ROTARY = {"head_dim": 8, "mrope_sections": (2, 1, 1), "mrope_interleaved": True}
+SIGLIP = dataclasses.replace(
+    VISION, kind="siglip", frames_per_patch=1, video_id=None, marks=(START, END)
+)
 SPECS = {
     "deep": dataclasses.replace(
         SPEC, vision=dataclasses.replace(VISION, deep_layers=(0, 1)), **ROTARY
     ),
     "hybrid": dataclasses.replace(HYBRID, vision=VISION, **ROTARY),
 }
+GEMMA = dataclasses.replace(SPEC, vision=SIGLIP, window=7, windowed_layers=(True, False))
 PATCHES = MAX_TOKENS * VISION.group
 ANSWER = SamplingParams(6)
 
 
-def draw_visual(*grid, seed=0, seconds=()):
+def draw_visual(*grid, seed=0, seconds=(), vision=VISION):
     rng = np.random.default_rng(seed)
-    patches = rng.integers(0, 256, (int(np.prod(grid)), VISION.patch_width), np.uint8)
+    patches = rng.integers(0, 256, (int(np.prod(grid)), vision.patch_width), np.uint8)
     return Visual(patches, grid, 2, hashlib.sha256(patches).digest(), seconds)
 
 
@@ -103,20 +108,31 @@ def weights(draw_params):
 
 
 @pytest.fixture(scope="module")
-def engines(build, weights):
+def build_small(build):
+    """(as `build`) -> an engine whose programs have very few shapes."""
+
+    def make(*args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sizes, "PREFILL_LENGTHS", (8,))
+            patch.setattr(sizes, "PREFILL_TOKENS", (32,))
+            patch.setattr(sizes, "PATCH_LENGTHS", (64,))
+            patch.setattr(sizes, "SHORT_FRAME", 16)
+            return build(*args, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engines(build_small, weights):
     """(model) -> an engine, compiled once: over rows, or in place and cramped."""
     made = {}
 
     def get(name):
         if name not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sizes, "PREFILL_LENGTHS", (8,))
-                patch.setattr(sizes, "PREFILL_TOKENS", (32,))
-                patch.setattr(sizes, "PATCH_LENGTHS", (64,))
-                options = {"steps": 5}
-                if name == "deep":
-                    options |= {"kernel": attend_gathered, "cache_gb": 40.6e3 / 1e9}
-                made[name] = build(model=SPECS[name], **options)
+            options = {"steps": 5}
+            if name == "deep":
+                options |= {"kernel": attend_gathered, "cache_gb": 40.6e3 / 1e9}
+            made[name] = build_small(model=SPECS[name], **options)
         made[name].load(weights(name)[0], version=0)
         return made[name]
 
@@ -152,21 +168,24 @@ def forward(params, spec, tokens, index, rotary, patches):
     return Decoder(spec).logits(params, forward_rows(params, spec, rows)[0])[0]
 
 
-def check(request, answer, params, spec):
+def check(request, answer, params, spec, atol=2e-3):
     """Compare an answer with the trainer's forward pass."""
     tokens = np.array([*request.prompt, *answer.tokens])
-    rotary, _ = rotary_positions(spec.vision, tokens, request.visuals)
     after = np.full(MAX_TOKENS - len(tokens), 5)
     row = np.concatenate([tokens, after])
-    index = np.where(np.isin(row, (IMAGE, VIDEO)), np.cumsum(np.isin(row, (IMAGE, VIDEO))) - 1, -1)
-    rotary = np.concatenate([rotary, np.zeros((len(after), 3), np.int32)])
+    is_visual = np.isin(row, placeholders(spec.vision))
+    index = np.where(is_visual, np.cumsum(is_visual) - 1, -1)
+    rotary = None
+    if spec.mrope_sections:
+        rotary, _ = rotary_positions(spec.vision, row, request.visuals)
+        rotary = rotary[None]
     patches = patch_rows(spec.vision, [request.visuals], PATCHES)
-    logits = np.asarray(forward(params, spec, row[None], index[None], rotary[None], patches))
+    logits = np.asarray(forward(params, spec, row[None], index[None], rotary, patches))
     after = logits[len(request.prompt) - 1 : len(tokens) - 1, :].astype(np.float64)
-    after[:, [IMAGE, VIDEO, START, END]] = -np.inf
+    after[:, spec.vision.never_sampled] = -np.inf
     after = after - np.log(np.exp(after).sum(-1, keepdims=True))
     expected = after[np.arange(len(answer.tokens)), answer.tokens]
-    np.testing.assert_allclose(answer.logprobs, expected, atol=2e-3)
+    np.testing.assert_allclose(answer.logprobs, expected, atol=atol)
     if request.sampling.temperature == 0:
         assert answer.tokens.tolist() == after.argmax(-1).tolist()
 
@@ -176,9 +195,9 @@ def counted(engine, name, weights, monkeypatch):
     """(requests, version) -> answers, compared; tokens read and reused, and images encoded."""
     encoded, run = [], engine.programs.encode
 
-    def encode_and_count(params, held, patches, slots):
+    def encode_and_count(params, held, patches, *rest):
         encoded.append(int(np.unique(np.asarray(patches.frames)[patches.frames > 0]).size))
-        return run(params, held, patches, slots)
+        return run(params, held, patches, *rest)
 
     monkeypatch.setattr(engine.programs, "encode", encode_and_count)
 
@@ -266,6 +285,25 @@ def test_an_answer_that_was_left_goes_on(engine, counted):
     assert read == len(request.prompt) + len(part.tokens) - 1
 
 
+def test_no_slot_is_of_two_images():
+    rng, slots, taken = np.random.default_rng(0), FeatureSlots(20), {}
+    for _ in range(300):
+        number = int(rng.integers(9))
+        key, kept = b"%d" % number, {b"%d" % each for each in rng.integers(9, size=2)}
+        if key in slots:
+            np.testing.assert_array_equal(slots[key], taken[key])
+            continue
+        if slots.take(key, number + 1, kept):
+            gone = {each for each in taken if each not in slots}
+            assert not gone & kept
+            taken = {each: own for each, own in taken.items() if each not in gone}
+            taken[key] = slots[key]
+        else:
+            assert sum(len(own) for each, own in taken.items() if each in kept) + number + 1 > 20
+        used = np.concatenate(list(taken.values()))
+        assert len({*used}) == len(used) and used.max() < 20
+
+
 def test_images_wait_for_room(engine, counted, monkeypatch):
     """Three images of six tokens, in slots for ten."""
     slots = [type(each)(10) for each in engine._runner._features._slots]
@@ -303,6 +341,11 @@ def test_marks_and_images_are_scored(engine):
             "0 of id 27 and 4 of id 28; expected",
         ),
         (
+            ask(dataclasses.replace(LARGE, patches=LARGE.patches[:, :12]), 3),
+            "patches of shape (24, 12) and uint8 for a grid of (1, 4, 6); the tower expects "
+            "(24, 24) and uint8",
+        ),
+        (
             ask(draw_visual(1, 6, 12), 3),
             "an image or a video of 72 patches (t, h, w = (1, 6, 12)), expected at most 64: lower "
             "data.max_pixels",
@@ -313,7 +356,7 @@ def test_marks_and_images_are_scored(engine):
         ),
         (
             ask(3, LARGE, 4, sampling=dataclasses.replace(ANSWER, logit_bias=((IMAGE, 99.0),))),
-            "logit_bias holds token id 27, which this model never samples",
+            "logit_bias raises token id 27, which is never sampled",
         ),
         (
             dataclasses.replace(ask(3, LARGE), prompt=(*[IMAGE] * 3, 5, *[IMAGE] * 3, 5)),
@@ -351,9 +394,35 @@ def test_times_of_a_video_tell_its_pages(weights):
 
 def test_a_piece_holds_images_whole():
     where = read_prompt(model_of(SPECS["deep"]), ask(3, LARGE, 4, SMALL, 5))
+    assert where.whole_until(0, 4) == 4
+    where = dataclasses.replace(where, whole=True)
     assert where.number.tolist() == [-1, -1, *[0] * 6, -1, -1, -1, 1, 1, -1, -1]
     ends = [where.whole_until(0, end) for end in range(1, 16)]
     assert ends == [1, 2, 2, 2, 2, 2, 2, 8, 9, 10, 11, 11, 13, 14, 15]
+
+
+def test_images_whose_tokens_attend_to_each_other(build_small, draw_params):
+    """Pieces of eight tokens, and pages that end within an image."""
+    one, other = (draw_visual(1, 4, 4, seed=seed, vision=SIGLIP) for seed in (5, 6))
+    stem = (*range(3, 7), one, *range(7, 11), other)
+    requests = [ask(*stem, *rest, seed=i) for i, rest in enumerate([(5,), (5,), (9, 6)])]
+    requests += [ask(*range(3, 15), one, 5, seed=3), ask(2, one, other, 5, other, 4, seed=4)]
+    engine, params = build_small(model=GEMMA, steps=5), draw_params(0, GEMMA)
+    try:
+        engine.load(params, version=0)
+        for _ in range(2):
+            for request, answer in zip(requests, engine.sample(requests), strict=True):
+                check(request, answer, params, GEMMA)
+        (pages,) = engine._runner.scheduler.pages
+        assert requests[3].prompt[15:17] == (IMAGE, IMAGE)  # of two pages
+        for node in [node for node in pages._idle if not node.children]:
+            pages._drop(node)
+        reused = engine.stats().reused_tokens
+        (answer,) = engine.sample(requests[3:4])
+        check(requests[3], answer, params, GEMMA)
+        assert engine.stats().reused_tokens - reused == 16
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -367,7 +436,7 @@ def test_features_have_room(build, gb, tokens):
     assert sizes.visual_tokens == tokens
     assert tower.token_bytes == 16 * 3 * 4
     keys = [key for key in engine.programs._keys(4) if key[0] in ("features", "encode")]
-    assert keys == [("features",), ("encode", PATCHES)]
+    assert keys == [("features",), ("encode", PATCHES, PATCHES)]
     held = jax.tree.leaves(engine.shapes()[1][-1])
     assert sum(x.size * x.dtype.itemsize for x in held) == tokens * tower.token_bytes
     if gb is not None:
@@ -379,9 +448,9 @@ def test_features_have_room(build, gb, tokens):
 
 @pytest.mark.slow
 @pytest.mark.guards(*MODEL, *NATIVE)
-def test_images_on_a_mesh(build, weights, name):
+def test_images_on_a_mesh(build_small, weights, name):
     kernel = None if name == "deep" else attend_gathered
-    engine = build(4, {"data": 2, "tensor": 2}, SPECS[name], steps=5, kernel=kernel)
+    engine = build_small(4, {"data": 2, "tensor": 2}, SPECS[name], steps=5, kernel=kernel)
     try:
         engine.load(weights(name)[0], version=0)
         requests = [*MIXED, *MIXED, ask(3, OTHER, 4)]
@@ -391,3 +460,26 @@ def test_images_on_a_mesh(build, weights, name):
     for request, *both in zip(requests, *answers, strict=True):
         for answer in both:
             check(request, answer, weights(name)[0], SPECS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
+@pytest.mark.parametrize(
+    ("options", "atol"),
+    [({"kv_cache_dtype": "int8"}, 0.02), ({"quantization": "fp8"}, 0.4), ({}, 2e-3)],
+    ids=["int8", "fp8", "recorded experts"],
+)
+def test_images_in_narrow_types_and_with_experts(build_small, draw_params, options, atol):
+    spec = SPECS["deep"]
+    if not options:
+        spec, options = dataclasses.replace(spec, moe=MIXTURE.moe), {"record_routes": True}
+    engine, params = build_small(model=spec, steps=5, **options), draw_params(0, spec)
+    try:
+        engine.load(params, version=0)
+        answers = engine.sample(MIXED)
+    finally:
+        engine.close()
+    for request, answer in zip(MIXED, answers, strict=True):
+        check(request, answer, params, spec, atol=atol)
+        if spec.moe:
+            assert len(answer.routes) == len(request.prompt) + len(answer.tokens) - 1

@@ -147,15 +147,10 @@ class VisualProcessor:
         """
         spans, p = self.resizing.frames_per_patch, self.resizing.patch
         t, h, w = visual.grid
-        m = self._block
+        m = self.resizing.merge
         blocks = visual.patches.reshape(t, h // m, w // m, m, m, 3, spans, p, p)
         frames = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * spans, h * p, w * p, 3)
         return frames if visual.is_video else frames[:1]
-
-    @property
-    def _block(self) -> int:
-        """Side of the squares in whose order patches stand; SigLIP's stand row by row."""
-        return 1 if self.resizing.kind == "siglip" else self.resizing.merge
 
     def _image_size(self, width: int, height: int) -> tuple[int, int]:
         if self.resizing.side:
@@ -188,7 +183,7 @@ class VisualProcessor:
         return np.asarray(picture.resize((width, height), Image.Resampling(self.resizing.resample)))
 
     def _visual(self, frames: UInt8[np.ndarray, "T H W 3"], shape: Shape) -> Visual:
-        spans, p, m = self.resizing.frames_per_patch, self.resizing.patch, self._block
+        spans, p, m = self.resizing.frames_per_patch, self.resizing.patch, self.resizing.merge
         t, h, w = shape.grid
         missing = t * spans - len(frames)
         frames = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames

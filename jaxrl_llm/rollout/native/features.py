@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
-from jaxrl_llm.models.vision.rows import patch_rows
+from jaxrl_llm.models.vision.rows import frame_bounds, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.scheduler import SequenceState
@@ -99,8 +99,8 @@ class FeatureCache:
             ends: where it ends.
 
         Returns:
-            Where pieces end so that there is room for their visuals. The first one of each part
-            has it.
+            Where pieces end so that they split no image that is read whole, and there is room for
+            all that they hold. The first one of each part has it.
         """
         parts = range(len(self._slots))
         new: list[list[Visual]] = [[] for _ in parts]
@@ -109,7 +109,8 @@ class FeatureCache:
         for row, s in enumerate(placed):
             if s is None or s.visuals is None:
                 continue
-            for number in s.visuals.within(s.cached, ends[row]):
+            shortened[row] = s.visuals.whole_until(s.cached, ends[row])
+            for number in s.visuals.within(s.cached, shortened[row]):
                 visual = s.request.visuals[number]
                 if visual.key not in self._slots[s.part]:
                     if not self._slots[s.part].take(visual.key, visual.tokens, kept[s.part]):
@@ -117,8 +118,9 @@ class FeatureCache:
                         break
                     new[s.part].append(visual)
                 kept[s.part].add(visual.key)
+        at_once = min(PATCHES_AT_ONCE, self._programs.sizes.patch_shapes[-1][0])
         while any(new):
-            self._encode(params, [_take_row(visuals) for visuals in new])
+            self._encode(params, [_take_row(visuals, at_once) for visuals in new])
         if self.held is None:
             self.held = self._programs.make_features()
         return shortened
@@ -141,8 +143,13 @@ class FeatureCache:
     def _encode(self, params: Any, rows: Sequence[Sequence[Visual]]) -> None:
         """Encode a row of each part."""
         sizes = self._programs.sizes
-        longest = max(sum(len(visual.patches) for visual in row) for row in rows)
-        length = next(length for length in sizes.patch_lengths if length >= longest)
+        most = max(sum(len(visual.patches) for visual in row) for row in rows)
+        frame = frame_bounds(rows).longest or 0
+        length, longest = next(
+            (length, longest)
+            for length, longest in sizes.patch_shapes
+            if length >= most and longest >= frame
+        )
         targets = np.full((len(rows), length // self._vision.group), sizes.visual_tokens, np.int32)
         for part, row in enumerate(rows):
             slots = [self._slots[part][visual.key] for visual in row]
@@ -151,14 +158,14 @@ class FeatureCache:
         inputs = distributed.put((patches, targets), self._programs.by_row)
         held, self.held = self.held, None  # donated
         held = self._programs.make_features() if held is None else held
-        self.held = self._programs.encode(params, held, *inputs)
+        self.held = self._programs.encode(params, held, *inputs, longest)
 
 
-def _take_row(visuals: list[Visual]) -> list[Visual]:
-    """Take from the front what is encoded at once: one visual, and more while they are small."""
+def _take_row(visuals: list[Visual], at_once: int) -> list[Visual]:
+    """Take from the front one visual, and more while they have no more patches than these."""
     row = [visuals.pop(0)] if visuals else []
     size = sum(len(visual.patches) for visual in row)
-    while visuals and size + len(visuals[0].patches) <= PATCHES_AT_ONCE:
+    while visuals and size + len(visuals[0].patches) <= at_once:
         row.append(visuals.pop(0))
         size += len(row[-1].patches)
     return row

@@ -56,7 +56,7 @@ def rotary_delta(sequence: SequenceState) -> int:
     return 0 if sequence.visuals is None else sequence.visuals.delta
 
 
-def rotary_positions(
+def rotary_of_rows(
     placed: Sequence[SequenceState | None], ends: Sequence[int], length: int
 ) -> Int[np.ndarray, "B T 3"]:
     """Return by what each row's next tokens are rotated: those from `cached` on.

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras
 from jaxrl_llm.rollout.native.features import FeatureCache
-from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row, rotary_positions
+from jaxrl_llm.rollout.native.inputs import decode_state, extras, fill_row, rotary_of_rows
 from jaxrl_llm.rollout.native.pages import PagePool
 from jaxrl_llm.rollout.native.prefill import PrefillChunk
 from jaxrl_llm.rollout.native.programs import Programs
@@ -140,7 +139,7 @@ class ModelRunner:
         chosen = self._assign_rows(waiting, rows)
         ends = [0 if s is None else min(s.cached + length, s.read_to) for s in chosen]
         if self._features is not None:
-            ends = self._features.encode(params, chosen, self._whole_images(chosen, ends))
+            ends = self._features.encode(params, chosen, ends)
             chosen = [s if s and e > s.cached else None for s, e in zip(chosen, ends, strict=True)]
         narrow = shapes.width(length)
         width = narrow if max(ends) <= narrow else shapes.widths[-1]
@@ -159,25 +158,13 @@ class ModelRunner:
             held = self._features.held
             columns.append(self._features.slots(chosen, ends, length))
         if self._programs.has_rotary:
-            columns.append(rotary_positions(chosen, ends, length))
+            columns.append(rotary_of_rows(chosen, ends, length))
         chunk = self._put(PrefillChunk(*columns))
         self.pool = self._programs.prefill(params, self._take_pool(), chunk, held)
         for s, end in zip(chosen, ends, strict=True):
             if s is not None:
                 self.scheduler.mark_prefilled(s, end - s.cached)
         return tokens.size
-
-    def _whole_images(
-        self, placed: Sequence[SequenceState | None], ends: Sequence[int]
-    ) -> list[int]:
-        """Return where pieces end that split no image, if its tokens are to be read together."""
-        model = self._programs.model
-        if not (isinstance(model, VisionModel) and model.attends_within_images):
-            return list(ends)
-        return [
-            end if s is None or s.visuals is None else s.visuals.whole_until(s.cached, end)
-            for s, end in zip(placed, ends, strict=True)
-        ]
 
     def _gather_rows(self, ready: list[SequenceState]) -> list[SequenceState]:
         """Gather the rows of the sequences to decode, unless they lie there; return them."""

@@ -117,10 +117,11 @@ class Programs:
         return self._compiled("features")()
 
     def encode(
-        self, params: Any, held: VisualFeatures, patches: PatchRows, slots: Any
+        self, params: Any, held: VisualFeatures, patches: PatchRows, slots: Any, longest: int
     ) -> VisualFeatures:
         """Read images and videos; see `tower.encode_into`. What is held is donated."""
-        return self._compiled("encode", patches.frames.shape[1])(params, held, patches, slots)
+        key = (patches.frames.shape[1], longest)
+        return self._compiled("encode", *key)(params, held, patches, slots)
 
     def prefill(
         self, params: Any, pool: Cache, chunk: PrefillChunk, held: VisualFeatures | None = None
@@ -279,9 +280,9 @@ class Programs:
         assert self.tower is not None  # for pyright
         return self.tower.trace_features()
 
-    def _trace_encode(self, length: int) -> Any:
+    def _trace_encode(self, length: int, longest: int) -> Any:
         assert self.tower is not None  # for pyright
-        return self.tower.trace_encode(length, self.shapes()[0], self._jit)
+        return self.tower.trace_encode(length, longest, self.shapes()[0], self._jit)
 
     def _trace_score(self, rows: int, width: int) -> Any:
         def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:

@@ -18,6 +18,7 @@ PREFILL_TOKENS = (256, 1024)  # tokens of all prompts
 
 PATCH_LENGTHS = (256, 1024, 4096, 16384, 65536)  # patches that a part reads at once
 PATCHES_AT_ONCE = 4096  # of several images
+SHORT_FRAME = 1024  # patches; where all frames are so short, attention over many takes less
 
 
 class Sizes(NamedTuple):
@@ -33,7 +34,7 @@ class Sizes(NamedTuple):
         has_rows: whether pages are gathered into rows, for which there is as much room again.
         slots: of a part, each for a state; 0 for a model without.
         visual_tokens: of images and videos whose features a part holds; 0 for a model of text.
-        patch_lengths: how many patches a part reads at once; one of these numbers.
+        patch_shapes: how many patches a part reads at once, and the longest frame of them.
     """
 
     parts: int
@@ -45,7 +46,7 @@ class Sizes(NamedTuple):
     has_rows: bool = True
     slots: int = 0
     visual_tokens: int = 0
-    patch_lengths: tuple[int, ...] = ()
+    patch_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -116,12 +117,15 @@ def with_visuals(sizes: Sizes, patches: int, tokens: int) -> Sizes:
         tokens: of images whose features a part holds.
 
     >>> sizes = choose_sizes(parts=1, max_running_sequences=8, max_tokens=600, steps=16)
-    >>> with_visuals(sizes, 2400, 4800).patch_lengths
-    (256, 1024, 2400)
+    >>> with_visuals(sizes, 4800, 4800).patch_shapes
+    ((256, 256), (1024, 1024), (4096, 1024), (4096, 4096), (4800, 1024), (4800, 4800))
     """
     largest = min(patches, PATCH_LENGTHS[-1])
-    lengths = [length for length in PATCH_LENGTHS if length < largest]
-    return sizes._replace(visual_tokens=tokens, patch_lengths=(*lengths, largest))
+    lengths = [length for length in PATCH_LENGTHS if length < largest] + [largest]
+    # a part attends to itself and to one on each side of it
+    short = {(length, SHORT_FRAME) for length in lengths if length > 3 * SHORT_FRAME}
+    shapes = short | {(length, length) for length in lengths}
+    return sizes._replace(visual_tokens=tokens, patch_shapes=tuple(sorted(shapes)))
 
 
 def program_keys(
@@ -149,8 +153,10 @@ def program_keys(
         if sizes.fits(rows, width)
     ]
     yield ("pool",)
-    if sizes.patch_lengths:
+    if sizes.patch_shapes:
         yield ("features",)
+    encoded = [("encode", length, longest) for length, longest in sizes.patch_shapes]
+    yield from (key for key in encoded if key[1] <= PATCHES_AT_ONCE)
     for rows, width in decoded:
         yield "decode", rows, width, False
         if records_routes:
@@ -163,8 +169,7 @@ def program_keys(
             for prompts, length in prefill:
                 for pages in sorted({sizes.width(length), sizes.widths[-1]}):
                     yield "prefill", prompts, length, pages // PAGE
-    for length in sizes.patch_lengths:
-        yield "encode", length
+    yield from (key for key in encoded if key[1] > PATCHES_AT_ONCE)
 
 
 def _up(number: int | float, unit: int) -> int:

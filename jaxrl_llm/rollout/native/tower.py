@@ -51,11 +51,12 @@ class Tower:
         """Trace what makes the room."""
         return jax.jit(self._empty, out_shardings=self._by_part).trace()
 
-    def trace_encode(self, length: int, params: Any, jit: Callable[..., Any]) -> Any:
+    def trace_encode(self, length: int, longest: int, params: Any, jit: Callable[..., Any]) -> Any:
         """Trace what reads so many patches of each part.
 
         Args:
             length: patches.
+            longest: most patches of a frame.
             params: shapes of the weights.
             jit: as `jax.jit`.
         """
@@ -63,7 +64,8 @@ class Tower:
         def encode_visuals(
             params: Any, held: VisualFeatures, patches: PatchRows, slots: Any
         ) -> Any:
-            return encode_into(params, self._model, held, patches, slots, layout=self._layout)
+            options = {"bounds": FrameBounds(longest), "layout": self._layout}
+            return encode_into(params, self._model, held, patches, slots, **options)
 
         parts = self._sizes.parts
         patches = self._in_layout(patch_rows(self.vision, [()] * parts, length))
@@ -90,6 +92,7 @@ def encode_into(
     patches: PatchRows,
     slots: Int[Array, "parts V"],
     *,
+    bounds: FrameBounds,
     layout: Layout | None = None,
 ) -> VisualFeatures:
     """Read images and videos, and keep their features.
@@ -100,10 +103,11 @@ def encode_into(
         held: the slots of all parts.
         patches: a row for each part.
         slots: where the features go, in the order of the visuals; past the slots they are dropped.
+        bounds: what is known of the frames.
         layout: how the parts are split over a mesh.
     """
     dtype = held.features.dtype
-    options = {"dtype": dtype, "remat": "none", "layout": layout, "bounds": FrameBounds()}
+    options = {"dtype": dtype, "remat": "none", "layout": layout, "bounds": bounds}
     new = model.encode_visuals(params, patches, **options)
 
     def written(held: Array, at: Array, new: Array) -> Array:
