@@ -116,6 +116,18 @@ SPECS = {
     "Mistral": {"qk_norm": False, "window": 8},
     "Gemma2": GEMMA | {"qk_norm": False, "score_softcap": 5.0, "query_scalar": 9.0},
     "Gemma3": GEMMA | {"local_rope_theta": 100.0},
+    "Gemma3 with images": GEMMA
+    | {
+        "local_rope_theta": 100.0,
+        "vision": VisionSpec(
+            **TOWER | {"frames_per_patch": 1, "video_id": None},
+            kind="siglip",
+            position_side=4,
+            image_mean=HALF.mean,
+            image_std=HALF.std,
+            hf_prefix="vision_tower.vision_model.",
+        ),
+    },
     "Qwen3Moe": {"moe": MOE},
     "Mixtral": {
         "qk_norm": False,
