@@ -217,7 +217,7 @@ DONATES = {  # which arguments, as far as there are any
     StepKind.ACCUMULATE: [True, False, False, False, False],
     StepKind.APPLY: [True, False, False],
     StepKind.INFER: [False, False, False],
-    StepKind.PREFILL: [False, True, False],
+    StepKind.PREFILL: [False, True, False, False],
     StepKind.DECODE: [False, True, True, False, False, False, False],
 }
 
@@ -364,6 +364,8 @@ def activation_widths(spec):
     widths = {spec.ff_width} | (
         {spec.moe.ff_width, spec.moe.shared_ff_width} if spec.moe else set()
     )
+    if tower := spec.vision:
+        widths |= {tower.ff_width, tower.group * tower.hidden_size}
     widths = {width // n for width in widths for n in (1, 2, 4, 8) if width}
     if spec.gated_attention:
         widths |= {spec.head_dim}
