@@ -1,17 +1,17 @@
 """Patches of images and videos, packed to rows on the host."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int, UInt8
+from jaxtyping import Int, UInt8
 
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.spec import VisionSpec
 
 
 class PatchRows(NamedTuple):
-    """Rows of packed patches, each array with the rows first.
+    """Rows of packed patches, each array with the rows first, of numpy or JAX.
 
     Attributes:
         patches: Pixels, as in `Visual`; 0 at padding.
@@ -25,11 +25,11 @@ class PatchRows(NamedTuple):
             None: at its own place.
     """
 
-    patches: UInt8[Array | np.ndarray, "R P F"]
-    frames: Int[Array | np.ndarray, "R P"]
-    places: Int[Array | np.ndarray, "R P 4"]
-    windows: Int[Array | np.ndarray, "R P"] | None = None
-    order: Int[Array | np.ndarray, "R V"] | None = None
+    patches: UInt8[Any, "R P F"]
+    frames: Int[Any, "R P"]
+    places: Int[Any, "R P 4"]
+    windows: Int[Any, "R P"] | None = None
+    order: Int[Any, "R V"] | None = None
 
 
 class FrameBounds(NamedTuple):
