@@ -129,6 +129,7 @@ def sees(python):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
+@pytest.mark.guards("jaxrl_llm/rollout/", "models/")
 def test_log_probs_of_prompts_with_images_are_transformers_after_each_push(tmp_path):
     from transformers import AutoModelForImageTextToText
 
