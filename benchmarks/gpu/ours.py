@@ -277,9 +277,7 @@ def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
     )
     if job["engine"] == "pages" and choice.kernel is None and jax.default_backend() == "gpu":
         raise ValueError(f"expected a kernel over pages, got none: {choice.reason}")
-    engine = NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
-    engine.programs.warm_up = lambda sequences=None: None  # what is not needed takes minutes
-    return engine
+    return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:

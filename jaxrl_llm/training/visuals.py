@@ -211,8 +211,8 @@ class VisualPacker:
 
     def without_any(self, shape: RowShape) -> VisualRows:
         """Return what a micro-batch without images has."""
-        nothing = np.zeros((0, 0), np.int32)
-        return self.rows(Batch(nothing, nothing[:, 0], {}), [], shape)
+        tokens, lengths = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
+        return self.rows(Batch(tokens, lengths, {}), [], shape)
 
     def _positions(self, tokens: np.ndarray, visuals: Sequence[Visual]) -> np.ndarray:
         if not visuals:

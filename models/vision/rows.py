@@ -85,7 +85,7 @@ def patch_rows(spec: VisionSpec, visuals: Sequence[Sequence[Visual]], length: in
     for row, images in enumerate(visuals):
         start = 0
         for image in images:
-            _check(spec, image)
+            check_visual(spec, image)
             if start + len(image.patches) > length:
                 patches = sum(len(each.patches) for each in images)
                 raise ValueError(f"row {row} has {patches} patches; expected at most {length}")
@@ -110,7 +110,12 @@ def frame_bounds(visuals: Sequence[Sequence[Visual]]) -> FrameBounds:
     )
 
 
-def _check(spec: VisionSpec, image: Visual) -> None:
+def check_visual(spec: VisionSpec, image: Visual) -> None:
+    """Refuse an image or a video that was not cut for a tower.
+
+    Raises:
+        ValueError: its patches are others.
+    """
     frames, height, width = image.grid
     expected = (frames * height * width, spec.patch_width)
     if image.merge != spec.merge or height % spec.merge or width % spec.merge:
@@ -123,10 +128,10 @@ def _check(spec: VisionSpec, image: Visual) -> None:
             f"a grid of {image.grid} patches; the tower has positions for "
             f"{spec.position_side} x {spec.position_side} of one image"
         )
-    if image.patches.shape != expected:
+    if image.patches.shape != expected or image.patches.dtype != np.uint8:
         raise ValueError(
-            f"patches of shape {image.patches.shape} for a grid of {image.grid}; the tower expects "
-            f"{expected}"
+            f"patches of shape {image.patches.shape} and {image.patches.dtype} for a grid of "
+            f"{image.grid}; the tower expects {expected} and uint8"
         )
 
 

@@ -233,7 +233,8 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
             part = slice(at[0], at[-1] + 1)
             expected = alone(*(x[row : row + 1, part].astype(jnp.float32) for x in given))
             for a, b in zip(actual, expected, strict=True):
-                off = np.linalg.norm(a[row, part] - b[0]) / np.linalg.norm(b)
+                largest = np.linalg.norm(a[row], axis=(1, 2)).max()  # gradients of one token are 0
+                off = np.linalg.norm(a[row, part] - b[0]) / max(np.linalg.norm(b), largest)
                 assert off < 0.01, (row, number, off)
         for a in actual:
             assert not a[row][ids[row] == 0].any()
