@@ -312,14 +312,13 @@ class EngineHost(_Process):
 
     def _open(self) -> tuple[Any, Any]:
         """Return the engine and the spec of its model."""
-        from jaxrl_llm.models.hf.config import read_spec
-        from jaxrl_llm.models.lora import without_adapter
-        from jaxrl_llm.models.model import model_of
+        from jaxrl_llm.models.model import base_model, decoder_spec, for_length, model_of
         from jaxrl_llm.monitoring.logs import quiet_libraries
         from jaxrl_llm.rollout.build import local_engine
         from jaxrl_llm.runs.compile_cache import use_compilation_cache
         from jaxrl_llm.sharding import distributed
         from jaxrl_llm.training.layouts import open_layout
+        from jaxrl_llm.training.load_model import model_spec
 
         quiet_libraries()
         distributed.initialize()
@@ -329,6 +328,6 @@ class EngineHost(_Process):
         if config.compilation_cache:
             self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        spec = without_adapter(read_spec(config.model.path)).for_length(longest)
+        model = for_length(base_model(model_of(model_spec(config.model))), longest)
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
-        return local_engine(config, model_of(spec), layout, folder), spec
+        return local_engine(config, model, layout, folder), decoder_spec(model)

@@ -212,7 +212,7 @@ class Policy:
         shape = packed_shape(
             self.layout, self.model, tokens=count * width, longest=width, sequences=count
         )
-        return pack_batch(batch, shape, self.layout.mesh)
+        return pack_batch(batch, shape, self.layout.mesh, self.forward.visuals)
 
     def token_stats(self, params: Params, rows: Rows, *, temperature: float = 1.0) -> TokenStats:
         """Run the model over packed rows; differentiable in the parameters, and made for `jax.jit`.

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.models.flops import forward_flops
+from jaxrl_llm.models.flops import forward_flops, tower_flops
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo, device_of
 from jaxrl_llm.models.spec import ModelSpec
@@ -311,6 +311,7 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     if kind is StepKind.ACCUMULATE and config.algorithm.pairs is not None:
         runs, tokens = count_pair_microbatches(config, role), role.update_shape.tokens
     forward = forward_flops(role.spec, tokens, tokens * longest(config) / 2)
+    forward += _flops_of_images(config, role, tokens / longest(config))
     if kind is StepKind.APPLY:
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
     if kind is StepKind.ACCUMULATE:
@@ -318,6 +319,18 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     passes = runs * batch.prompts_per_step / groups
     idle = not role.needs_inference or (name == "actor" and config.algorithm.use_rollout_logprobs)
     return Work(mesh, 0.0 if idle else passes, params, forward)
+
+
+def _flops_of_images(
+    config: TrainConfig, role: AbstractModel, sequences: int | float
+) -> int | float:
+    """Return the operations of a model's own vision tower, if each prompt is one square image."""
+    vision = role.spec.vision
+    if vision is None or role.spec.vision_apart:
+        return 0
+    room = int(longest(config) * role.shape.visual_share)
+    side = vision.merge * math.isqrt(min(config.data.max_prompt_tokens, room))
+    return sequences * tower_flops(vision, [(1, side, side)])
 
 
 def _state_traffic(states: Any, running: int) -> float:

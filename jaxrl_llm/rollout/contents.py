@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -165,23 +167,61 @@ class MessageContents:
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def read(self, kind: str, source: Any) -> Visual:
+        """Return an image or a video, which messages may show by its key from now on.
+
+        Args:
+            kind: `image` or `video`.
+            source: in a form of `data.visuals`, but that of a path.
+
+        Raises:
+            BrokenEpisode: it can't be used, or the policy reads none.
+        """
+        what = "an image" if kind == "image" else f"a {kind}"
+        if self.processor is None:
+            raise BrokenEpisode(
+                f"a message shows {what}, but the policy reads text alone: set model.vision, or "
+                "let the agent, tool or environment tell a text"
+            )
+        try:
+            read = self.processor.video if kind == "video" else self.processor.image
+            visual = read(source)
+        except PictureError as error:
+            raise BrokenEpisode(f"a message shows {what} that can't be used: {error}") from error
+        self._known[visual.key.hex()] = visual
+        return visual
+
+    def picture(self, part: Mapping[str, Any]) -> Image.Image:
+        """Return the image that a part of a message names, as it was resized.
+
+        Raises:
+            BrokenEpisode: it shows a video.
+        """
+        (visual,) = self.visuals([{"content": [part]}])
+        if visual.is_video or self.processor is None:
+            raise BrokenEpisode("a message shows a video, expected images alone for this agent")
+        return Image.fromarray(self.processor.pixels(visual)[0])
+
+    def with_pictures(
+        self, messages: Sequence[Mapping[str, Any]], show: Callable[[Image.Image], dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return messages with other parts in place of those that name images.
+
+        Args:
+            messages: of the chat.
+            show: (image) -> the part.
+        """
+
+        def shown(part: Any) -> Any:
+            return show(self.picture(part)) if is_shown(part) else part
+
+        return [_with_parts(message, shown) for message in messages]
+
     def _read(self, part: Any) -> Any:
         """Return a part that names its image in place of holding it."""
         if not is_shown(part) or "key" in part:
             return part
-        if self.processor is None:
-            raise BrokenEpisode(
-                f"a message shows {_article(part['type'])}, but the policy reads text alone: set "
-                "model.vision, or let the agent, tool or environment tell a text"
-            )
-        source, is_video = part.get(part["type"]), part["type"] == "video"
-        try:
-            visual = self.processor.video(source) if is_video else self.processor.image(source)
-        except PictureError as error:
-            raise BrokenEpisode(
-                f"a message shows {_article(part['type'])} that can't be used: {error}"
-            ) from error
-        self._known[visual.key.hex()] = visual
+        visual = self.read(part["type"], part.get(part["type"]))
         return {"type": part["type"], "key": visual.key.hex()}
 
 
@@ -216,7 +256,3 @@ def _with_parts(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dic
     content = message.get("content")
     parts = {"content": [change(part) for part in content]} if isinstance(content, list) else {}
     return {**message, **parts}
-
-
-def _article(kind: str) -> str:
-    return "an image" if kind == "image" else f"a {kind}"

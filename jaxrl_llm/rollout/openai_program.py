@@ -1,9 +1,14 @@
 """An agent that is a program of its own, written for any library with an OpenAI client."""
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from PIL import Image
 
 from jaxrl_llm.rollout.chat import BrokenEpisode, Chat
 from jaxrl_llm.rollout.gateway.programs import ProgramEnd, ProgramSpec, given_to_program
@@ -55,6 +60,8 @@ async def openai_program(
     spec = ProgramSpec(run, tuple(command or ()), python, told, server.limits)
     pool = await asyncio.to_thread(server.programs, spec)
     with server.serving(session, host) as (address, secret):
+        messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
+        row = replace(row, messages=messages)
         given = given_to_program(address, secret, row, tool_seed(chat.seed))
         number, ended = pool.start(given)
         try:
@@ -75,6 +82,14 @@ async def openai_program(
         )
         raise BrokenEpisode(f"{spec.name}: {reason}")
     chat.score = end.value
+
+
+def image_url_part(image: Image.Image) -> dict[str, Any]:
+    """Return the part of a message by which a client of OpenAI's API shows an image."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 async def _wait_for_end(

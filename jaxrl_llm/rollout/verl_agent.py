@@ -3,13 +3,17 @@
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec, find_function, split_name
+from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.chat import BrokenEpisode, Chat
+from jaxrl_llm.rollout.contents import shown_parts
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.verl import Tree, as_attributes, entries, make_tool
 from jaxrl_llm.rollout.types import SamplingParams
@@ -66,15 +70,20 @@ async def verl_agent_loop(
     except ConfigError as error:
         raise RunError(str(error)) from error
     given = {"hf_model_type": None, "tools": SimpleNamespace(tools=list(tools)), **(options or {})}
+    sees = chat.contents.processor is not None
     agent_loop = loop_class(
         trainer_config=SimpleNamespace(config=tree),
         server_manager=ChatServer(chat),
         tokenizer=chat.tokenizer,
-        processor=None,
-        dataset_cls=None,
+        processor=LoopProcessor(chat) if sees else None,
+        dataset_cls=LoopDataset if sees else None,
         data_config=SimpleNamespace(config=tree.data),
         **given,
     )
+    messages = chat.contents.with_pictures(
+        copy.deepcopy(chat.prompt.messages), lambda image: {"type": "image", "image": image}
+    )
+    row = replace(row, messages=messages)
     fields = row_fields(row, agent_name or split_name(loop)[1])
     output = await agent_loop.run(asked_sampling(chat.sampling), **fields)
     check_output(chat, output)
@@ -127,9 +136,9 @@ def load_loop_tools(path: str | None) -> tuple[Any, ...]:
 
 def row_fields(row: EpisodeRow, agent_name: str) -> dict[str, Any]:
     """Return a row by the names that verl passes it to a loop."""
-    extra, messages = copy.deepcopy((row.extra_info, row.messages))
+    extra = copy.deepcopy(row.extra_info)
     return {
-        "raw_prompt": messages,
+        "raw_prompt": list(row.messages),
         "data_source": row.data_source,
         "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
         "extra_info": extra,
@@ -175,7 +184,7 @@ class ChatServer:
     """
 
     def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+        self._chat, self._read = chat, dict[int, tuple[Any, Visual]]()
 
     async def generate(
         self,
@@ -183,6 +192,7 @@ class ChatServer:
         *,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
+        image_data: Sequence[Any] | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Draw a turn after these tokens.
@@ -191,14 +201,16 @@ class ChatServer:
             request_id: as verl has it; of no use here.
             prompt_ids: the stream so far, and what is told.
             sampling_params: as `run` got them; `max_tokens` and `stop` may be added.
-            **media: images and the like must be None.
+            image_data: images of all these tokens, which have a placeholder for each token of one,
+                in any form of `data.visuals.pictures.read_picture` but that of a path.
+            **media: videos and the like must be None.
 
         Raises:
             BrokenEpisode: the tokens don't go on from the stream, or it is to be sampled otherwise.
             EpisodeEnd: a limit is reached.
         """
         if given := [n for n, data in media.items() if n.endswith("_data") and data]:
-            raise BrokenEpisode(f"server_manager.generate: got {given[0]}, expected text alone")
+            raise BrokenEpisode(f"server_manager.generate: got {given[0]}, expected images alone")
         own = asked_sampling(self._chat.sampling) | {"n": 1}
         asked = {n: value for n, value in sampling_params.items() if value is not None}
         limits = [asked.pop(n) for n in ("max_tokens", "max_new_tokens") if n in asked]
@@ -216,10 +228,76 @@ class ChatServer:
                 )
         completion = await self._chat.generate_after(
             prompt_ids,
+            visuals=tuple(map(self._visual, image_data or ())),
             max_tokens=min(limits, default=None),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
         return TokenOutput(completion.tokens.tolist(), completion.logprobs.tolist())
+
+    def _visual(self, image: Any) -> Visual:
+        """Return an image, which is read once though each turn brings it again."""
+        if id(image) not in self._read:
+            self._read[id(image)] = image, self._chat.contents.read("image", image)
+        return self._read[id(image)][1]
+
+
+class LoopProcessor:
+    """What stands for the processor of a model that sees, of `transformers`, where loops use it.
+
+    Args:
+        chat: of the episode.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self.tokenizer, self._contents = chat.tokenizer, chat.contents
+        assert self._contents.processor is not None, "the policy reads images"
+        patch = self._contents.processor.resizing.patch
+        self.image_processor = SimpleNamespace(patch_size=patch)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Return the text of a chat, with a placeholder for each image."""
+        return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+
+    def __call__(
+        self,
+        text: Sequence[str],
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """Return the tokens of one text, with those of its images, as `input_ids` [1 T] of numpy.
+
+        Args:
+            text: one.
+            images: of the text.
+            videos: none.
+            **_: of `transformers`, of no use here.
+
+        Raises:
+            BrokenEpisode: there are videos, or other placeholders than images.
+        """
+        if videos:
+            raise BrokenEpisode(f"processor: got {len(videos)} videos, expected images alone")
+        (only,) = text
+        ids = self.tokenizer(only, add_special_tokens=False)["input_ids"]
+        visuals = [self._contents.read("image", image) for image in images or ()]
+        expanded = self._contents.expand(ids, visuals)
+        return {"input_ids": np.array([expanded]), "attention_mask": np.ones((1, len(expanded)))}
+
+
+class LoopDataset:
+    """What stands for verl's class of data sets, of which loops ask for the images of messages."""
+
+    @staticmethod
+    def process_vision_info(
+        messages: Sequence[Mapping[str, Any]], *_: Any, **__: Any
+    ) -> tuple[list[Any] | None, None]:
+        """Return the images that messages hold, and no videos.
+
+        >>> LoopDataset.process_vision_info([{"content": [{"type": "image", "image": 1}]}])
+        ([1], None)
+        """
+        return [part["image"] for part in shown_parts(messages)] or None, None
 
 
 def check_output(chat: Chat, output: Any) -> None:

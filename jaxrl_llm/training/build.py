@@ -83,7 +83,7 @@ def build_stages(
     compile_first_step(config, functions, model.model, models, layouts)
     models = with_teachers(models, teacher_passes(teachers), config, functions, tokenizer)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
-    processor = row_visuals(config).processor
+    processor = row_visuals(config.model, config.data).processor
     episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack, processor)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
     check_schedules(config, functions, count_steps(config, prompts))

@@ -73,7 +73,9 @@ def _sizes(batch: Batch, shape: RowShape, visuals: VisualPacker | None) -> np.nd
     return batch.sequence_lengths if visuals is None else visuals.sizes(batch, shape)
 
 
-def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
+def pack_batch(
+    batch: Batch, shape: RowShape, mesh: Mesh, visuals: VisualPacker | None = None
+) -> Rows:
     """Pack a whole batch into rows on the devices, of the smallest bucket that holds it.
 
     Sequence i of the rows is sequence i of the batch, so that what a model says of them is [B T].
@@ -82,14 +84,16 @@ def pack_batch(batch: Batch, shape: RowShape, mesh: Mesh) -> Rows:
         batch: B sequences.
         shape: of a micro-batch with at least B rows, as long as the batch is wide.
         mesh: the devices.
+        visuals: packs images and videos; None: the model reads none.
     """
-    sizes = batch.sequence_lengths
+    sizes = _sizes(batch, shape, visuals)
     members, bucket = in_bucket(sizes, plan_whole(sizes, shape), shape)
-    packed = pack_rows(batch.tokens, sizes, members, bucket)
+    packed = pack_rows(batch.tokens, batch.sequence_lengths, members, bucket)
     order = np.argsort([i for row in members for i in row])
     rows = distributed.put(packed[:3], over_batch(mesh))
     places = distributed.put(tuple(place[order] for place in packed.places), replicated(mesh))
-    return Rows(*rows, *places)
+    seen = visuals and distributed.put(visuals.rows(batch, members, bucket), over_batch(mesh))
+    return Rows(*rows, *places, visual=seen)
 
 
 def _laid_out(

@@ -26,7 +26,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
 from jaxrl_llm.models.vision.positions import placeholders
-from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, patch_rows
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, frame_bounds, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
@@ -59,18 +59,18 @@ class FrozenTower:
         self._spec, self._layout, self._dtype = vision_of(model), layout, dtype
         self._known: dict[bytes, VisualFeatures] = {}
 
-        def encode(params: Params, rows: PatchRows) -> VisualFeatures:
+        def encode(params: Params, rows: PatchRows, bounds: FrameBounds) -> VisualFeatures:
             return model.encode_visuals(
                 {"vision": params},
                 rows,
                 dtype=dtype,
                 remat="none",
                 layout=layout,
-                bounds=FrameBounds(),
+                bounds=bounds,
             )
 
         options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
-        self._encode = jax.jit(encode, compiler_options=options)
+        self._encode = jax.jit(encode, static_argnums=2, compiler_options=options)
 
     def keep(self, visuals: Iterable[Visual]) -> int:
         """Compute the features of a step's images, and forget others; return how many there are."""
@@ -117,7 +117,8 @@ class FrozenTower:
             images += [[] for _ in range(ranks - len(some))]
             patches = patch_rows(self._spec, images, length * self._spec.group)
             rows = distributed.put(patches, over_batch(self._layout.mesh))
-            made = distributed.fetch(self._encode(self.params, rows))
+            bounds = frame_bounds(images).rounded()
+            made = distributed.fetch(self._encode(self.params, rows, bounds))
             for row, own in enumerate(images):
                 at = 0
                 for visual in own:
@@ -211,8 +212,8 @@ class VisualPacker:
 
     def without_any(self, shape: RowShape) -> VisualRows:
         """Return what a micro-batch without images has."""
-        nothing = np.zeros((0, 0), np.int32)
-        return self.rows(Batch(nothing, nothing[:, 0], {}), [], shape)
+        tokens, lengths = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
+        return self.rows(Batch(tokens, lengths, {}), [], shape)
 
     def _positions(self, tokens: np.ndarray, visuals: Sequence[Visual]) -> np.ndarray:
         if not visuals:

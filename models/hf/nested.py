@@ -22,17 +22,16 @@ def seeing(
 ) -> Family:
     """Return the family of models that see images, too, with the language models of another.
 
-        Args:
-            family: Of the language models.
-            tower: How the vision tower is written.
-            prefix: What names of the language model's arrays begin with.
-            fields: Others that differ.
+    Args:
+        family: Of the language models.
+        tower: How the vision tower is written.
+        prefix: What names of the language model's arrays begin with.
+        fields: Others that differ.
 
-        >>> from jaxrl_llm.models.hf.families import FAMILIES
-        >>> from jaxrl_llm.models.hf.siglip import SiglipForm
-    from jaxrl_llm.models.hf.vision import qwen3_tower
-        >>> seeing(FAMILIES[0], qwen3_tower("qwen3_vl")).language_model
-        'Qwen3ForConditionalGeneration'
+    >>> from jaxrl_llm.models.hf.families import FAMILIES
+    >>> from jaxrl_llm.models.hf.vision import qwen3_tower
+    >>> seeing(FAMILIES[0], qwen3_tower("qwen3_vl")).language_model
+    'Qwen3ForConditionalGeneration'
     """
     return dataclasses.replace(
         family,

@@ -253,8 +253,8 @@ def test_meshes_give_the_same(mesh, tmp_path):
     @jax.jit
     def run(params, packed):
         split = jax.tree.map(layout.split_context, packed._replace(visual=None))
-        index = layout.split_context(packed.visual.index)
-        split = split._replace(visual=packed.visual._replace(index=index))
+        index = layout.split_context(packed.visual.feature)
+        split = split._replace(visual=packed.visual._replace(feature=index))
         hidden, _ = forward_rows(params, spec, split, layout=layout)
         return layout.merge_context(hidden)
 

@@ -116,6 +116,18 @@ SPECS = {
     "Mistral": {"qk_norm": False, "window": 8},
     "Gemma2": GEMMA | {"qk_norm": False, "score_softcap": 5.0, "query_scalar": 9.0},
     "Gemma3": GEMMA | {"local_rope_theta": 100.0},
+    "Gemma3 with images": GEMMA
+    | {
+        "local_rope_theta": 100.0,
+        "vision": VisionSpec(
+            **TOWER | {"frames_per_patch": 1, "video_id": None},
+            kind="siglip",
+            position_side=4,
+            image_mean=HALF.mean,
+            image_std=HALF.std,
+            hf_prefix="vision_tower.vision_model.",
+        ),
+    },
     "Qwen3Moe": {"moe": MOE},
     "Mixtral": {
         "qk_norm": False,
@@ -205,7 +217,7 @@ DONATES = {  # which arguments, as far as there are any
     StepKind.ACCUMULATE: [True, False, False, False, False],
     StepKind.APPLY: [True, False, False],
     StepKind.INFER: [False, False, False],
-    StepKind.PREFILL: [False, True, False],
+    StepKind.PREFILL: [False, True, False, False],
     StepKind.DECODE: [False, True, True, False, False, False, False],
 }
 
@@ -352,6 +364,8 @@ def activation_widths(spec):
     widths = {spec.ff_width} | (
         {spec.moe.ff_width, spec.moe.shared_ff_width} if spec.moe else set()
     )
+    if tower := spec.vision:
+        widths |= {tower.ff_width, tower.group * tower.hidden_size}
     widths = {width // n for width in widths for n in (1, 2, 4, 8) if width}
     if spec.gated_attention:
         widths |= {spec.head_dim}

@@ -73,6 +73,7 @@ def test_every_family_of_models_is_here():
         for family in reversed(FAMILIES)
         for sees in [family.language_class != "ForCausalLM"]
     }
+    expected["Gemma3 with images"] = ["Gemma3ForConditionalGeneration"]
     del expected["Glm4MoeLite"]  # the same models as DeepseekV3
     assert made == expected
 
@@ -148,3 +149,25 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
     for program in (copy, decode):
         assert program.partitions == 8
         assert program.aliased == program.donated
+
+
+def test_the_engine_with_images():
+    spec = spec_of("Qwen3VL")
+    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
+    layout = Layout(make_mesh({"data": 4, "tensor": 2}), rules=ROLLOUT_RULES)
+    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine.close()
+    keys = [key for key in engine.programs._keys(8) if key[0] in ("features", "encode")]
+    assert keys == [("features",), ("encode", 256, 256), ("encode", 1024, 1024)]
+    features = lower(engine.programs.trace("features"))
+    encode = lower(engine.programs.trace(*keys[1]))
+    prefill, decode = (lower(engine.trace(name)) for name in ("prefill", "decode"))
+    assert encode.donates == [False, True, False, False]
+    assert prefill.donates == [False, True, False, False]
+    for program in (features, encode, prefill, decode):
+        assert program.calls == set()
+        assert program.partitions == 8
+        assert program.aliased == program.donated
+    assert encode.donated == 2  # the features and those of DeepStack
+    for step in (StepKind.PREFILL, StepKind.DECODE):
+        check_precision(prefill if step is StepKind.PREFILL else decode, spec, step)

@@ -297,3 +297,20 @@ def dies(ask, chat, client):
 
 def silent(ask, chat, client):
     return 1.0
+
+
+def images(ask, chat, client):
+    """Ask about the row's image, and then about it and another one; a wrong one is refused."""
+    answer = ask(chat).message.content
+    url = chat[0]["content"][0]["image_url"]["url"]
+    again = {"type": "image_url", "image_url": {"url": url}}
+    chat += [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": [{"type": "text", "text": "and "}, again]},
+    ]
+    with contextlib.suppress(openai.BadRequestError):
+        wrong = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+        ask([{"role": "user", "content": [wrong]}])
+        return -1.0
+    ask(chat)
+    return 2.0

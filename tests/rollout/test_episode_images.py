@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -15,10 +16,15 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler
 from jaxrl_llm.rollout.observation import Observation
 from jaxrl_llm.rollout.sampling import lay_out
+from jaxrl_llm.rollout.tools.answers import to_answer
+from jaxrl_llm.rollout.tools.results import ToolResult
+from jaxrl_llm.rollout.tools.verl import response_content
+from jaxrl_llm.rollout.tools.worker import decode_tool_answer, encode_tool_answer
 from jaxrl_llm.rollout.types import Completion, SamplingParams
 from jaxrl_llm.types import VISUALS
 from tests.episodes import config
 
+PROGRAMS = Path(__file__).with_name("programs_of_tests.py")
 MODEL = Path(__file__).parents[2] / "configs" / "vision" / "model"
 TOKENIZER = load_tokenizer(MODEL)
 STOPS = stop_ids(TOKENIZER, MODEL)
@@ -79,12 +85,12 @@ def play(respond, prompts=None, *, tokens=120, journal=None, processor=PROCESSOR
     return played, engine.requests
 
 
-def asks(text, *visuals):
+def asks(text, *visuals, **extra_info):
     """Return a prompt whose message shows images, and then says a text."""
     parts = [*({"type": "image"} for _ in visuals), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": parts}]
     ids = PROCESSOR.placeholders.expand(encode_prompt(TOKENIZER, messages), visuals, TOKENIZER)
-    return Prompt(0, tuple(ids), messages=messages, visuals=visuals)
+    return Prompt(0, tuple(ids), extra_info=extra_info, messages=messages, visuals=visuals)
 
 
 def asks_for(*sides):
@@ -226,3 +232,95 @@ def test_a_journal_tells_the_same_images_again(tmp_path):
     assert calls == [32]
     assert one.tokens.tolist() == other.tokens.tolist()
     assert [v.key for v in one.visuals] == [v.key for v in other.visuals] != []
+
+
+def test_a_program_gets_the_row_s_images_and_shows_them_again():
+    pytest.importorskip("openai")
+    first = PROCESSOR.image(drawn(48, 90).resize((32, 48)))
+    program = FunctionSpec("openai_program", {"run": f"{PROGRAMS}:main"})
+    played, requests = play(lambda text: "ok", [asks("?", first, do="images")], agent=program)
+    (episode,) = played.episodes
+    assert (episode.score, episode.chains, episode.turns) == (2.0, 1, 2)
+    assert [visual.key for visual in episode.visuals] == [first.key] * 2
+    assert [len(piece.visuals) for piece in episode.pieces] == [0, 1, 0]
+    assert requests[0].prompt == asks("?", first).tokens
+    told = np.concatenate([piece.tokens for piece in episode.pieces[:2]]).tolist()
+    assert requests[1].prompt == (*episode.prompt, *told)
+    assert [len(request.visuals) for request in requests] == [1, 2]
+
+
+LOOP = """
+from types import SimpleNamespace
+from PIL import Image
+
+
+class Looks:
+    # as loops of verl use a processor: it shows the row's image, and another one later
+
+    def __init__(self, trainer_config, server_manager, processor, dataset_cls, **_):
+        self.server, self.processor, self.dataset = server_manager, processor, dataset_cls
+
+    def encode(self, messages, images):
+        text = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        inputs = self.processor(text=[text], images=images, videos=None, return_tensors="pt")
+        return inputs.pop("input_ids").squeeze(0).tolist()
+
+    async def run(self, sampling_params, raw_prompt, **_):
+        size = self.processor.image_processor.patch_size
+        images, _ = self.dataset.process_vision_info(raw_prompt, image_patch_size=size)
+        prompt = self.encode(raw_prompt, images)
+        tokens, mask, images = list(prompt), [], list(images)
+        for turn in range(2):
+            if turn:
+                images += [Image.new("RGB", (16, 16))]
+                content = [{"type": "image"}, {"type": "text", "text": "more"}]
+                told = self.encode([{"role": "user", "content": content}], images[1:])
+                tokens, mask = tokens + told, mask + [0] * len(told)
+            shown = images[1:] if turn and FORGETS else images
+            output = await self.server.generate(
+                "x", prompt_ids=tokens, sampling_params=sampling_params, image_data=shown
+            )
+            tokens, mask = tokens + output.token_ids, mask + [1] * len(output.token_ids)
+        return SimpleNamespace(
+            prompt_ids=prompt,
+            response_ids=tokens[len(prompt) :],
+            response_mask=mask,
+            reward_score=0.5,
+            multi_modal_data={"images": images},
+        )
+"""
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_loop_of_verl_s_shows_images(tmp_path, forgets):
+    (tmp_path / "loops.py").write_text(f"FORGETS = {forgets}\n{LOOP}")
+    agent = FunctionSpec("verl_agent_loop", {"loop": f"{tmp_path}/loops.py:Looks"})
+    first = PROCESSOR.image(drawn(32, 90))
+    if forgets:
+        with pytest.raises(RunError, match="of which the first 0 are those of the stream"):
+            play(lambda text: "ok", [asks("?", first)], agent=agent)
+        return
+    played, requests = play(lambda text: "ok", [asks("?", first)], agent=agent)
+    (episode,) = played.episodes
+    assert [visual.tokens for visual in episode.visuals] == [4, 1]
+    assert episode.visuals[0].key == first.key and episode.score == 0.5
+    assert [len(request.visuals) for request in requests] == [1, 2]
+
+
+class Response:
+    """As verl's `ToolResponse`."""
+
+    text, image, video = "here", [drawn(16), drawn(16)], None
+
+
+def test_what_verl_s_tools_show_stands_before_their_text():
+    answer = to_answer(Observation(response_content(Response)))
+    assert (answer.text, [place for place, _ in answer.images]) == ("here", [0, 0])
+    result = ToolResult("t", answer.text, images=answer.images)
+    assert [part["type"] for part in result.content] == ["image", "image", "text"]
+    sent = encode_tool_answer(3, answer)
+    assert decode_tool_answer(sent, 3) == answer
+    for bad in (b"[[9", b"[[-1", b"[[null"):
+        assert decode_tool_answer(sent.replace(b"[[0", bad, 1), 3) is None

@@ -23,6 +23,7 @@ from jaxrl_llm.models.vision.tower import encode
 from jaxrl_llm.rollout.engine import EngineError, Stop
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.native.decode import DecodeState
+from jaxrl_llm.rollout.native.features import FeatureSlots
 from jaxrl_llm.rollout.native.prefill import PrefillChunk
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from jaxrl_llm.rollout.native.visuals import read_prompt
@@ -284,6 +285,25 @@ def test_an_answer_that_was_left_goes_on(engine, counted):
     assert read == len(request.prompt) + len(part.tokens) - 1
 
 
+def test_no_slot_is_of_two_images():
+    rng, slots, taken = np.random.default_rng(0), FeatureSlots(20), {}
+    for _ in range(300):
+        number = int(rng.integers(9))
+        key, kept = b"%d" % number, {b"%d" % each for each in rng.integers(9, size=2)}
+        if key in slots:
+            np.testing.assert_array_equal(slots[key], taken[key])
+            continue
+        if slots.take(key, number + 1, kept):
+            gone = {each for each in taken if each not in slots}
+            assert not gone & kept
+            taken = {each: own for each, own in taken.items() if each not in gone}
+            taken[key] = slots[key]
+        else:
+            assert sum(len(own) for each, own in taken.items() if each in kept) + number + 1 > 20
+        used = np.concatenate(list(taken.values()))
+        assert len({*used}) == len(used) and used.max() < 20
+
+
 def test_images_wait_for_room(engine, counted, monkeypatch):
     """Three images of six tokens, in slots for ten."""
     slots = [type(each)(10) for each in engine._runner._features._slots]
@@ -321,6 +341,11 @@ def test_marks_and_images_are_scored(engine):
             "0 of id 27 and 4 of id 28; expected",
         ),
         (
+            ask(dataclasses.replace(LARGE, patches=LARGE.patches[:, :12]), 3),
+            "patches of shape (24, 12) and uint8 for a grid of (1, 4, 6); the tower expects "
+            "(24, 24) and uint8",
+        ),
+        (
             ask(draw_visual(1, 6, 12), 3),
             "an image or a video of 72 patches (t, h, w = (1, 6, 12)), expected at most 64: lower "
             "data.max_pixels",
@@ -331,7 +356,7 @@ def test_marks_and_images_are_scored(engine):
         ),
         (
             ask(3, LARGE, 4, sampling=dataclasses.replace(ANSWER, logit_bias=((IMAGE, 99.0),))),
-            "logit_bias holds token id 27, which this model never samples",
+            "logit_bias raises token id 27, which is never sampled",
         ),
         (
             dataclasses.replace(ask(3, LARGE), prompt=(*[IMAGE] * 3, 5, *[IMAGE] * 3, 5)),

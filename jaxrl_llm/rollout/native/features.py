@@ -118,8 +118,9 @@ class FeatureCache:
                         break
                     new[s.part].append(visual)
                 kept[s.part].add(visual.key)
+        at_once = min(PATCHES_AT_ONCE, self._programs.sizes.patch_shapes[-1][0])
         while any(new):
-            self._encode(params, [_take_row(visuals) for visuals in new])
+            self._encode(params, [_take_row(visuals, at_once) for visuals in new])
         if self.held is None:
             self.held = self._programs.make_features()
         return shortened
@@ -160,11 +161,11 @@ class FeatureCache:
         self.held = self._programs.encode(params, held, *inputs, longest)
 
 
-def _take_row(visuals: list[Visual]) -> list[Visual]:
-    """Take from the front what is encoded at once: one visual, and more while they are small."""
+def _take_row(visuals: list[Visual], at_once: int) -> list[Visual]:
+    """Take from the front one visual, and more while they have no more patches than these."""
     row = [visuals.pop(0)] if visuals else []
     size = sum(len(visual.patches) for visual in row)
-    while visuals and size + len(visuals[0].patches) <= PATCHES_AT_ONCE:
+    while visuals and size + len(visuals[0].patches) <= at_once:
         row.append(visuals.pop(0))
         size += len(row[-1].patches)
     return row

@@ -155,6 +155,8 @@ def program_keys(
     yield ("pool",)
     if sizes.patch_shapes:
         yield ("features",)
+    encoded = [("encode", length, longest) for length, longest in sizes.patch_shapes]
+    yield from (key for key in encoded if key[1] <= PATCHES_AT_ONCE)
     for rows, width in decoded:
         yield "decode", rows, width, False
         if records_routes:
@@ -167,8 +169,7 @@ def program_keys(
             for prompts, length in prefill:
                 for pages in sorted({sizes.width(length), sizes.widths[-1]}):
                     yield "prefill", prompts, length, pages // PAGE
-    for length, longest in sizes.patch_shapes:
-        yield "encode", length, longest
+    yield from (key for key in encoded if key[1] > PATCHES_AT_ONCE)
 
 
 def _up(number: int | float, unit: int) -> int:

@@ -11,6 +11,7 @@ from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.positions import placeholders
+from jaxrl_llm.models.vision.rows import check_visual
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.native.sizes import Sizes
@@ -67,9 +68,9 @@ def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
     """Refuse a request whose images and videos the engine can't read.
 
     Raises:
-        EngineError: The model has no tower, placeholder tokens are not those of the visuals, the
-            last token is one, a visual is larger than what is read at once, or a bias is of a token
-            that is never sampled.
+        EngineError: The model has no tower, a visual was not cut for it or is larger than what is
+            read at once, placeholder tokens are not those of the visuals, the last token is one, or
+            a bias raises a token that is never sampled.
     """
     vision = tower_of(model)
     if vision is None or not isinstance(model, VisionModel):
@@ -82,21 +83,10 @@ def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
         return
     _check_placeholders(vision, request)
     for visual in request.visuals:
-        most, _ = sizes.patch_shapes[-1]
-        if len(visual.patches) > most:
-            raise EngineError(
-                f"got an image or a video of {len(visual.patches)} patches (t, h, w = "
-                f"{visual.grid}), expected at most {most}: lower data.max_pixels"
-            )
-        at_once = max(length for _, length in sizes.prefill_shapes)
-        if model.attends_within_images and visual.tokens > at_once:
-            raise EngineError(
-                f"got an image of {visual.tokens} tokens that attend to each other, expected at "
-                f"most {at_once}, which are read at once"
-            )
-    never = {token for token, _ in request.sampling.logit_bias} & {*vision.never_sampled}
-    if never:
-        raise EngineError(f"logit_bias holds token id {min(never)}, which this model never samples")
+        _check_size(model, visual, sizes)
+    raised = {token for token, bias in request.sampling.logit_bias if bias > 0}
+    if never := raised & {*vision.never_sampled}:
+        raise EngineError(f"logit_bias raises token id {min(never)}, which is never sampled")
 
 
 def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
@@ -126,6 +116,27 @@ def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
             raise EngineError(str(error)) from error
     whole = model.attends_within_images
     return PromptVisuals(number, index, tuple(keys), rotary, delta, whole)
+
+
+def _check_size(model: VisionModel, visual: Visual, sizes: Sizes) -> None:
+    """Refuse a visual that was not cut for the tower, or that it has no room for."""
+    assert model.vision is not None  # for pyright
+    try:
+        check_visual(model.vision, visual)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    most, _ = sizes.patch_shapes[-1]
+    if len(visual.patches) > most:
+        raise EngineError(
+            f"got an image or a video of {len(visual.patches)} patches (t, h, w = {visual.grid}), "
+            f"expected at most {most}: lower data.max_pixels"
+        )
+    at_once = max(length for _, length in sizes.prefill_shapes)
+    if model.attends_within_images and visual.tokens > at_once:
+        raise EngineError(
+            f"got an image of {visual.tokens} tokens that attend to each other, expected at most "
+            f"{at_once}, which are read at once"
+        )
 
 
 def _check_placeholders(vision: VisionSpec, request: Request) -> None:

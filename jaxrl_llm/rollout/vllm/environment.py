@@ -206,6 +206,8 @@ def engine_arguments(
             "skip_tokenizer_init": False,  # vLLM's processor of images has it
             "limit_mm_per_prompt": {"video": 0},
             "mm_processor_cache_gb": 0,  # else what it holds may be of older weights, or lost
+            # else by buffers that vLLM fills with dummies, which no push of weights repairs
+            "mm_device_do_normalize": False,
         }
     if cpu:
         arguments |= {
