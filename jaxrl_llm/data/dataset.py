@@ -2,7 +2,9 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -45,6 +47,18 @@ class Prompt:
             PictureError: one is damaged.
         """
         return self if self.load is None else replace(self, visuals=self.load(), load=None)
+
+
+def load_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts with their images and videos decoded, several at a time.
+
+    Raises:
+        PictureError: one is damaged.
+    """
+    if not any(prompt.load for prompt in prompts):
+        return list(prompts)
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
+        return list(threads.map(Prompt.loaded, prompts))
 
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]

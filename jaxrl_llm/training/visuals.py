@@ -5,6 +5,7 @@ is a place for each token that a row may have of images and videos, whatever it 
 equally long.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,14 +59,18 @@ class FrozenTower:
         self._spec, self._layout, self._dtype = vision_of(model), layout, dtype
         self._known: dict[bytes, VisualFeatures] = {}
 
-        def encode(bounds: FrameBounds, params: Params, rows: PatchRows) -> VisualFeatures:
-            tree = {"vision": params}
+        def encode(params: Params, rows: PatchRows, bounds: FrameBounds) -> VisualFeatures:
             return model.encode_visuals(
-                tree, rows, dtype=dtype, remat="none", layout=layout, bounds=bounds
+                {"vision": params},
+                rows,
+                dtype=dtype,
+                remat="none",
+                layout=layout,
+                bounds=bounds,
             )
 
         options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
-        self._encode = jax.jit(encode, static_argnums=0, compiler_options=options)
+        self._encode = jax.jit(encode, static_argnums=2, compiler_options=options)
 
     def keep(self, visuals: Iterable[Visual]) -> int:
         """Compute the features of a step's images, and forget others; return how many there are."""
@@ -103,19 +108,17 @@ class FrozenTower:
     def _compute(self, visuals: Sequence[Visual]) -> None:
         """Run the tower over images, a row on each device at a time."""
         sizes, ranks = np.array([v.tokens for v in visuals]), batch_shards(self._layout.mesh)
-        length = max(LEAST_TOKENS, power_of_2(int(sizes.max())))
+        length = max(LEAST_TOKENS, 2 ** math.ceil(math.log2(sizes.max())))
         shape = RowShape(rows=ranks, length=length, sequences=len(visuals) * ranks, ranks=ranks)
         packed = best_fit(sizes, shape)
-        longest = power_of_2(frame_bounds([visuals]).longest or 1)
-        most = frame_bounds([[visuals[i] for i in row] for row in packed]).most
-        bounds = FrameBounds(longest, most and power_of_2(most))
         for first in range(0, len(packed), ranks):
             some = packed[first : first + ranks]
             images = [[visuals[i] for i in row] for row in some]
             images += [[] for _ in range(ranks - len(some))]
             patches = patch_rows(self._spec, images, length * self._spec.group)
             rows = distributed.put(patches, over_batch(self._layout.mesh))
-            made = distributed.fetch(self._encode(bounds, self.params, rows))
+            bounds = frame_bounds(images).rounded()
+            made = distributed.fetch(self._encode(self.params, rows, bounds))
             for row, own in enumerate(images):
                 at = 0
                 for visual in own:
@@ -235,15 +238,6 @@ class VisualPacker:
         if not visuals:
             return np.arange(len(tokens))[:, None]
         return self.model.rotary_positions(tokens, visuals)[0]
-
-
-def power_of_2(number: int) -> int:
-    """Return the least power of 2 that is no less than a number: few shapes are compiled.
-
-    >>> power_of_2(8), power_of_2(9)
-    (8, 16)
-    """
-    return 1 << (number - 1).bit_length()
 
 
 def row_visuals(model: ModelConfig, data: DataConfig | SftDataConfig) -> RowVisuals:

@@ -178,7 +178,7 @@ def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
 def test_features_are_computed_once_and_forgotten(params, mesh):
     tower, seen = tower_of(params, mesh), []
     run = tower._encode
-    tower._encode = lambda bounds, params, rows: seen.append(rows) or run(bounds, params, rows)
+    tower._encode = lambda params, rows, bounds: seen.append(rows) or run(params, rows, bounds)
     assert tower.keep([IMAGES[0], IMAGES[1], IMAGES[0]]) == 2
     assert isinstance(seen[0], PatchRows) and len(seen) == 1
     first = tower.rows([[IMAGES[1], IMAGES[0]], []], 8)

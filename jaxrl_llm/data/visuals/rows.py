@@ -120,7 +120,7 @@ class RowVisuals:
         if pictures and self.processor is None:
             raise ValueError(
                 f"{where}: it has {len(pictures)} images or videos, but the model is loaded for "
-                "text alone: set model.vision, or remove the columns"
+                "text alone: set model.vision (vision of an evaluation), or remove them"
             )
         return messages, pictures
 
