@@ -330,6 +330,7 @@ def forward_config(
     layout: Layout,
     temperature: float = 1.0,
     tower: FrozenTower | None = None,
+    max_pixels: int | None = None,
 ) -> ForwardConfig:
     """Return how the model is run in training.
 
@@ -339,6 +340,7 @@ def forward_config(
         layout: where it stands.
         temperature: that logits are divided by.
         tower: what has features of images, if that is not trained.
+        max_pixels: of an image, or of a frame of a video; None: any number.
 
     Raises:
         ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
@@ -346,7 +348,7 @@ def forward_config(
     """
     check_split(config, model, layout)
     spec = model.spec if isinstance(model, Decoder) else None  # another model attends by itself
-    sees = isinstance(model, Decoder) and model.vision is not None
+    sees = model if isinstance(model, Decoder) and model.vision is not None else None
     return ForwardConfig(
         model=model,
         dtype=config.dtype,
@@ -359,7 +361,7 @@ def forward_config(
         kernel=spec and choose_attention(config.attention, spec, layout, config.dtype).kernel,
         grouped_kernels=spec and choose_experts(config.experts, spec, layout, config.dtype),
         rules=layout.rules if spec is None else DEFAULT_RULES,
-        visuals=VisualPacker(model, tower) if sees else None,
+        visuals=sees and VisualPacker(sees, tower, max_pixels),
     )
 
 
