@@ -41,6 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "frozen": ("model.vision=frozen",),
     "blank": (
         "data.prepare.blank=true",
+        "data.prepare.sft_rows=0",
         f"data.prepare.out={BLANK}",
         f"data.train={BLANK}/train.parquet",
         f"data.validation={BLANK}/validation.parquet",

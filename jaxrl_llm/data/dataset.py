@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
-from jaxrl_llm.data.visuals.rows import RowVisuals
+from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     visuals: tuple[Visual, ...] = ()
-    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
     def loaded(self) -> "Prompt":
         """Return the prompt with its images and videos decoded.
@@ -77,7 +77,7 @@ class Example:
 
     tokens: tuple[int, ...]
     response_start: int
-    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
 
 def tokenize_prompts(
