@@ -10,10 +10,13 @@ Accuracies are greedy, on 510 held-out pictures. `--out` gets the curves (pictur
 numbers behind them (pictures.json); the table goes to stdout. Exit status 1: a run failed.
 """
 
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.learning.recipes import (
     ROOT,
@@ -27,6 +30,8 @@ from benchmarks.learning.recipes import (
 )
 from benchmarks.tables import markdown_table
 from jaxrl_llm.config.load import read_yaml
+from jaxrl_llm.data import picture_task
+from jaxrl_llm.data.picture_task import colours
 
 CONFIG = ROOT / "configs/vision/pictures.yaml"
 KINDS = ("dots", "digits", "shapes")
@@ -36,6 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "frozen": ("model.vision=frozen",),
     "blank": (
         "data.prepare.blank=true",
+        "data.prepare.sft_rows=0",
         f"data.prepare.out={BLANK}",
         f"data.train={BLANK}/train.parquet",
         f"data.validation={BLANK}/validation.parquet",
@@ -109,16 +115,28 @@ def table(results: list[dict[str, Any]]) -> str:
     return markdown_table(["run", "seed", *KINDS, "all", "seconds"], rows)
 
 
+def examples(kind: str) -> np.ndarray:
+    """Return five pictures of a kind side by side, as colours."""
+    rng = random.Random(0)
+    drawn = [colours(picture_task.KINDS[kind](32, rng).ink, rng) for _ in range(5)]
+    padded = [np.pad(one, ((0, 0), (1, 1), (0, 0)), constant_values=255) for one in drawn]
+    return np.concatenate(padded, 1)
+
+
 def draw(results: list[dict[str, Any]], picture: Path) -> None:
-    """Draw a panel for each kind of picture, with a colour for both seeds of a run."""
+    """Draw the curves of each kind below some pictures, with a colour for both seeds of a run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained", sharey=True)
+    figure, (tops, panels) = plt.subplots(
+        2, 3, figsize=(9, 3.6), layout="constrained", sharey="row", height_ratios=(1, 3)
+    )
     names = list(dict.fromkeys(result["run"] for result in results))
-    for kind, axes in zip(KINDS, panels, strict=True):
+    for kind, top, axes in zip(KINDS, tops, panels, strict=True):
+        top.imshow(examples(kind))
+        top.axis("off")
         for result in results:
             number, curve = names.index(result["run"]), result["curves"][kind]
             is_first = result["seed"] == min(

@@ -2,13 +2,15 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
-from jaxrl_llm.data.visuals.rows import RowVisuals
+from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     visuals: tuple[Visual, ...] = ()
-    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
     def loaded(self) -> "Prompt":
         """Return the prompt with its images and videos decoded.
@@ -45,6 +47,18 @@ class Prompt:
             PictureError: one is damaged.
         """
         return self if self.load is None else replace(self, visuals=self.load(), load=None)
+
+
+def load_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts with their images and videos decoded, several at a time.
+
+    Raises:
+        PictureError: one is damaged.
+    """
+    if not any(prompt.load for prompt in prompts):
+        return list(prompts)
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
+        return list(threads.map(Prompt.loaded, prompts))
 
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
@@ -63,7 +77,7 @@ class Example:
 
     tokens: tuple[int, ...]
     response_start: int
-    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
 
 def tokenize_prompts(

@@ -224,11 +224,10 @@ def plan_role(
 
 def planned_forward(config: TrainConfig, spec: ModelSpec, layout: Layout) -> ForwardConfig:
     """Return how the policy, or a model like it, is run, with the shapes of a frozen tower."""
-    model, temperature = Decoder(spec), config.rollout.temperature
-    tower = None
+    model, temperature, tower = Decoder(spec), config.rollout.temperature, None
     if spec.vision_apart:
         tower = FrozenTower(abstract_tower(config, spec, layout), model, layout, config.model.dtype)
-    return forward_config(config.model, model, layout, temperature, tower)
+    return forward_config(config.model, model, layout, temperature, tower, config.data.max_pixels)
 
 
 def abstract_tower(config: TrainConfig, spec: ModelSpec, layout: Layout) -> Any:

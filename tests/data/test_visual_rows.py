@@ -161,6 +161,28 @@ def test_pictures_are_decoded_when_a_prompt_is_drawn(tokenizer, visuals, tmp_pat
         prompt.loaded()
 
 
+def test_a_digest_tells_pictures_of_one_size_apart(tokenizer, visuals, tmp_path):
+    """By it a run that goes on finds that its data is another."""
+
+    def digest(*sources):
+        (prompt,), _ = tokenized(
+            [row("<image>" * len(sources), images=[*sources])], tokenizer, visuals
+        )
+        return prompt.load.digest()
+
+    (tmp_path / "a.png").write_bytes(RED)
+    path = str(tmp_path / "a.png")
+    before = digest(path)
+    assert digest(RED) == digest(RED) and before == digest(path)
+    (tmp_path / "a.png").write_bytes(RED + b"more")
+    digests = [digest(RED), digest(GREEN), digest({"bytes": RED}), before, digest(path)]
+    digests += [digest(RED, GREEN), digest(GREEN, RED)]
+    array = np.zeros((32, 64, 3), np.uint8)
+    digests += [digest(array), digest(array + 1), digest(Image.fromarray(array))]
+    assert digests[-2:] == [digest(array + 1), digest(Image.fromarray(array))]
+    assert len({*digests}) == len(digests)
+
+
 def test_lengths_count_tokens_of_images(tokenizer, visuals):
     rows = [row("<image>", images=[RED]), row("<image>", images=[png(COLORS[0], (128, 128))])]
     prompts, dropped = tokenized(

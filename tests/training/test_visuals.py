@@ -178,7 +178,7 @@ def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
 def test_features_are_computed_once_and_forgotten(params, mesh):
     tower, seen = tower_of(params, mesh), []
     run = tower._encode
-    tower._encode = lambda params, rows: seen.append(rows) or run(params, rows)
+    tower._encode = lambda params, rows, bounds: seen.append(rows) or run(params, rows, bounds)
     assert tower.keep([IMAGES[0], IMAGES[1], IMAGES[0]]) == 2
     assert isinstance(seen[0], PatchRows) and len(seen) == 1
     first = tower.rows([[IMAGES[1], IMAGES[0]], []], 8)
@@ -202,7 +202,7 @@ def test_rows_have_room_for_their_images(params):
             assert sum(v.tokens for i in row for v in batch.visuals[i]) <= shape.visual_length
     packed = packer.rows(batch, [[2]], shape)
     assert packed.given.patches.shape == (1, 16, 24)
-    assert packed.index[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
+    assert packed.numbers[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
     with pytest.raises(ValueError, match=r"sequence 0 has 4 tokens .* raise batch.max_visual"):
         packer.sizes(batch, PART._replace(visual_share=0.2))
 
