@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.vllm import environment, process
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.pending import PendingRequest
 from jaxrl_llm.rollout.vllm.requests import SidecarImages, check_vllm_request
+from tests.data.vision_checkpoints import make_tokenizer, write_checkpoint
 from tests.rollout.test_vllm_parts import sidecar_module
 
 MODEL = Path(__file__).parents[2] / "configs" / "vision" / "model"
@@ -117,6 +118,14 @@ def test_vllm_keeps_the_tower_of_a_model_that_sees():
     arguments = environment.engine_arguments(SPEC, VllmConfig(), SETTINGS, model="m", cpu=True)
     assert arguments["skip_tokenizer_init"] is False
     assert arguments["mm_processor_cache_gb"] == 0
+
+
+def test_float8_and_other_families_are_refused_with_images(tmp_path):
+    with pytest.raises(ValueError, match="float8 of a model that reads images"):
+        environment.check_fp8_vllm(SPEC, VllmConfig(), cpu=False)
+    gemma = write_checkpoint(tmp_path, "gemma3", make_tokenizer("gemma3"))
+    with pytest.raises(ValueError, match="no images of Gemma 3"):
+        SidecarImages(SPEC, str(gemma))
 
 
 def sees(python):
