@@ -127,7 +127,7 @@ def tokenize_prompts(
     prompts: list[Prompt] = []
     for index, row in enumerate(rows):
         messages, tokens, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
-        if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
+        if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong, load):
             prompts.append(
                 Prompt(
                     index=index,
@@ -231,18 +231,27 @@ def tokenize_examples(
     for index, row in enumerate(rows):
         _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        visuals.check_response(response, f"dataset row {index}")
         tokens = (*prompt, *response, tokenizer.eos_token_id)
-        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
+        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong, load):
             examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))
     return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
 
 
-def fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) -> bool:
+def fits(
+    length: int,
+    limit: int,
+    index: int,
+    name: str,
+    filter_overlong: bool,
+    load: RowPictures | None = None,
+) -> bool:
     """Return whether a row is short enough; raise ValueError unless longer ones are dropped."""
     if length > limit and not filter_overlong:
+        of_images = f" ({sum(load.tokens)} of images: lower data.max_pixels)" if load else ""
         raise ValueError(
-            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}; raise it,"
-            " or set filter_overlong to drop such rows"
+            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}{of_images}"
+            "; raise it, or set filter_overlong to drop such rows"
         )
     return length <= limit
 

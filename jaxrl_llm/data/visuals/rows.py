@@ -173,6 +173,19 @@ class RowVisuals:
             )
         return messages, pictures
 
+    def check_response(self, tokens: Sequence[int], where: str) -> None:
+        """Raise ValueError where a response holds a token that stands for images, or marks one.
+
+        Args:
+            tokens: of the response.
+            where: its row stands, for messages.
+        """
+        if self.processor and self.processor.placeholders.ids & {*tokens}:
+            raise ValueError(
+                f"{where}: expected a response without texts of the tokens that stand for images "
+                "in prompts: no answer holds them"
+            )
+
     def shapes(self, pictures: Sequence[Picture], folder: Path, where: str) -> list[Shape]:
         """Return the shapes of pictures, of which only headers are read.
 
