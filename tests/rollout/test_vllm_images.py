@@ -34,11 +34,11 @@ SETTINGS = EngineSettings(max_running_sequences=4, max_tokens=256)
 SIZES = [(50, 40), (33, 70), (16, 16), (90, 17), (200, 31)]
 
 
-def image(size, seed=0):
+def image(size, seed=0, processor=PROCESSOR):
     """Return an image of random pixels."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return PROCESSOR.image(Image.fromarray(pixels))
+    return processor.image(Image.fromarray(pixels))
 
 
 def asks(*visuals, seed=0, **sampling):
@@ -80,8 +80,9 @@ def test_a_sidecar_s_processor_resizes_nothing(images, tmp_path):
 
     images.write_files(tmp_path, SETTINGS.max_tokens)
     theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    wide = VisualProcessor.from_directory(MODEL, max_pixels=30_000)  # more than the checkpoint's
     for seed, size in enumerate(SIZES):
-        visual = image(size, seed)
+        visual = image(size, seed, wide)
         made = theirs([Image.fromarray(PROCESSOR.pixels(visual)[0])], return_tensors="np")
         np.testing.assert_array_equal(made["image_grid_thw"], [visual.grid])
         expected = (visual.patches / 255 - 0.5) / 0.5
