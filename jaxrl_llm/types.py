@@ -74,12 +74,12 @@ class VisualRows(NamedTuple):
     """Images and videos of packed rows, beside the rows' tokens.
 
     Attributes:
-        index: for each token its feature, counted within the row; -1 for text.
+        numbers: for each token that of its feature, counted within the row; -1 for text.
         given: patches that a tower has to read, or the features of one that is not trained.
         rotary: time, height and width of each token, of a model that asks for them.
     """
 
-    index: Int[Array | np.ndarray, "R L"]
+    numbers: Int[Array | np.ndarray, "R L"]
     given: PatchRows | VisualFeatures
     rotary: Int[Array | np.ndarray, "R L 3"] | None = None
 

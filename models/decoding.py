@@ -156,7 +156,7 @@ def _run(
     ahead = None
     if rows.visual is not None:
         x = with_features(x, rows.visual)
-        ahead = rest_of_image(rows.visual.index) if spec.attends_within_images else None
+        ahead = rest_of_image(rows.visual.feature) if spec.attends_within_images else None
     x = constrain(x)
     kept, states = list[LayerCache](), list[DeltaState]()
     experts: list[Array] = []

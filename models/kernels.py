@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding.layout import Layout
 
 MOST_SEGMENTS = 16
@@ -246,14 +245,6 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     return Heads(heads, keys // parts, spec.head_dim, options, spec.attention_sinks)
 
 
-def tower_heads_on(spec: VisionSpec, layout: Layout) -> Heads | None:
-    """Return what a vision tower asks of a device of a layout; None: no kernel can stand there."""
-    parts = layout.mesh.shape["tensor"] * layout.pieces
-    if spec.heads % parts or spec.head_dim % 8 or spec.head_dim > WIDEST_HEAD:
-        return None
-    return Heads(spec.heads // parts, spec.heads // parts, spec.head_dim, Attending(causal=False))
-
-
 def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     """Return why cuDNN's packed kernel can't be used, or None if nothing speaks against trying it.
 
@@ -352,7 +343,7 @@ def choose_kernel(
     """Decide how a model attends to packed rows.
 
     cuDNN's kernel is taken where nothing speaks against it and it has just agreed with `attend` on
-    this device, with the heads of this model and of its vision tower.
+    this device, with this model's heads.
 
     Args:
         asked: xla, cudnn, or auto: cudnn where it is possible.
@@ -377,9 +368,7 @@ def choose_kernel(
     against = heads if isinstance(heads, str) else objection(heads, dtype, device)
     agreed = ""
     if against is None and isinstance(heads, Heads):
-        against, agreed = _tried(kernel, heads, dtype)
-        seen = tower_heads_on(spec.vision, layout) if spec.vision and against is None else None
-        against = _tried(kernel, seen, dtype)[0] if seen else against
+        against, agreed = try_kernel(kernel, heads, dtype)
     if against is None:
         return KernelChoice("cudnn", agreed, kernel)
     if asked == "cudnn":
@@ -387,7 +376,7 @@ def choose_kernel(
     return KernelChoice("xla", against)
 
 
-def _tried(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
+def try_kernel(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
     """Return what speaks against a kernel once it has run, or else what speaks for it."""
     try:
         off = difference(kernel, heads, dtype)

@@ -235,7 +235,7 @@ def _embedded(
     rows = _Row(by, packed.segment_ids, packed.routes)
     if visual is not None:
         x = with_features(x, visual, layout)
-        ahead = rest_of_image(visual.index) if spec.attends_within_images else None
+        ahead = rest_of_image(visual.feature) if spec.attends_within_images else None
         rows = rows._replace(deep=None if visual.given.deep is None else visual, ahead=ahead)
     if layout is None:
         return x, rows

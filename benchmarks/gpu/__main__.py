@@ -29,7 +29,10 @@ from benchmarks.gpu import shapes
 from benchmarks.gpu.jobs import LIMITS, PARTS, Job, Row, merged
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("jax", "numpy", "optax", "orbax.checkpoint", "jaxtyping", "safetensors", "yaml", "rich")
+NEEDED = (
+    *("jax", "numpy", "optax", "orbax.checkpoint", "jaxtyping", "safetensors", "yaml", "rich"),
+    *("pydantic", "PIL", "cloudpickle", "filelock"),
+)
 PEERS = ("torch", "transformers")
 SYSTEMS = {"ours": "jaxrl_llm", "theirs": "torch", "parity": "both"}
 

@@ -11,6 +11,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections.data import IMAGE_KEY, MAX_PIXELS, MIN_PIXELS, VIDEO_KEY
 from jaxrl_llm.config.sections.mesh import EngineMeshConfig
 from jaxrl_llm.config.sections.reward import EvaluateRewardConfig
 from jaxrl_llm.config.sections.rollout import CACHE_GB
@@ -49,6 +50,15 @@ class EvaluationKeys(Section):
     dataset: Function = function_key(
         kinds.DATASETS, FunctionSpec("verl_rows"), "function from files to rows"
     )
+    vision: bool = Field(
+        default=False,
+        description="load the vision tower of a directory, too; that of a run always is, if it was "
+        "trained with one (docs/images.md)",
+    )
+    image_key: str = IMAGE_KEY
+    video_key: str = VIDEO_KEY
+    max_pixels: int | None = MAX_PIXELS
+    min_pixels: int | None = MIN_PIXELS
     chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
     max_prompt_tokens: int | None = Field(
         default=None,

@@ -2,13 +2,15 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
 from jaxrl_llm.data.rows import Row
-from jaxrl_llm.data.visuals.rows import RowVisuals
+from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     visuals: tuple[Visual, ...] = ()
-    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
     def loaded(self) -> "Prompt":
         """Return the prompt with its images and videos decoded.
@@ -45,6 +47,18 @@ class Prompt:
             PictureError: one is damaged.
         """
         return self if self.load is None else replace(self, visuals=self.load(), load=None)
+
+
+def load_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts with their images and videos decoded, several at a time.
+
+    Raises:
+        PictureError: one is damaged.
+    """
+    if not any(prompt.load for prompt in prompts):
+        return list(prompts)
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
+        return list(threads.map(Prompt.loaded, prompts))
 
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
@@ -63,7 +77,7 @@ class Example:
 
     tokens: tuple[int, ...]
     response_start: int
-    load: Callable[[], tuple[Visual, ...]] | None = field(default=None, compare=False, repr=False)
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
 
 def tokenize_prompts(
@@ -113,7 +127,7 @@ def tokenize_prompts(
     prompts: list[Prompt] = []
     for index, row in enumerate(rows):
         messages, tokens, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
-        if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong):
+        if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong, load):
             prompts.append(
                 Prompt(
                     index=index,
@@ -217,18 +231,27 @@ def tokenize_examples(
     for index, row in enumerate(rows):
         _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        visuals.check_response(response, f"dataset row {index}")
         tokens = (*prompt, *response, tokenizer.eos_token_id)
-        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong):
+        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong, load):
             examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))
     return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
 
 
-def fits(length: int, limit: int, index: int, name: str, filter_overlong: bool) -> bool:
+def fits(
+    length: int,
+    limit: int,
+    index: int,
+    name: str,
+    filter_overlong: bool,
+    load: RowPictures | None = None,
+) -> bool:
     """Return whether a row is short enough; raise ValueError unless longer ones are dropped."""
     if length > limit and not filter_overlong:
+        of_images = f" ({sum(load.tokens)} of images: lower data.max_pixels)" if load else ""
         raise ValueError(
-            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}; raise it,"
-            " or set filter_overlong to drop such rows"
+            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}{of_images}"
+            "; raise it, or set filter_overlong to drop such rows"
         )
     return length <= limit
 

@@ -22,6 +22,8 @@ from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.evaluation.estimators import (
     LEVEL,
     best_at,
@@ -31,6 +33,7 @@ from jaxrl_llm.evaluation.estimators import (
     read_scores,
 )
 from jaxrl_llm.evaluation.policy import Policy, load_policy
+from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.model import for_length
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -83,6 +86,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
             step=config.step,
             on_host=True,
             function_from=config.function_from,
+            vision=config.vision,
         )
         prompts, episodes = read_evaluation_prompts(config, policy, stack)
         answers = len(prompts) * config.samples
@@ -107,11 +111,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
         decode = functools.partial(policy.tokenizer.decode, skip_special_tokens=True)
         sample_all = episodes.sample if episodes else functools.partial(sample, decode=decode)
         rollouts = sample_all(
-            engine,
-            prompts,
-            sampling(config, policy),
-            samples=config.samples,
-            seed=(config.seed,),
+            engine, prompts, sampling(config, policy), samples=config.samples, seed=(config.seed,)
         )
         scores = score(rollouts)
     report = {
@@ -171,10 +171,9 @@ def read_evaluation_prompts(
             environment does not fit.
     """
     rows, room = read_evaluation_rows(config), prompt_room(config, policy)
-    kwargs = config.chat_template_kwargs
-    episodes = open_episode_sampler(
-        config, policy.tokenizer, policy.stops, rows, kwargs, room, stack
-    )
+    kwargs, visuals = config.chat_template_kwargs, evaluated_visuals(config, policy)
+    tokens = policy.tokenizer, policy.stops
+    episodes = open_episode_sampler(config, *tokens, rows, kwargs, room, stack, visuals.processor)
     with config_errors_at("data"):
         prompts, _ = tokenize_prompts(
             rows,
@@ -183,8 +182,25 @@ def read_evaluation_prompts(
             filter_overlong=config.max_prompt_tokens is not None,
             template_kwargs=kwargs,
             encode=episodes and episodes.opening,
+            visuals=visuals,
         )
     return prompts, episodes
+
+
+def evaluated_visuals(config: EvaluateConfig, policy: Policy) -> RowVisuals:
+    """Return what reads the images and videos of rows.
+
+    Raises:
+        ConfigError: bounds of images for a model that reads none, or such that don't fit.
+    """
+    columns = config.image_key, config.video_key
+    bounds = {"max_pixels": config.max_pixels, "min_pixels": config.min_pixels}
+    if isinstance(policy.model, VisionModel) and policy.model.vision:
+        with config_errors_at("vision"):
+            return RowVisuals(*columns, VisualProcessor.from_directory(policy.source, **bounds))
+    if given := [name for name, bound in bounds.items() if bound is not None]:
+        raise ConfigError(f"{', '.join(given)}: expected vision=true with bounds of images")
+    return RowVisuals(*columns)
 
 
 def prompt_room(config: EvaluateConfig, policy: Policy) -> int:

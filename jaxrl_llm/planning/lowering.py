@@ -23,7 +23,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.model import Model, model_of
-from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
@@ -38,7 +37,7 @@ from jaxrl_llm.training.objective import COEFS
 from jaxrl_llm.training.roles import inference_of, learner_of, replaying, taught_by
 from jaxrl_llm.training.stages.reference import reference_dtype
 from jaxrl_llm.training.teacher_model import TeacherModel
-from jaxrl_llm.training.visuals import FrozenTower, VisualPacker
+from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows
 
 
@@ -195,9 +194,7 @@ def plan_role(
         coefs["balance_weights"] = weights
 
     def micro(names: set[str], bucket: RowShape) -> MicroBatch:
-        return abstract_microbatch(
-            names, config, bucket, layout.mesh, settings.route_shape, settings.visuals
-        )
+        return abstract_microbatch(names, config, bucket, layout.mesh, settings)
 
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
         return params, frozen, micro(update.objective.asks_for(), bucket), coefs
@@ -224,11 +221,10 @@ def plan_role(
 
 def planned_forward(config: TrainConfig, spec: ModelSpec, layout: Layout) -> ForwardConfig:
     """Return how the policy, or a model like it, is run, with the shapes of a frozen tower."""
-    model, temperature = Decoder(spec), config.rollout.temperature
-    tower = None
+    model, temperature, tower = Decoder(spec), config.rollout.temperature, None
     if spec.vision_apart:
         tower = FrozenTower(abstract_tower(config, spec, layout), model, layout, config.model.dtype)
-    return forward_config(config.model, model, layout, temperature, tower)
+    return forward_config(config.model, model, layout, temperature, tower, config.data.max_pixels)
 
 
 def abstract_tower(config: TrainConfig, spec: ModelSpec, layout: Layout) -> Any:
@@ -284,8 +280,7 @@ def plan_reference(
         infer = inference_of("actor", functions, settings, shape, layout)
 
     def trace(bucket: RowShape = shape) -> Any:
-        visuals = settings.visuals
-        rows = abstract_microbatch(set(), config, bucket, layout.mesh, visuals=visuals).rows
+        rows = abstract_microbatch(set(), config, bucket, layout.mesh, settings).rows
         return infer.run.trace(weights, {}, rows)
 
     return AbstractModel(spec, settings, layout, shape, shape, weights, None, {}), trace
@@ -296,8 +291,7 @@ def abstract_microbatch(
     config: TrainConfig,
     shape: RowShape,
     mesh: Mesh,
-    routes: RouteShape | None = None,
-    visuals: VisualPacker | None = None,
+    model: ForwardConfig | None = None,
 ) -> MicroBatch:
     """Return a micro-batch with the fields that a loss asks for, as shapes.
 
@@ -306,9 +300,9 @@ def abstract_microbatch(
         config: of the run.
         shape: of the micro-batch.
         mesh: the devices.
-        routes: what its rows hold of choices of experts; None: nothing.
-        visuals: packs images and videos beside the rows; None: there are none.
+        model: how the model is run, which says what rows hold for it beside tokens; None: nothing.
     """
+    routes, visuals = (None, None) if model is None else (model.route_shape, model.visuals)
     known = abstract_fields(
         shape.sequences,
         shape.width,

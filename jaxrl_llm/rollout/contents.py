@@ -5,6 +5,7 @@ A message shows an image by a part `{"type": "image", "key": …}`, a video by o
 short. What others tell has the picture itself in the part, as `{"type": "image", "image": …}`.
 """
 
+import asyncio
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -126,13 +127,26 @@ class MessageContents:
 
         return _with_parts(told, cut)
 
+    async def ready(self, content: Any) -> Any:
+        """Return a message's content with its images read, in another thread: that takes a while.
+
+        Args:
+            content: a text, or parts.
+
+        Raises:
+            BrokenEpisode: as for `take`.
+        """
+        if not isinstance(content, list):
+            return content
+        return await asyncio.to_thread(lambda: [self._read(part) for part in content])
+
     def visuals(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Visual, ...]:
         """Return the images and videos that messages show.
 
         Raises:
             BrokenEpisode: one of them was never told in this episode.
         """
-        keys = [part.get("key") for part in shown_parts(messages)]
+        keys = [str(part.get("key")) for part in shown_parts(messages)]
         if unknown := [key for key in keys if key not in self._known]:
             raise BrokenEpisode(
                 f"a message shows an image by the key {unknown[0]!r}, expected one of those that "

@@ -140,7 +140,7 @@ def gymnasium(
 
     The reward of a step is its turn's, and that of the last step is the score, so that an episode's
     reward is the environment's return. A text that is no action costs a turn and changes nothing.
-    The seed is the episode's.
+    The seed is the episode's. With `render_mode: rgb_array` what it draws is told before the text.
 
     Args:
         rng: of the episode.
@@ -166,7 +166,8 @@ def gymnasium(
         observation, _ = env.reset(seed=rng.getrandbits(31))
         text, reward, ended = shown(observation), 0.0, False
         while not ended:
-            answer = yield Observation(text, reward)
+            draws = env.render_mode == "rgb_array"
+            answer = yield Observation([env.render(), text] if draws else text, reward)
             try:
                 action = chosen(answer)
                 if not env.action_space.contains(action):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.monitoring.activity import Activity, activity
 from jaxrl_llm.rollout.engine import (
     CountingEngine,
@@ -126,7 +126,7 @@ def begin_episodes(
         samples: G.
         seed: entropy of this call; each episode gets a seed of its own from it.
     """
-    repeated = [p for prompt in prompts for p in [prompt.loaded()] * samples]
+    repeated = [prompt for prompt in load_prompts(prompts) for _ in range(samples)]
     seeds = answer_seeds(seed, len(repeated))
     return [
         EpisodeState(prompt, own, seed, number)

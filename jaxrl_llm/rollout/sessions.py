@@ -45,7 +45,8 @@ class Tools:
         messages = []
         for call, result in zip(calls, results, strict=False):
             record(self._chat, result)
-            messages.append(tool_message(call, result.content))
+            content = await self._chat.contents.ready(result.content)
+            messages.append(tool_message(call, content))
         refused = f"error: at most {limit} calls are allowed in one turn, got {len(calls)}"
         return messages + [tool_message(call, refused) for call in calls[limit:]]
 
@@ -88,7 +89,7 @@ class EpisodeEnvironment:
         record(self._chat, result)
         if result.score is not None:
             self._chat.score = result.score
-        return result.content
+        return await self._chat.contents.ready(result.content)
 
 
 def record(chat: Chat, result: ToolResult) -> None:

@@ -56,6 +56,7 @@ def starting_digests(
     data = hashlib.sha256()
     for item in items:
         data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
+        data.update(b"" if (load := getattr(item, "load", None)) is None else load.digest())
         given = {n: v for n, v in getattr(item, "columns", {}).items() if not n.startswith("ref_")}
         data.update(repr(sorted(given.items())).encode() if given else b"")
     loaded = {name: m.model for name, m in models.items()}

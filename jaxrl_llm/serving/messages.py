@@ -80,7 +80,7 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
 
 
-def _parse_part(part: Any, where: str) -> dict[str, str]:
+def _parse_part(part: Any, where: str) -> dict[str, Any]:
     """Return a part of a message, which is a text or an image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):

@@ -27,7 +27,7 @@ from jaxrl_llm.models.moe.balance import RouterStats
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.vision.inputs import VisualTokens
-from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
+from jaxrl_llm.models.vision.rows import PatchRows
 from jaxrl_llm.sharding.layout import TOKENS, Layout
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
 from jaxrl_llm.training.visuals import VisualPacker
@@ -221,7 +221,7 @@ def _inputs(params: Params, rows: Rows, config: ForwardConfig, layout: Layout) -
     if config.visuals is None:
         return RowInputs(routes)
     assert rows.visual is not None, "the model's own packer has packed the rows"
-    index, given, rotary = rows.visual
+    numbers, given, rotary = rows.visual
     if isinstance(given, PatchRows):
         given = config.visuals.model.encode_visuals(
             params,
@@ -229,9 +229,10 @@ def _inputs(params: Params, rows: Rows, config: ForwardConfig, layout: Layout) -
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,
             layout=layout,
-            bounds=FrameBounds(),
+            bounds=config.visuals.bounds,
         )
-    return RowInputs(routes, VisualTokens(jnp.asarray(index), given), rotary)
+    visual = VisualTokens(jnp.asarray(numbers), given)
+    return RowInputs(routes, visual, None if rotary is None else jnp.asarray(rotary))
 
 
 def values_from_hidden(

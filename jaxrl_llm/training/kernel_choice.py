@@ -15,6 +15,8 @@ from jaxrl_llm.models.moe.grouped_kernel import (
 )
 from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.kernel import choose_tower_kernel, tower_heads_on
+from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 
@@ -43,6 +45,23 @@ def choose_attention(asked: str, spec: ModelSpec, layout: Layout, dtype: str) ->
     """
     case = "attention", asked, dtype, heads_on(spec, layout)
     return _decide(case, lambda: choose_kernel(asked, spec, layout, dtype, device=this_device()))
+
+
+def choose_tower_attention(
+    asked: str, spec: VisionSpec, layout: Layout, dtype: str
+) -> KernelChoice:
+    """Decide how a vision tower attends in training, and log it, once, as `choose_attention`.
+
+    Args:
+        asked: `model.attention`; for the tower, cudnn means where it is possible.
+        spec: the tower.
+        layout: where it runs.
+        dtype: of the computation.
+    """
+    case = "vision", asked, dtype, tower_heads_on(spec, layout)
+    return _decide(
+        case, lambda: choose_tower_kernel(asked, spec, layout, dtype, device=this_device())
+    )
 
 
 def choose_experts(

@@ -35,9 +35,13 @@ from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.sharding.rules import DEFAULT_RULES, fallbacks
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.kernel_choice import choose_attention, choose_experts
+from jaxrl_llm.training.kernel_choice import (
+    choose_attention,
+    choose_experts,
+    choose_tower_attention,
+)
 from jaxrl_llm.training.own_model import KEY, check_axes, make_model
-from jaxrl_llm.training.visuals import FrozenTower, VisualPacker
+from jaxrl_llm.training.visuals import FrozenTower, VisualPacker, vision_of
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +101,7 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
         else:
             model = read_model(config.path, whole, layout)
         if spec.vision_apart:
-            model = with_frozen_tower(model, spec, layout, config.dtype)
+            model = with_frozen_tower(model, spec, layout, config)
         return with_adapter(model, config, layout, seed=seed) if is_adapted else model
 
 
@@ -120,7 +124,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def with_frozen_tower(
-    model: LoadedModel, spec: ModelSpec, layout: Layout, dtype: str
+    model: LoadedModel, spec: ModelSpec, layout: Layout, config: ModelConfig
 ) -> LoadedModel:
     """Return a model without its vision tower, and that beside it in the compute dtype.
 
@@ -128,13 +132,15 @@ def with_frozen_tower(
         model: with its tower.
         spec: of the same without.
         layout: where it stands.
-        dtype: of computing.
+        config: of the model.
     """
     decoder, params = Decoder(spec), dict(model.params)
-    homes, dtypes = layout.of(declare(model.spec)), compute_dtypes(model.spec, dtype)
+    homes, dtypes = layout.of(declare(model.spec)), compute_dtypes(model.spec, config.dtype)
     tower = reshard(params.pop("vision"), homes["vision"], dtype=dtypes["vision"])
     alone = laid_out(decoder, params, layout)
-    return alone._replace(tower=FrozenTower(tower, decoder, layout, dtype))
+    choice = choose_tower_attention(config.attention, vision_of(decoder), layout, config.dtype)
+    own = dataclasses.replace(layout, kernel=choice.kernel)
+    return alone._replace(tower=FrozenTower(tower, decoder, own, config.dtype))
 
 
 def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
@@ -324,6 +330,7 @@ def forward_config(
     layout: Layout,
     temperature: float = 1.0,
     tower: FrozenTower | None = None,
+    max_pixels: int | None = None,
 ) -> ForwardConfig:
     """Return how the model is run in training.
 
@@ -333,6 +340,7 @@ def forward_config(
         layout: where it stands.
         temperature: that logits are divided by.
         tower: what has features of images, if that is not trained.
+        max_pixels: of an image, or of a frame of a video; None: any number.
 
     Raises:
         ConfigError: its layers, experts or heads can't be split over the mesh, or it can't attend
@@ -340,7 +348,7 @@ def forward_config(
     """
     check_split(config, model, layout)
     spec = model.spec if isinstance(model, Decoder) else None  # another model attends by itself
-    sees = isinstance(model, Decoder) and model.vision is not None
+    sees = model if isinstance(model, Decoder) and model.vision is not None else None
     return ForwardConfig(
         model=model,
         dtype=config.dtype,
@@ -353,7 +361,7 @@ def forward_config(
         kernel=spec and choose_attention(config.attention, spec, layout, config.dtype).kernel,
         grouped_kernels=spec and choose_experts(config.experts, spec, layout, config.dtype),
         rules=layout.rules if spec is None else DEFAULT_RULES,
-        visuals=VisualPacker(model, tower) if sees else None,
+        visuals=sees and VisualPacker(sees, tower, max_pixels),
     )
 
 

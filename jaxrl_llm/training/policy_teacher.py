@@ -126,7 +126,7 @@ def pass_of(
             f"{model.model.max_positions} positions: lower teacher.max_prompt_tokens"
         )
     plain = dataclasses.replace(config.model, router_loss_coef=0.0)
-    forward = forward_config(plain, model.model, layout, tower=model.tower)
+    forward = forward_config(plain, model.model, layout, 1.0, model.tower, config.data.max_pixels)
     shape = microbatch_shape(config, forward, layout, longest)
     if layout is layouts.train and shape == microbatch_shape(config, forward, layout):
         return actor.infer

@@ -134,9 +134,8 @@ def compile_first_step(
 
     def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
         learner = role.learner
-        names, routes = learner.objective.asks_for(), learner.model.route_shape
-        visuals = learner.model.visuals
-        return abstract_microbatch(names, config, bucket, learner.mesh, routes, visuals)
+        names = learner.objective.asks_for()
+        return abstract_microbatch(names, config, bucket, learner.mesh, learner.model)
 
     def infer_ahead(role: Role, params: Any) -> None:
         if isinstance(role.infer, Inference):

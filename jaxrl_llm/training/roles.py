@@ -106,7 +106,8 @@ def make_roles(
         if is_critic:
             model = as_critic(model, key, layout)
         settings = forward_config(
-            config.model, model.model, layout, config.rollout.temperature, actor.tower
+            *(config.model, model.model, layout, config.rollout.temperature),
+            *(actor.tower, config.data.max_pixels),
         )
         settings = replaying(settings, config) if name == "actor" else settings
         shape = shape_on(settings, layout)

@@ -193,7 +193,9 @@ def _start(
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
     examples = _read_examples(config)
     model = open_model(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
-    forward = forward_config(config.model, model.model, layout, tower=model.tower)
+    forward = forward_config(
+        config.model, model.model, layout, 1.0, model.tower, config.data.max_pixels
+    )
     shape = packed_shape(
         layout,
         model.model,

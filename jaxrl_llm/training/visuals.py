@@ -26,7 +26,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
 from jaxrl_llm.models.vision.positions import placeholders
-from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, patch_rows
+from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, frame_bounds, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
@@ -59,18 +59,18 @@ class FrozenTower:
         self._spec, self._layout, self._dtype = vision_of(model), layout, dtype
         self._known: dict[bytes, VisualFeatures] = {}
 
-        def encode(params: Params, rows: PatchRows) -> VisualFeatures:
+        def encode(params: Params, rows: PatchRows, bounds: FrameBounds) -> VisualFeatures:
             return model.encode_visuals(
                 {"vision": params},
                 rows,
                 dtype=dtype,
                 remat="none",
                 layout=layout,
-                bounds=FrameBounds(),
+                bounds=bounds,
             )
 
         options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
-        self._encode = jax.jit(encode, compiler_options=options)
+        self._encode = jax.jit(encode, static_argnums=2, compiler_options=options)
 
     def keep(self, visuals: Iterable[Visual]) -> int:
         """Compute the features of a step's images, and forget others; return how many there are."""
@@ -90,8 +90,8 @@ class FrozenTower:
     def rows(self, visuals: Sequence[Sequence[Visual]], length: int) -> VisualFeatures:
         """Return the features of rows of images, padded to `length` tokens."""
         spec, dtype = self._spec, jax.numpy.dtype(self._dtype)
-        features = np.zeros((len(visuals), length, spec.out_size), dtype)
-        deep = None
+        features: Any = np.zeros((len(visuals), length, spec.out_size), dtype)
+        deep: Any = None
         if spec.deep_layers:
             shape = len(visuals), len(spec.deep_layers), length, spec.out_size
             deep = np.zeros(shape, dtype)
@@ -117,7 +117,8 @@ class FrozenTower:
             images += [[] for _ in range(ranks - len(some))]
             patches = patch_rows(self._spec, images, length * self._spec.group)
             rows = distributed.put(patches, over_batch(self._layout.mesh))
-            made = distributed.fetch(self._encode(self.params, rows))
+            bounds = frame_bounds(images).rounded()
+            made = distributed.fetch(self._encode(self.params, rows, bounds))
             for row, own in enumerate(images):
                 at = 0
                 for visual in own:
@@ -135,15 +136,22 @@ class VisualPacker:
     Attributes:
         model: that reads them.
         tower: of which there are features; None: micro-batches hold patches, for the model's own.
+        max_pixels: of an image, or of a frame of a video; None: any number.
     """
 
     model: VisionModel
     tower: FrozenTower | None = None
+    max_pixels: int | None = None
 
     @property
     def spec(self) -> VisionSpec:
         """Return what the model knows of images."""
         return vision_of(self.model)
+
+    @property
+    def bounds(self) -> FrameBounds:
+        """Return what is known of all frames, for the model's own tower."""
+        return FrameBounds(self.max_pixels and self.max_pixels // self.spec.patch**2)
 
     def sizes(self, batch: Batch, shape: RowShape) -> Int[np.ndarray, " B"]:
         """Return the room in a row that each sequence takes: of its tokens, or of its images.
@@ -180,8 +188,10 @@ class VisualPacker:
             ValueError: a sequence has not as many placeholder tokens as its images need.
         """
         visuals, drawn = batch.visuals, batch.fields.get("mask")
-        index = np.full((shape.rows, shape.length), -1, np.int32)
-        rotary = np.zeros((*index.shape, 3), np.int32) if self.model.has_rotary_positions else None
+        numbers = np.full((shape.rows, shape.length), -1, np.int32)
+        rotary = (
+            np.zeros((*numbers.shape, 3), np.int32) if self.model.has_rotary_positions else None
+        )
         for row, sequences in enumerate(members):
             at = found = 0
             for i in sequences:
@@ -196,7 +206,7 @@ class VisualPacker:
                         f"sequence {i} has {len(places)} placeholder tokens, but its images and "
                         f"videos have {needed}"
                     )
-                index[row, places] = found + np.arange(needed)
+                numbers[row, places] = found + np.arange(needed)
                 if rotary is not None:
                     rotary[row, at : at + size] = self._positions(tokens, visuals[i])
                 at, found = at + size, found + needed
@@ -204,10 +214,20 @@ class VisualPacker:
         rows += [[] for _ in range(shape.rows - len(rows))]
         length = shape.visual_length
         if self.tower is None:
+            self._check_frames(rows)
             given: Any = patch_rows(self.spec, rows, length * self.spec.group)
         else:
             given = self.tower.rows(rows, length)
-        return VisualRows(index, given, rotary)
+        return VisualRows(numbers, given, rotary)
+
+    def _check_frames(self, rows: Sequence[Sequence[Visual]]) -> None:
+        """Refuse frames larger than attention is made for."""
+        largest, longest = frame_bounds(rows).longest, self.bounds.longest
+        if longest is not None and largest is not None and largest > longest:
+            raise ValueError(
+                f"an image of {largest} patches, expected at most {longest}, those of "
+                f"data.max_pixels={self.max_pixels}"
+            )
 
     def without_any(self, shape: RowShape) -> VisualRows:
         """Return what a micro-batch without images has."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
@@ -208,7 +208,7 @@ class Window:
         """Begin the next groups, until there are so many."""
         while len(self._groups) < room:
             if not self._upcoming:
-                self._upcoming = list(next(self.prompt_batches))
+                self._upcoming = load_prompts(next(self.prompt_batches))
             self._groups.append(self._new_group(self._ordinal, self._upcoming.pop(0)))
             self._ordinal += 1
 

@@ -24,8 +24,8 @@ def with_features(
     >>> with_features(jnp.array([[[2.0], [3.0]]]), visual).ravel().tolist()
     [2.0, 6.0]
     """
-    found = _gather(visual.given.features, visual.index, layout)
-    return jnp.where(visual.index[..., None] >= 0, found.astype(x.dtype), x)
+    found = _gather(visual.given.features, visual.feature, layout)
+    return jnp.where(visual.feature[..., None] >= 0, found.astype(x.dtype), x)
 
 
 def deepened(
@@ -57,7 +57,7 @@ def deepened(
 
     def add(x: Array) -> Array:
         features = jax.lax.dynamic_index_in_dim(deep, layer, axis=1, keepdims=False)
-        return x + _gather(features, visual.index, layout).astype(x.dtype)
+        return x + _gather(features, visual.feature, layout).astype(x.dtype)
 
     if isinstance(layer, int):
         return add(x) if layer < deep.shape[1] else x

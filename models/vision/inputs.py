@@ -56,9 +56,9 @@ class VisualTokens(NamedTuple):
     """Features for the placeholder tokens of packed rows.
 
     Attributes:
-        index: For each token its feature, counted within the row; -1 for text.
+        feature: For each token its feature, counted within the row; -1 for text.
         given: The features of each row.
     """
 
-    index: Int[Array, "R L"]
+    feature: Int[Array, "R L"]
     given: VisualFeatures

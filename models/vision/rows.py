@@ -1,17 +1,19 @@
 """Patches of images and videos, packed to rows on the host."""
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int, UInt8
+from jaxtyping import Int, UInt8
 
+from jaxrl_llm.models.kernels import MOST_SEGMENTS
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.spec import VisionSpec
 
 
 class PatchRows(NamedTuple):
-    """Rows of packed patches, each array with the rows first.
+    """Rows of packed patches, each array with the rows first, of numpy or JAX.
 
     Attributes:
         patches: Pixels, as in `Visual`; 0 at padding.
@@ -25,11 +27,11 @@ class PatchRows(NamedTuple):
             None: at its own place.
     """
 
-    patches: UInt8[Array | np.ndarray, "R P F"]
-    frames: Int[Array | np.ndarray, "R P"]
-    places: Int[Array | np.ndarray, "R P 4"]
-    windows: Int[Array | np.ndarray, "R P"] | None = None
-    order: Int[Array | np.ndarray, "R V"] | None = None
+    patches: UInt8[Any, "R P F"]
+    frames: Int[Any, "R P"]
+    places: Int[Any, "R P 4"]
+    windows: Int[Any, "R P"] | None = None
+    order: Int[Any, "R V"] | None = None
 
 
 class FrameBounds(NamedTuple):
@@ -42,6 +44,16 @@ class FrameBounds(NamedTuple):
 
     longest: int | None = None
     most: int | None = None
+
+    def rounded(self) -> "FrameBounds":
+        """Return bounds that hold, too, and of which there are few: a program is made for each.
+
+        >>> FrameBounds(longest=60, most=5).rounded(), FrameBounds(longest=64, most=17).rounded()
+        (FrameBounds(longest=64, most=16), FrameBounds(longest=64, most=None))
+        """
+        longest = self.longest and 2 ** math.ceil(math.log2(self.longest))
+        few = self.most is not None and self.most <= MOST_SEGMENTS
+        return FrameBounds(longest, MOST_SEGMENTS if few else None)
 
 
 def patch_rows(spec: VisionSpec, visuals: Sequence[Sequence[Visual]], length: int) -> PatchRows:
@@ -97,7 +109,7 @@ def patch_rows(spec: VisionSpec, visuals: Sequence[Sequence[Visual]], length: in
 def frame_bounds(visuals: Sequence[Sequence[Visual]]) -> FrameBounds:
     """Return the longest frame of some rows, and the most frames of one.
 
-    Programs are compiled for their bounds, so that rounded ones make fewer.
+    Where several processes share the rows, all must give the same.
 
     >>> image = Visual(np.zeros((24, 24), np.uint8), (3, 2, 4), 2, b"")
     >>> frame_bounds([[image], [image, image], []])
@@ -106,7 +118,7 @@ def frame_bounds(visuals: Sequence[Sequence[Visual]]) -> FrameBounds:
     grids = [[image.grid for image in images] for images in visuals]
     sizes = [height * width for row in grids for _, height, width in row]
     return FrameBounds(
-        max(sizes, default=0), max((sum(t for t, _, _ in row) for row in grids), default=0)
+        max(sizes, default=1), max((sum(t for t, _, _ in row) for row in grids), default=0)
     )
 
 

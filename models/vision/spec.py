@@ -45,7 +45,8 @@ class VisionSpec:
 
     Raises:
         ValueError: A size is not positive, heads don't divide the width or have a width that is no
-            multiple of 4, or a list of blocks names one that is not there.
+            multiple of 4, the activation is unknown, or a list of blocks names one that is not
+            there.
     """
 
     kind: Literal["qwen3", "qwen2_5", "siglip"]
@@ -61,7 +62,7 @@ class VisionSpec:
     deep_layers: tuple[int, ...] = ()
     window: int | None = None
     full_layers: tuple[int, ...] = ()
-    activation: Literal["gelu_tanh", "silu"] = "gelu_tanh"
+    activation: str = "gelu_tanh"
     norm_eps: float = 1e-6
     init_std: float = 0.02
     image_mean: tuple[float, float, float]
@@ -77,6 +78,8 @@ class VisionSpec:
         sizes = {name: getattr(self, name) for name in (*names, "merge", "out_size")}
         if wrong := {name: size for name, size in sizes.items() if size < 1}:
             raise ValueError(f"sizes of a vision tower must be positive, got {wrong}")
+        if self.activation not in ("gelu_tanh", "silu"):
+            raise ValueError(f"activation {self.activation!r}; expected gelu_tanh or silu")
         if self.hidden_size % self.heads or self.head_dim % 4:
             raise ValueError(
                 f"heads must divide the width of a vision tower into widths that are multiples of "

@@ -17,21 +17,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from jaxrl_llm.models.arrays import ArrayDecl, Params
-from jaxrl_llm.models.attention import Attending, attend
+from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.context import attend_pieces
-from jaxrl_llm.models.kernels import MOST_SEGMENTS, tower_heads_on
+from jaxrl_llm.models.kernels import MOST_SEGMENTS
 from jaxrl_llm.models.layers import ACTIVATION_FUNCTIONS, rms_norm
 from jaxrl_llm.models.linear import Sharded, project
 from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.rope import Rotation, rotate, rotation
 from jaxrl_llm.models.vision.inputs import VisualFeatures
+from jaxrl_llm.models.vision.kernel import WHOLE_FRAMES
 from jaxrl_llm.models.vision.parameters import BLOCKS, MERGERS, declare_vision
 from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
 from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, VisionSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import BATCH
-
-WHOLE_FRAMES = Attending(causal=False)
 
 _ANY = FrameBounds()
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
@@ -57,6 +56,8 @@ def encode(
         dtype: Of the computation, whatever the parameters' dtype.
         layout: How rows are split over a mesh, as for `models.transformer.forward`. Rows are whole,
             also where several devices share each; then its patches must be a multiple of theirs.
+            A kernel in it is taken where rows have few frames, as `bounds` says; it must be one
+            that `choose_tower_kernel` has found to serve.
         remat: Policy of `models.remat`: what of a block is stored for the backward pass.
         bounds: What is known of the frames of all rows.
 
@@ -231,7 +232,7 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     """Return how the rows of a tower are split, given how those of its decoder are.
 
     Where devices share rows, each attends with some of the heads, or, if heads can't be divided so,
-    with some of the queries. The decoder's kernel is taken where it can stand.
+    with some of the queries. A kernel stays where each device has whole heads.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
     >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
@@ -241,7 +242,7 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     'heads'
     """
     whole = spec.heads % (layout.mesh.shape["tensor"] * layout.pieces) == 0
-    kernel = layout.kernel if tower_heads_on(spec, layout) else None
+    kernel = layout.kernel if whole else None
     return dataclasses.replace(layout, context="heads" if whole else "keys", kernel=kernel)
 
 

@@ -41,7 +41,8 @@ def test_what_the_table_names_exists(figure):
 
 def known_options(module):
     """The options in the source of a program, and in that of what it takes from the benchmarks."""
-    files = [Path(module.origin)]
+    folders = module.submodule_search_locations  # of a folder, `__main__.py` is the program
+    files = [Path(folders[0], "__main__.py") if folders else Path(module.origin)]
     for name in re.findall(r"^from (benchmarks[\w.]*) import", files[0].read_text(), re.MULTILINE):
         path = ROOT / name.replace(".", "/")
         files += path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]

@@ -80,8 +80,9 @@ def test_patches_are_those_of_transformers(family, size, processors, theirs):
     visual = processor.image(picture)
     made = theirs[family]([picture], return_tensors="np")
     expected, grid = made["pixel_values"], (1, 64, 64)
-    if family == "gemma3":  # a convolution of stride 14 reads them in this order
-        expected = torch.nn.functional.unfold(torch.tensor(expected), 14, stride=14)[0].T.numpy()
+    if family == "gemma3":  # as a convolution of stride 14 reads them, the 16 of a token together
+        rows = torch.nn.functional.unfold(torch.tensor(expected), 14, stride=14)[0].T.numpy()
+        expected = rows.reshape(16, 4, 16, 4, -1).swapaxes(1, 2).reshape(rows.shape)
     else:
         grid = tuple(made["image_grid_thw"][0].tolist())
     assert visual.grid == grid and visual.patches.dtype == np.uint8

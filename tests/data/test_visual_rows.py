@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxrl_llm.data.dataset import tokenize_prompts
+from jaxrl_llm.data.dataset import load_prompts, tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.rows import check_prompt_row, verl_rows, write_rows
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -161,16 +161,56 @@ def test_pictures_are_decoded_when_a_prompt_is_drawn(tokenizer, visuals, tmp_pat
         prompt.loaded()
 
 
+def test_a_digest_tells_pictures_of_one_size_apart(tokenizer, visuals, tmp_path):
+    """By it a run that goes on finds that its data is another."""
+
+    def digest(*sources):
+        (prompt,), _ = tokenized(
+            [row("<image>" * len(sources), images=[*sources])], tokenizer, visuals
+        )
+        return prompt.load.digest()
+
+    (tmp_path / "a.png").write_bytes(RED)
+    path = str(tmp_path / "a.png")
+    before = digest(path)
+    assert digest(RED) == digest(RED) and before == digest(path)
+    (tmp_path / "a.png").write_bytes(RED + b"more")
+    digests = [digest(RED), digest(GREEN), digest({"bytes": RED}), before, digest(path)]
+    digests += [digest(RED, GREEN), digest(GREEN, RED)]
+    array = np.zeros((32, 64, 3), np.uint8)
+    digests += [digest(array), digest(array + 1), digest(Image.fromarray(array))]
+    assert digests[-2:] == [digest(array + 1), digest(Image.fromarray(array))]
+    assert len({*digests}) == len(digests)
+
+
 def test_lengths_count_tokens_of_images(tokenizer, visuals):
     rows = [row("<image>", images=[RED]), row("<image>", images=[png(COLORS[0], (128, 128))])]
     prompts, dropped = tokenized(
         rows, tokenizer, visuals, max_prompt_tokens=60, filter_overlong=True
     )
     assert (len(prompts), dropped) == (1, 1)
-    with pytest.raises(
-        ValueError, match="row 1: expected at most max_prompt_tokens=60 tokens, got"
-    ):
+    message = r"row 1: expected at most max_prompt_tokens=60 tokens, got \d+ \(64 of images: lower"
+    with pytest.raises(ValueError, match=message):
         tokenized(rows, tokenizer, visuals, max_prompt_tokens=60)
+
+
+def test_examples_to_imitate_have_images_and_plain_responses(tokenizer, visuals):
+    rows = [row("<image>", images=[f]) | {"response": "red"} for f in (RED, GREEN)]
+    examples, _ = tokenize_examples(rows, tokenizer, max_tokens=99, visuals=visuals)
+    assert [len(example.load()) for example in examples] == [1, 1]
+    for said in ("<|image_pad|>", "a<|vision_start|>"):
+        with pytest.raises(ValueError, match="row 1: expected a response without texts of the tok"):
+            wrong = rows[1] | {"response": said}
+            tokenize_examples([rows[0], wrong], tokenizer, max_tokens=99, visuals=visuals)
+
+
+def test_prompts_are_decoded_side_by_side_in_their_order(tokenizer, visuals):
+    rows = [row("<image>", images=[f]) for f in (RED, GREEN, BLUE)] + [row("none")]
+    prompts, _ = tokenized(rows, tokenizer, visuals)
+    loaded = load_prompts(prompts)
+    assert [prompt.index for prompt in loaded] == [0, 1, 2, 3]
+    assert [colors(prompt) for prompt in loaded] == [[c] for c in COLORS] + [[]]
+    assert all(prompt.load is None for prompt in loaded)
 
 
 # ----------------------------------------------------------------------------------------- refused

@@ -4,19 +4,27 @@ import contextlib
 import io
 import itertools
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from jaxrl_llm import export
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.data.rows import read_rows, write_rows
 from jaxrl_llm.evaluate import main as evaluate_main
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rewards.functions import arithmetic
+from tests.guarded import NATIVE
+
+VISION = Path(__file__).parents[2] / "configs/vision/model"
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +122,35 @@ def test_reward_functions_that_fail_are_counted(call, workshop, tmp_path):
     assert "the reward function failed: 1 exception, 1 timeout, 1 invalid" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/evaluation/", "jaxrl_llm/data/visuals/", "models/vision/", *NATIVE)
+def test_answers_depend_on_what_images_show(call, tmp_path):
+    """Of three rows with the same text, two with one image and one with another."""
+    model = tmp_path / "model"
+    spec = read_spec(VISION, vision=True)
+    params = init_params(spec, key=jax.random.key(0))
+    save_params(model, params, spec, source=VISION, dtype="float32")
+    noise = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    files = [io.BytesIO() for _ in noise]
+    for file, pixels in zip(files, noise, strict=True):
+        Image.fromarray(pixels).save(file, "PNG")
+    row = {
+        "prompt": [{"role": "user", "content": "<image>?"}],
+        "data_source": "arithmetic",
+        "reward_model": {"ground_truth": "1"},
+    }
+    shown = [files[0], files[1], files[0]]
+    write_rows(tmp_path / "a.parquet", [row | {"images": [{"bytes": f.getvalue()}]} for f in shown])
+    words = [f"data={tmp_path / 'a.parquet'}", "max_new_tokens=24"]
+    status, printed, _, _ = call(model, *words, out=tmp_path / "blind")
+    assert status == 2 and "the model is loaded for text alone" in printed
+    answers = [r["answer"] for r in call(model, *words, "vision=true", out=tmp_path / "seen")[3]]
+    assert answers[0] == answers[2] != answers[1]
+    words += ["max_pixels=256", "vision=true"]
+    few = [r["answer"] for r in call(model, *words, out=tmp_path / "few")[3]]
+    assert few[0] == few[2] and few != answers
+
+
 def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
     out = tmp_path / "done"
     out.mkdir()
@@ -129,6 +166,8 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
         (["max_new_tokens=250"], workshop.base, "data: dataset row 0"),
         (["max_prompt_tokens=1"], workshop.base, "none of 16 rows is left"),
         ([], tmp_path / "nowhere", "model: "),
+        (["max_pixels=9999"], workshop.base, "max_pixels: expected vision=true with bounds"),
+        (["vision=true"], workshop.base, "we know no vision tower of Qwen3 models"),
         (["data=no.parquet"], workshop.base, "data: no.parquet: no such file"),
     ):
         status, printed, _, _ = call(model, *words, out=tmp_path / "new")

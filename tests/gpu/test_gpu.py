@@ -194,7 +194,13 @@ def hopper():
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "heads", [WIDE, Heads(8, 8, 64, Attending()), Heads(8, 1, 256, Attending())]
+    "heads",
+    [
+        WIDE,
+        Heads(8, 8, 64, Attending()),
+        Heads(8, 1, 256, Attending()),
+        Heads(16, 16, 72, Attending(causal=False)),  # of the tower of Qwen3-VL
+    ],
 )
 def test_the_packed_kernel_agrees_with_xla_forward_and_backward(heads, dtype):
     assert difference(attend_cudnn, heads, dtype) < TOLERANCE

@@ -26,6 +26,7 @@ from jaxrl_llm.models.kernels import (
 )
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.kernel import choose_tower_kernel
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import tower_layout
 from jaxrl_llm.sharding.layout import Layout
@@ -216,30 +217,29 @@ def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kernel, name, rea
     assert reason in choice.reason
 
 
-def test_a_kernel_is_tried_with_the_heads_of_a_vision_tower_too():
+def test_a_vision_tower_has_a_kernel_that_agrees_without_causality():
     tower = VisionSpec(
         **dict(kind="qwen3", layers=1, hidden_size=32, heads=4, ff_width=8, patch=2, merge=2),
         **dict(frames_per_patch=2, out_size=4, position_side=4, image_id=1),
         **dict(image_mean=(0.5,) * 3, image_std=(0.5,) * 3),
     )
-    tried = []
-
-    def kernel(q, k, v, segment_ids, options=PLAIN):
-        tried.append((q.shape[2], k.shape[2], options.causal))
-        return attend(q, k, v, segment_ids, options)
 
     def causal(q, k, v, segment_ids, options=PLAIN):
         return attend(q, k, v, segment_ids, options._replace(causal=True))
 
-    spec = dataclasses.replace(SPEC, vision=tower)
-    asked = {"layout": one_device(), "dtype": "bfloat16", "device": HOPPER}
-    assert choose_kernel("auto", spec, **asked, kernel=kernel).name == "cudnn"
-    assert set(tried) == {(4, 2, True), (4, 4, False)}
-    assert "differ" in choose_kernel("auto", spec, **asked, kernel=causal).reason
-    narrow = dataclasses.replace(tower, heads=8)  # too narrow for it
-    layout = dataclasses.replace(one_device(), kernel=kernel)
-    assert tower_layout(tower, layout).kernel is kernel
-    assert tower_layout(narrow, layout).kernel is None
+    def choose(kernel, tower=tower, layout=None, asked="cudnn"):
+        options = {"device": HOPPER, "kernel": kernel}
+        return choose_tower_kernel(asked, tower, layout or one_device(), "bfloat16", **options)
+
+    assert choose(attend).kernel is attend
+    assert "differ" in choose(causal).reason
+    narrow = dataclasses.replace(tower, heads=8)
+    assert "heads are 4 wide" in choose(attend, narrow).reason
+    shared = Layout(make_mesh({"tensor": 8}))
+    assert "4 heads can't be split over 8 devices" in choose(attend, layout=shared).reason
+    assert choose(attend, asked="xla").reason == "it was asked for"
+    assert tower_layout(tower, dataclasses.replace(one_device(), kernel=attend)).kernel is attend
+    assert tower_layout(tower, dataclasses.replace(shared, kernel=attend)).kernel is None
 
 
 def test_xla_is_not_questioned_and_cudnn_is_no_wish():

@@ -131,7 +131,9 @@ def test_packed_logits_equal(family, loaded):
     assert np.all(ours[..., list(spec.vision.never_sampled)] == NEVER)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["Qwen3VL", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow), *FAMILIES[2:]]
+)
 def test_decoding_goes_on_from_a_prompt_with_images(family, loaded):
     """A prompt in pieces, which cut its images if they may, then token by token."""
     model, params, spec = loaded(family)
@@ -180,24 +182,23 @@ def test_decoding_over_pages_is_that_over_rows(loaded):
     keys, values = [fill] * len(cache.keys), [fill.swapaxes(2, 3)] * len(cache.keys)
     cache = cache._replace(keys=tuple(keys), values=tuple(values))
     pool = cache._replace(keys=tuple(k[None] for k in keys), values=tuple(v[None] for v in values))
-    run = dict(dtype="float32", layout=None)
-    rotary = positions + jnp.array([-2, 4])
-    over_pages, _ = decoder.extend_pages(
-        params,
-        pool,
-        PageTables(jnp.array([[0], [1]]), attend_gathered),
-        tokens,
-        positions,
-        rotary=rotary,
-        **run,
-    )
-    inputs = RowInputs(rotary=jnp.stack([rotary] * 3, axis=1)[:, None])
-    over_rows, _ = decoder.extend(
-        params, cache, tokens[:, None], positions[:, None], inputs=inputs, **run
-    )
-    np.testing.assert_allclose(over_pages, over_rows[:, 0], atol=1e-5)
-    plain, _ = decoder.extend(params, cache, tokens[:, None], positions[:, None], **run)
-    assert np.abs(plain - over_rows).max() > 0.01
+    turned = positions + jnp.array([-2, 4])
+
+    @jax.jit
+    def over_pages(pool, rotary):
+        tables = PageTables(jnp.array([[0], [1]]), attend_gathered)
+        arrays = pool, tables, tokens, positions
+        return decoder.extend_pages(params, *arrays, dtype="float32", layout=None, rotary=rotary)[0]
+
+    @jax.jit
+    def over_rows(cache, rotary):
+        inputs = RowInputs(rotary=jnp.stack([rotary] * 3, axis=1)[:, None])
+        arrays = cache, tokens[:, None], positions[:, None]
+        return decoder.extend(params, *arrays, dtype="float32", layout=None, inputs=inputs)[0]
+
+    expected = over_rows(cache, turned)[:, 0]
+    np.testing.assert_allclose(over_pages(pool, turned), expected, atol=1e-5)
+    assert np.abs(over_rows(cache, positions)[:, 0] - expected).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -253,8 +254,8 @@ def test_meshes_give_the_same(mesh, tmp_path):
     @jax.jit
     def run(params, packed):
         split = jax.tree.map(layout.split_context, packed._replace(visual=None))
-        index = layout.split_context(packed.visual.index)
-        split = split._replace(visual=packed.visual._replace(index=index))
+        index = layout.split_context(packed.visual.feature)
+        split = split._replace(visual=packed.visual._replace(feature=index))
         hidden, _ = forward_rows(params, spec, split, layout=layout)
         return layout.merge_context(hidden)
 

@@ -46,10 +46,10 @@ def compiler():
     [(40960, 4096, 1536), (320, 4096, 384), (4096, 7168, 16), (1000, 24, 40)],
 )
 def test_kernels_compile_and_keep_their_numbers_in_registers(gpu, rows, inner, columns):
-    sharding = jax.sharding.SingleDeviceSharding(gpu_devices(gpu, 1)[0])
+    layout = Layout(make_mesh({}, gpu_devices(gpu, 1)))
 
     def shape(*sizes, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.sharding())
 
     x, y, matrices = shape(rows, inner), shape(rows, columns), shape(16, inner, columns)
     swapped, sizes = shape(inner, 16, columns), shape(16, dtype=jnp.int32)
@@ -63,7 +63,8 @@ def test_kernels_compile_and_keep_their_numbers_in_registers(gpu, rows, inner, c
         (partial(sum_outer_products, between=True), x, y),
     )
     for function, *arrays in given:
-        lowered = jax.jit(function).lower(*arrays, sizes)
+        with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):  # Pallas asks it
+            lowered = jax.jit(function).lower(*arrays, sizes)
         compiled = lowered.compile(compiler_options=OPTIONS | SPILLS)
         memory = compiled.memory_analysis()
         assert memory is not None

@@ -83,7 +83,8 @@ def compile_kernel(q, keys, values, dtype, options, value_width=None, *, is_int8
             key_scales=shape((*keys[:2], 1 if values else 2, keys[3])),
             value_scales=values and shape((*values[:3], 1)),
         )
-    lowered = jax.jit(run).lower(shape(q), pages, shape(q[:1], jnp.int32))
+    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):  # Pallas asks it for the GPU
+        lowered = jax.jit(run).lower(shape(q), pages, shape(q[:1], jnp.int32))
     text = lowered.compile(compiler_options=NO_SPILLS).as_text()
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
 

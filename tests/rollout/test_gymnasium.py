@@ -1,8 +1,13 @@
 """Environments of gymnasium: what is told and earned, seeds, and texts that are no action."""
 
+from random import Random
+from typing import ClassVar
+
+import numpy as np
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rollout import environments
 from tests.episodes import Scripted, picture, play, prompt, same
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -130,3 +135,35 @@ def test_it_runs_in_a_process_of_its_own():
         engine, [prompt("x")], environment=environment, workers=1, tokens=400
     ).episodes
     assert (episode.score, episode.turns) == (1.0, 6)
+
+
+class Drawn(gymnasium.Env):
+    """Draws how often it has stepped."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    observation_space = gymnasium.spaces.Discrete(9)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.render_mode, self.steps = render_mode, 0
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.steps, 1.0, self.steps == 2, False, {}
+
+    def render(self):
+        return np.full((4, 4, 3), self.steps, np.uint8)
+
+
+def test_what_an_environment_draws_is_told_before_its_text():
+    gymnasium.register("Drawn-v0", entry_point=Drawn)
+    game = environments.gymnasium(Random(0), id="Drawn-v0", render_mode="rgb_array")
+    for steps, answer in enumerate((None, "1")):
+        told = game.send(answer)
+        frame, text = told.text
+        assert (frame.max(), text, told.reward) == (steps, str(steps), float(steps > 0))
+    plain = environments.gymnasium(Random(0), id="Drawn-v0")
+    assert next(plain).text == "0"

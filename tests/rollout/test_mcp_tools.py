@@ -128,7 +128,7 @@ def run(pool, *calls):
         session = pool.open(0, EpisodeRow(0), 0, None)
         results = [await session.call(ToolCall(name, given)) for name, given in calls]
         await session.close()
-        return [(result.text, result.failure) for result in results]
+        return [(result.content, result.failure) for result in results]
 
     return asyncio.run(episode())
 
@@ -145,11 +145,11 @@ def test_the_tools_of_a_server_are_told_and_called(make, server):
         *(("add", {"a": 1, "b": [2, 3]}), ("add", {"a": "x"}), ("add", {"c": 1})),
         *(("act", {"word": "raise"}), ("draw", {}), ("act", {"word": "ü\n{}"})),
     )
-    assert [failure for _, failure in told] == [None, "failed", "failed", "failed", "failed", None]
+    assert [failure for _, failure in told] == [None, "failed", "failed", "failed", None, None]
     assert told[0][0] == "6" and told[-1][0] == "ü\n{}"
     assert "expected integer" in told[1][0]
     assert told[3][0] == "Error executing tool act"
-    assert told[4][0] == "error: the tool returned image, expected text"
+    assert told[4][0] == [{"type": "image", "image": b"x"}]
 
 
 def test_an_episode_has_a_session_of_its_own(make, file):

@@ -57,7 +57,7 @@ loop = []; loop.append(loop)
 RESULTS = {
     "nan": Observation("a", reward=float("nan")), "inf": Observation("a", reward=np.inf),
     "word": Observation("a", reward="much"), "object": Odd(), "nested": {"a": [Odd()]},
-    "set": {1}, "bytes": b"a", "loop": loop, "none": None, "number": 3, "true": True,
+    "set": {1}, "bytes": bytearray(b"a"), "loop": loop, "none": None, "number": 3, "true": True,
     "numpy": np.float32(0.5), "data": {"a": [1, np.int64(2)], "b": "é"}, "array": np.ones(3),
     "observation": Observation({"a": 1}, reward=np.float64(2.0), end=np.bool_(True)),
     "surrogate": "a\\ud800b",
@@ -292,7 +292,7 @@ TOLD = [
     ("object", "failed", "error: expected text or plain data as result, got a Odd"),
     ("nested", "failed", "a Odd is not plain data"),
     ("set", "failed", "got a set"),
-    ("bytes", "failed", "got a bytes"),
+    ("bytes", "failed", "got a bytearray"),
     ("loop", "failed", "got a list: Circular reference detected"),
     ("array", "failed", "got a ndarray"),
     (

@@ -216,7 +216,7 @@ def refused(run, name, **kwargs):
         ("Uneven", "expected as many"),
         ("Hotter", "temperature=2.0, expected 1.0, by which the run samples"),
         ("Stops", "further stop_token_ids"),
-        ("Images", "got image_data, expected text alone"),
+        ("Images", "reads text alone: set model.vision"),
         ("Missing", "no function 'Missing'"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.bin_packing import plan_microbatches
+from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
@@ -19,6 +20,8 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.rows import PatchRows
 from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.rollout.episode import Episode, EpisodePiece
+from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.chains import cut_chains
@@ -178,7 +181,7 @@ def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
 def test_features_are_computed_once_and_forgotten(params, mesh):
     tower, seen = tower_of(params, mesh), []
     run = tower._encode
-    tower._encode = lambda params, rows: seen.append(rows) or run(params, rows)
+    tower._encode = lambda params, rows, bounds: seen.append(rows) or run(params, rows, bounds)
     assert tower.keep([IMAGES[0], IMAGES[1], IMAGES[0]]) == 2
     assert isinstance(seen[0], PatchRows) and len(seen) == 1
     first = tower.rows([[IMAGES[1], IMAGES[0]], []], 8)
@@ -202,7 +205,7 @@ def test_rows_have_room_for_their_images(params):
             assert sum(v.tokens for i in row for v in batch.visuals[i]) <= shape.visual_length
     packed = packer.rows(batch, [[2]], shape)
     assert packed.given.patches.shape == (1, 16, 24)
-    assert packed.index[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
+    assert packed.numbers[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
     with pytest.raises(ValueError, match=r"sequence 0 has 4 tokens .* raise batch.max_visual"):
         packer.sizes(batch, PART._replace(visual_share=0.2))
 
@@ -223,6 +226,20 @@ def test_batches_keep_their_images():
     assert batch.without(VISUALS).visuals == [()] * 4
     assert VISUALS not in batch.arrays and "mask" in batch.arrays
     assert all(a is b for a, b in zip(few.visuals[0], batch.visuals[2], strict=True))
+
+
+def test_episodes_are_laid_out_with_the_images_of_their_observations():
+    """Answers to a prompt share its image; what is cut from a broken one takes its images along."""
+    drawn = EpisodePiece(*(np.zeros(1, kind) for kind in (int, np.float32, int)), drawn=True)
+    told = EpisodePiece.told([IMAGE] * 2, visuals=(IMAGES[1],))
+    whole = Episode((IMAGE,) * 4, (drawn, told, drawn), "stop", prompt_visuals=(IMAGES[0],))
+    broken = dataclasses.replace(whole, error="lost")
+    prompts = [Prompt(0, whole.prompt, visuals=whole.prompt_visuals)] * 2
+    rollouts = Rollouts(prompts, [whole, broken], ["", ""])
+    batch = lay_out(rollouts, samples=2, max_tokens=8, compares=False)
+    assert batch.visuals == [(IMAGES[0], IMAGES[1]), (IMAGES[0],)]
+    assert batch.visuals[0][0] is batch.visuals[1][0]
+    VisualPacker(Decoder(SPEC)).rows(batch, [[0], [1]], WHOLE)
 
 
 def test_chains_have_their_own_images():

@@ -4,11 +4,14 @@ Messages do so by `<image>` and `<video>` in their texts (verl), or by typed par
 """
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from PIL import Image
 
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -33,6 +36,51 @@ class Picture(NamedTuple):
     name: str
 
 
+@dataclass(frozen=True)
+class RowPictures:
+    """The images and videos of a row, decoded when this is called.
+
+    Attributes:
+        processor: of the model.
+        pictures: in their order in the chat.
+        folder: where relative paths begin.
+        where: the row stands, for messages.
+        tokens: how many stand for each.
+    """
+
+    processor: VisualProcessor
+    pictures: Sequence[Picture]
+    folder: Path
+    where: str
+    tokens: Sequence[int]
+
+    def __call__(self) -> tuple[Visual, ...]:
+        """Decode them.
+
+        Raises:
+            PictureError: one is damaged, or is no longer as large as it was.
+        """
+        read = {"image": self.processor.image, "video": self.processor.video}
+        visuals = tuple(
+            _named(functools.partial(read[p.media], folder=self.folder), p, self.where)
+            for p in self.pictures
+        )
+        for picture, visual, count in zip(self.pictures, visuals, self.tokens, strict=True):
+            if visual.tokens != count:
+                raise PictureError(
+                    f"{self.where}: field {picture.name!r}: expected {count} tokens as when the "
+                    f"run began, got {visual.tokens}: the file was replaced"
+                )
+        return visuals
+
+    def digest(self) -> bytes:
+        """Return a digest of what rows hold of them: of encoded bytes, or of paths and sizes."""
+        digest = hashlib.sha256()
+        for picture in self.pictures:
+            _add(digest, picture.source, self.folder)
+        return digest.digest()
+
+
 class RowPrompt(NamedTuple):
     """What a row becomes.
 
@@ -44,7 +92,7 @@ class RowPrompt(NamedTuple):
 
     messages: list[dict[str, Any]]
     tokens: tuple[int, ...]
-    load: Callable[[], tuple[Visual, ...]] | None = None
+    load: RowPictures | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +138,8 @@ class RowVisuals:
             expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        load = functools.partial(self.load, pictures, folder, where, [s.tokens for s in shapes])
+        tokens_of_each = [shape.tokens for shape in shapes]
+        load = RowPictures(self.processor, pictures, folder, where, tokens_of_each)
         return RowPrompt(messages, expanded, load if pictures else None)
 
     def split(
@@ -120,9 +169,22 @@ class RowVisuals:
         if pictures and self.processor is None:
             raise ValueError(
                 f"{where}: it has {len(pictures)} images or videos, but the model is loaded for "
-                "text alone: set model.vision, or remove the columns"
+                "text alone: set model.vision (vision of an evaluation), or remove them"
             )
         return messages, pictures
+
+    def check_response(self, tokens: Sequence[int], where: str) -> None:
+        """Raise ValueError where a response holds a token that stands for images, or marks one.
+
+        Args:
+            tokens: of the response.
+            where: its row stands, for messages.
+        """
+        if self.processor and self.processor.placeholders.ids & {*tokens}:
+            raise ValueError(
+                f"{where}: expected a response without texts of the tokens that stand for images "
+                "in prompts: no answer holds them"
+            )
 
     def shapes(self, pictures: Sequence[Picture], folder: Path, where: str) -> list[Shape]:
         """Return the shapes of pictures, of which only headers are read.
@@ -138,33 +200,6 @@ class RowVisuals:
         assert self.processor is not None, "`split` has refused rows with pictures"
         read = {"image": self.processor.image_shape, "video": self.processor.video_shape}
         return [_named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures]
-
-    def load(
-        self, pictures: Sequence[Picture], folder: Path, where: str, tokens: Sequence[int]
-    ) -> tuple[Visual, ...]:
-        """Decode pictures.
-
-        Args:
-            pictures: of a row.
-            folder: where relative paths begin.
-            where: the row stands, for messages.
-            tokens: how many stand for each.
-
-        Raises:
-            PictureError: one can't be decoded, or is no longer as large as it was.
-        """
-        assert self.processor is not None, "`split` has refused rows with pictures"
-        read = {"image": self.processor.image, "video": self.processor.video}
-        visuals = tuple(
-            _named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures
-        )
-        for picture, visual, count in zip(pictures, visuals, tokens, strict=True):
-            if visual.tokens != count:
-                raise PictureError(
-                    f"{where}: field {picture.name!r}: expected {count} tokens as when the run "
-                    f"began, got {visual.tokens}: the file was replaced"
-                )
-        return visuals
 
 
 @dataclass
@@ -196,6 +231,25 @@ class Column:
         self.mentioned += 1
         source = self.sources[number] if number < len(self.sources) else None
         return Picture(media, source, f"{self.name}[{number}]")
+
+
+def _add(digest: Any, source: Any, folder: Path) -> None:
+    """Add what a row holds of a picture to a digest."""
+    if isinstance(source, Mapping):
+        for key in sorted(source):
+            digest.update(key.encode())
+            _add(digest, source[key], folder)
+    elif isinstance(source, list | tuple):
+        for item in source:
+            _add(digest, item, folder)
+    elif isinstance(source, str | Path):
+        digest.update(str(source).encode())
+        if not str(source).startswith("data:") and (folder / source).is_file():
+            digest.update(str((folder / source).stat().st_size).encode())
+    elif isinstance(source, Image.Image):  # which may not be decoded yet
+        digest.update(f"{source.mode} {source.size}".encode())
+    elif source is not None:
+        digest.update(bytes(source))
 
 
 def _named(read: Any, picture: Picture, where: str) -> Any:

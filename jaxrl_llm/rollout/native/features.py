@@ -155,10 +155,10 @@ class FeatureCache:
             slots = [self._slots[part][visual.key] for visual in row]
             targets[part, : sum(map(len, slots))] = np.concatenate([[], *slots])
         patches = patch_rows(self._vision, rows, length)
-        inputs = distributed.put((patches, targets), self._programs.by_row)
+        patches, targets = distributed.put((patches, targets), self._programs.by_row)
         held, self.held = self.held, None  # donated
         held = self._programs.make_features() if held is None else held
-        self.held = self._programs.encode(params, held, *inputs, longest)
+        self.held = self._programs.encode(params, held, patches, targets, longest)
 
 
 def _take_row(visuals: list[Visual], at_once: int) -> list[Visual]:

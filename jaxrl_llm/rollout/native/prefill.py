@@ -81,7 +81,7 @@ def gather_features(held: VisualFeatures, slots: Int[Array, "B T"]) -> VisualTok
 
     >>> held = VisualFeatures(jnp.array([[[1.0], [2.0]]]))
     >>> visual = gather_features(held, jnp.array([[-1, 1], [0, -1]]))
-    >>> visual.given.features[..., 0].tolist(), visual.index.tolist()
+    >>> visual.given.features[..., 0].tolist(), visual.feature.tolist()
     ([[1.0, 2.0], [1.0, 1.0]], [[-1, 1], [0, -1]])
     """
     by_part = slots.reshape(len(held.features), -1, slots.shape[1])

@@ -120,7 +120,8 @@ def make_reference(
         dtypes = model.model.compute_dtypes(reference_dtype(config))
         if layout is not layouts.train:
             forward = forward_config(
-                config.model, model.model, layout, config.rollout.temperature, model.tower
+                *(config.model, model.model, layout, config.rollout.temperature),
+                *(model.tower, config.data.max_pixels),
             )
             shape = microbatch_shape(config, forward, layout)
             infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
