@@ -47,8 +47,8 @@ def complaints(path, source):
         top, *below = name.split(".")
         if path.startswith(SIDECAR):
             beside = (ROOT / SIDECAR / f"{top}.py").exists()
-            if not beside and top not in {*sys.stdlib_module_names, "torch", "vllm"}:
-                messages.append(f"{path} imports {name}: it has torch and vllm")
+            if not beside and top not in {*sys.stdlib_module_names, "PIL", "torch", "vllm"}:
+                messages.append(f"{path} imports {name}: it has vllm, and what that needs")
         elif top in LINKED:
             messages.append(f"{path} imports {name} bare")
         elif top == "jaxrl_llm":
