@@ -65,7 +65,7 @@ def pictures(  # noqa: PLR0913 - each is a key of a config
         validation_rows: questions held out.
         sft_rows: questions with their answers, for a supervised warm-up; 0 writes no such file.
         mistakes: share of the responses in sft.parquet that are wrong: they count a dot too few,
-            read the left digit alone, or say no more than "shape".
+            read each digit one too low (0 as 9), or name the shape that follows in `SHAPES`.
         blank: write the same rows with grey pictures, from which nothing can be learned.
         seed: of all draws.
 
@@ -205,7 +205,7 @@ def digits(side: int, rng: random.Random) -> Question:
         rng: of all draws.
 
     Returns:
-        The number that they make; the mistake is the left one alone.
+        The number that they make; the mistake has each of them one too low.
     """
     ink = np.zeros((side, side), bool)
     number = rng.sample(range(10), 2)
@@ -214,7 +214,8 @@ def digits(side: int, rng: random.Random) -> Question:
         drawn = np.kron(digit_of(digit), np.ones((scale, scale), bool))
         _paste(ink, drawn, (0, half * side // 2), (side, side // 2), rng)
     text = "".join(map(str, number))
-    return Question(ink, "Which digits?", text, text[0])
+    wrong = "".join(str((digit - 1) % 10) for digit in number)
+    return Question(ink, "Which digits?", text, wrong)
 
 
 def digit_of(digit: int) -> np.ndarray:
@@ -230,13 +231,14 @@ def shapes(side: int, rng: random.Random) -> Question:
         rng: of all draws.
 
     Returns:
-        The name of the left one; the mistake is "shape".
+        The name of the left one; the mistake is the name that follows in `SHAPES`.
     """
     ink = np.zeros((side, side), bool)
     names = rng.sample(SHAPES, 2)
     for half, name in enumerate(names):
         _paste(ink, shape_of(name, 3 * side // 8), (0, half * side // 2), (side, side // 2), rng)
-    return Question(ink, "What is left?", names[0], "shape")
+    wrong = SHAPES[(SHAPES.index(names[0]) + 1) % len(SHAPES)]
+    return Question(ink, "What is left?", names[0], wrong)
 
 
 def shape_of(name: str, side: int) -> np.ndarray:

@@ -166,10 +166,11 @@ class VisualPacker:
             ValueError: a sequence has more images than a row has room for.
         """
         visual = np.array([sum(v.tokens for v in own) for own in batch.visuals])
-        if (most := visual.max(initial=0)) > int(shape.width * shape.visual_share):
+        room = shape.visual_room(shape.width)
+        if (most := visual.max(initial=0)) > room:
             raise ValueError(
                 f"sequence {visual.argmax()} has {most} tokens of images and videos, but a row for "
-                f"{shape.width} tokens has room for {int(shape.width * shape.visual_share)}: raise "
+                f"{shape.width} tokens has room for {room}: raise "
                 "batch.max_visual_tokens_per_device, or lower data.max_pixels"
             )
         needed = np.ceil(visual / shape.visual_share - 1e-9).astype(batch.sequence_lengths.dtype)

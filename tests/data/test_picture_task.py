@@ -96,13 +96,15 @@ def test_answers_are_what_is_drawn(tmp_path, side):
 
 
 def test_a_teacher_makes_the_mistakes_that_the_docs_name(tmp_path):
+    one_too_low = str.maketrans("0123456789", "9012345678")
+    next_name = {"square": "disc", "disc": "cross", "cross": "wedge", "wedge": "square"}
     write(tmp_path, mistakes=1.0)
     for index, row in enumerate(sft_rows([str(tmp_path / "sft.parquet")])):
         kind, ink = tuple(READERS)[index % 3], drawn(row)
         wrong = {
             "dots": lambda ink: str(int(read_dots(ink)) - 1),
-            "digits": lambda ink: read_digits(ink)[0],
-            "shapes": lambda _: "shape",
+            "digits": lambda ink: read_digits(ink).translate(one_too_low),
+            "shapes": lambda ink: next_name[read_shapes(ink)],
         }
         assert row["response"] == wrong[kind](ink) != READERS[kind](ink)
 

@@ -67,7 +67,7 @@ def test_pictures_are_answered_and_learned_from(workshop, base, vision):
     ).ok()
     assert [line["step"] for line in result.metrics] == [0, 1, 2]
     for kind in ("dots", "digits", "shapes"):
-        assert f"val-core/pictures/{kind}/score/mean@1" in result.metrics[0]
+        assert f"val-core/pictures/{kind}/reward/mean@1" in result.metrics[0]
     assert result.metrics[1]["actor/grad_norm"] > 0
     assert result.metrics[1]["training/rollout_probs_diff_max"] < 1e-4
     out = workshop.folder()

@@ -66,8 +66,13 @@ def check_fp8_vllm(spec: ModelSpec, config: VllmConfig, *, cpu: bool) -> None:
         cpu: whether vLLM was built for CPUs.
 
     Raises:
-        ValueError: there are no kernels for it.
+        ValueError: there are no kernels for it, or the model reads images.
     """
+    if spec.vision is not None:
+        raise ValueError(
+            "vLLM's float8 of a model that reads images was not tried: expected "
+            "rollout.quantization: none, or rollout.engine: native"
+        )
     if cpu and not has_amx():
         raise ValueError(
             "vLLM's float8 needs GPUs, or a processor with AMX, which this one has not: expected "
