@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxrl_llm.data.dataset import tokenize_prompts
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.rows import check_prompt_row, verl_rows, write_rows
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -206,6 +206,17 @@ def test_rows_that_are_refused_are_named(name, tokenizer, visuals):
     wrong, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"^dataset row 1: .*{message}"):
         tokenized([row("fine"), wrong], tokenizer, visuals)
+
+
+def test_responses_hold_no_token_of_images(tokenizer, visuals):
+    """A model that reads images gives these no probability: their loss would have no bound."""
+    rows = [
+        {"prompt": row("Hi")["prompt"], "response": text} for text in ("4", "a <|image_pad|> here")
+    ]
+    message = r"dataset row 1: field 'response': expected text alone, got <\|image_pad\|>: a model"
+    with pytest.raises(ValueError, match=message):
+        tokenize_examples(rows, tokenizer, max_tokens=99, visuals=visuals)
+    assert len(tokenize_examples(rows, tokenizer, max_tokens=99)[0]) == 2
 
 
 @pytest.mark.parametrize("name", FORMS)

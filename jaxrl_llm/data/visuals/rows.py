@@ -93,6 +93,25 @@ class RowVisuals:
         load = functools.partial(self.load, pictures, folder, where, [s.tokens for s in shapes])
         return RowPrompt(messages, expanded, load if pictures else None)
 
+    def check_drawn(self, tokens: Sequence[int], where: str, tokenizer: Any) -> None:
+        """Refuse to learn the tokens of images, which have no probability.
+
+        Args:
+            tokens: that the model is to draw.
+            where: they stand, for messages.
+            tokenizer: by which they are made.
+
+        Raises:
+            ValueError: one stands for images, or beside them.
+        """
+        never = frozenset() if self.processor is None else self.processor.placeholders.ids
+        if drawn := never.intersection(tokens):
+            names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(drawn)))
+            raise ValueError(
+                f"{where}: expected text alone, got {names}: a model that reads images never "
+                "writes them"
+            )
+
     def split(
         self, row: Mapping[str, Any], where: str
     ) -> tuple[list[dict[str, Any]], list[Picture]]:
