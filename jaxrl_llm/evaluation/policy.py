@@ -282,9 +282,7 @@ def load_policy(
         source = path
         params, model = _of_directory(path, layout, on_host=on_host, vision=vision)
     if vision and not (isinstance(model, VisionModel) and model.vision):
-        raise ConfigError(
-            f"vision: {path} has no vision tower that reads images, expected one (docs/models.md)"
-        )
+        raise ConfigError(f"vision: {path} has no vision tower, expected one (docs/models.md)")
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         policy = Policy(
