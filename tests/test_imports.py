@@ -47,7 +47,7 @@ def complaints(path, source):
         top, *below = name.split(".")
         if path.startswith(SIDECAR):
             beside = (ROOT / SIDECAR / f"{top}.py").exists()
-            if not beside and top not in {*sys.stdlib_module_names, "torch", "vllm"}:
+            if not beside and top not in {*sys.stdlib_module_names, "torch", "vllm", "PIL"}:
                 messages.append(f"{path} imports {name}: it has torch and vllm")
         elif top in LINKED:
             messages.append(f"{path} imports {name} bare")

@@ -60,9 +60,7 @@ async def openai_program(
     spec = ProgramSpec(run, tuple(command or ()), python, told, server.limits)
     pool = await asyncio.to_thread(server.programs, spec)
     with server.serving(session, host) as (address, secret):
-        messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
-        row = replace(row, messages=messages)
-        given = given_to_program(address, secret, row, tool_seed(chat.seed))
+        given = given_to_program(address, secret, shown_row(chat, row), tool_seed(chat.seed))
         number, ended = pool.start(given)
         try:
             end = await _wait_for_end(asyncio.wrap_future(ended), session, idle_s)
@@ -82,6 +80,12 @@ async def openai_program(
         )
         raise BrokenEpisode(f"{spec.name}: {reason}")
     chat.score = end.value
+
+
+def shown_row(chat: Chat, row: EpisodeRow) -> EpisodeRow:
+    """Return a row whose messages show images as a client of OpenAI's API does."""
+    messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
+    return replace(row, messages=messages)
 
 
 def image_url_part(image: Image.Image) -> dict[str, Any]:
