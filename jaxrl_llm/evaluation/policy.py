@@ -280,8 +280,9 @@ def load_policy(
         if step is not None:
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
         source = path
-        params, model = _read_directory(path, layout, on_host=on_host, vision=vision)
-    _check_tower(path, model, asked=vision)
+        params, model = _of_directory(path, layout, on_host=on_host, vision=vision)
+    if vision and not (isinstance(model, VisionModel) and model.vision):
+        raise ConfigError(f"vision: {path} has no vision tower, expected one (docs/models.md)")
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         policy = Policy(
@@ -299,10 +300,9 @@ def load_policy(
     return policy
 
 
-def _read_directory(
+def _of_directory(
     path: str, layout: Layout, *, on_host: bool, vision: bool
 ) -> tuple[Params, Model]:
-    """Load the language model of a Hugging Face directory, with its vision tower if asked for."""
     with config_errors_at("model"):
         spec = read_spec(path, vision=vision)
         if spec.value_head or spec.reward_head:
@@ -311,14 +311,6 @@ def _read_directory(
         if on_host:
             homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
         return load_params(path, spec, shardings=homes), model_of(spec)
-
-
-def _check_tower(path: str, model: Model, *, asked: bool) -> None:
-    """Refuse a model without a vision tower, if one is asked for."""
-    if asked and not (isinstance(model, VisionModel) and model.vision):
-        raise ConfigError(
-            f"vision: {path} has no vision tower that reads images, expected one (docs/models.md)"
-        )
 
 
 def _check_factors(model: Model, longest: int) -> None:

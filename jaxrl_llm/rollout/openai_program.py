@@ -60,8 +60,9 @@ async def openai_program(
     spec = ProgramSpec(run, tuple(command or ()), python, told, server.limits)
     pool = await asyncio.to_thread(server.programs, spec)
     with server.serving(session, host) as (address, secret):
-        given = given_to_program(address, secret, shown_row(chat, row), tool_seed(chat.seed))
-        number, ended = pool.start(given)
+        messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
+        shown = replace(row, messages=messages)
+        number, ended = pool.start(given_to_program(address, secret, shown, tool_seed(chat.seed)))
         try:
             end = await _wait_for_end(asyncio.wrap_future(ended), session, idle_s)
         finally:
@@ -73,19 +74,10 @@ async def openai_program(
         if session.is_limited:
             return
         reason = f"did nothing for {idle_s:g} s" if end is None else str(end.error)
-        server.tally.warn_once(
-            reason.partition(":")[0],
-            "%s: %s\n%s",
-            *(spec.name, reason, "" if end is None else end.output),
-        )
+        output = "" if end is None else end.output
+        server.tally.warn_once(reason.partition(":")[0], "%s: %s\n%s", spec.name, reason, output)
         raise BrokenEpisode(f"{spec.name}: {reason}")
     chat.score = end.value
-
-
-def shown_row(chat: Chat, row: EpisodeRow) -> EpisodeRow:
-    """Return a row whose messages show images as a client of OpenAI's API does."""
-    messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
-    return replace(row, messages=messages)
 
 
 def image_url_part(image: Image.Image) -> dict[str, Any]:

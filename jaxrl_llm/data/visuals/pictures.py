@@ -255,8 +255,9 @@ def _check_header(image: Image.Image) -> None:
 
 def _check_scans(image: Image.Image) -> None:
     """Refuse a JPEG that takes hours to decode: each scan may pass over all of its pixels."""
-    is_file = isinstance(image, ImageFile.ImageFile) and image.fp is not None
-    if not is_file or not image.tile or image.tile[0][0] != "jpeg":
+    if not isinstance(image, ImageFile.ImageFile) or image.fp is None:
+        return
+    if not image.tile or image.tile[0][0] != "jpeg":
         return
     image.fp.seek(0)
     scans = image.fp.read().count(b"\xff\xda")  # pixels never hold these two bytes

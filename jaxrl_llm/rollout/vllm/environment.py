@@ -23,15 +23,6 @@ HOME = Path(os.environ.get("JAXRL_LLM_VLLM", "~/.cache/jaxrl_llm/vllm")).expandu
 """The environment that `setup` makes."""
 
 VERSION = "0.32.0"
-FOR_IMAGES = {
-    "skip_tokenizer_init": False,  # vLLM's processor of images has it
-    "limit_mm_per_prompt": {"video": 0},
-    "mm_processor_cache_gb": 0,  # else what it holds may be of older weights, or lost
-    # else by buffers that vLLM fills with dummies, which no push of weights repairs
-    "mm_device_do_normalize": False,
-}
-"""Keywords of `AsyncEngineArgs` for a model with a vision tower."""
-
 BLOCK_ON_CPU = 32  # tokens; vLLM's own 128 would share few prefixes
 
 
@@ -172,6 +163,15 @@ def _devices(config: VllmConfig, first: int, number: int) -> list[str]:
     return devices
 
 
+ARGUMENTS_FOR_IMAGES = {
+    "skip_tokenizer_init": False,  # vLLM's processor of images has it
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_processor_cache_gb": 0,  # else what it holds may be of older weights, or lost
+    # else by buffers that vLLM fills with dummies, which no push of weights repairs
+    "mm_device_do_normalize": False,
+}
+
+
 def engine_arguments(
     spec: ModelSpec,
     config: VllmConfig,
@@ -216,7 +216,7 @@ def engine_arguments(
         "worker_extension_cls": "jaxrl_worker.Worker",
     }
     if spec.vision is not None:
-        arguments |= FOR_IMAGES
+        arguments |= ARGUMENTS_FOR_IMAGES
     if cpu:
         arguments |= {
             "enforce_eager": True,
