@@ -47,8 +47,8 @@ def complaints(path, source):
         top, *below = name.split(".")
         if path.startswith(SIDECAR):
             beside = (ROOT / SIDECAR / f"{top}.py").exists()
-            if not beside and top not in {*sys.stdlib_module_names, "torch", "vllm"}:
-                messages.append(f"{path} imports {name}: it has torch and vllm")
+            if not beside and top not in {*sys.stdlib_module_names, "torch", "vllm", "PIL"}:
+                messages.append(f"{path} imports {name}: it has torch, vllm and PIL")
         elif top in LINKED:
             messages.append(f"{path} imports {name} bare")
         elif top == "jaxrl_llm":
@@ -144,7 +144,7 @@ def test_circles_are_found():
         ("jaxrl_llm/cluster/actors.py", "import ray", "outside a"),
         ("models/hf/load.py", "import json, safetensors.numpy, ml_dtypes", ""),
         (f"{SIDECAR}a.py", "import json, torch, vllm.inputs, jaxrl_temporary", ""),
-        (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch and vllm"),
+        (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch, vllm and PIL"),
     ],
 )
 def test_a_wrong_import_is_found(path, source, wrong):

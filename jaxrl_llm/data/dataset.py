@@ -209,7 +209,8 @@ def tokenize_examples(
         The examples, and how many rows were dropped.
 
     Raises:
-        ValueError: as for `tokenize_prompts`, or the tokenizer has no eos token.
+        ValueError: as for `tokenize_prompts`, the tokenizer has no eos token, or a response has a
+            token of images.
 
     >>> class Digits:
     ...     eos_token_id = 10
@@ -231,7 +232,7 @@ def tokenize_examples(
     for index, row in enumerate(rows):
         _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
         response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-        visuals.check_response(response, f"dataset row {index}")
+        visuals.check_drawn(response, f"dataset row {index}: field 'response'", tokenizer)
         tokens = (*prompt, *response, tokenizer.eos_token_id)
         if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong, load):
             examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))

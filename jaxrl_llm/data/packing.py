@@ -47,7 +47,15 @@ class RowShape(NamedTuple):
     @property
     def visual_length(self) -> int:
         """Return V, the most tokens of a row that stand for images and videos."""
-        return max(1, int(self.length * self.visual_share))
+        return max(1, self.visual_room(self.length))
+
+    def visual_room(self, tokens: int) -> int:
+        """Return how many of so many tokens may stand for images and videos.
+
+        >>> RowShape(rows=1, length=200, sequences=2, visual_share=29 / 100).visual_room(200)
+        58
+        """
+        return int(tokens * self.visual_share + 1e-9)  # 57.99… is 58
 
     @property
     def width(self) -> int:

@@ -280,18 +280,9 @@ def load_policy(
         if step is not None:
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
         source = path
-        with config_errors_at("model"):
-            spec = read_spec(path, vision=vision)
-            if spec.value_head or spec.reward_head:
-                raise ValueError(f"{path} ends in a value head, expected a language model")
-            homes = layout.of(declare(spec))
-            if on_host:
-                homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
-            params, model = load_params(path, spec, shardings=homes), model_of(spec)
+        params, model = _of_directory(path, layout, on_host=on_host, vision=vision)
     if vision and not (isinstance(model, VisionModel) and model.vision):
-        raise ConfigError(
-            f"vision: {path} has no vision tower that reads images, expected one (docs/models.md)"
-        )
+        raise ConfigError(f"vision: {path} has no vision tower, expected one (docs/models.md)")
     with config_errors_at("model"):
         tokenizer = load_tokenizer(source)
         policy = Policy(
@@ -307,6 +298,19 @@ def load_policy(
     if not on_host:
         _ = policy.forward  # kernels are tried out now, as this can't be done inside of `jax.jit`
     return policy
+
+
+def _of_directory(
+    path: str, layout: Layout, *, on_host: bool, vision: bool
+) -> tuple[Params, Model]:
+    with config_errors_at("model"):
+        spec = read_spec(path, vision=vision)
+        if spec.value_head or spec.reward_head:
+            raise ValueError(f"{path} ends in a value head, expected a language model")
+        homes = layout.of(declare(spec))
+        if on_host:
+            homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
+        return load_params(path, spec, shardings=homes), model_of(spec)
 
 
 def _check_factors(model: Model, longest: int) -> None:

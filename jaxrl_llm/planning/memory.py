@@ -328,7 +328,7 @@ def _flops_of_images(
     vision = role.spec.vision
     if vision is None or role.spec.vision_apart:
         return 0
-    room = int(longest(config) * role.shape.visual_share)
+    room = role.shape.visual_room(longest(config))
     side = vision.merge * math.isqrt(min(config.data.max_prompt_tokens, room))
     return sequences * tower_flops(vision, [(1, side, side)])
 

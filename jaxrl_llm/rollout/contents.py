@@ -191,17 +191,17 @@ class MessageContents:
         Raises:
             BrokenEpisode: it can't be used, or the policy reads none.
         """
-        what = "an image" if kind == "image" else f"a {kind}"
+        shown = "an image" if kind == "image" else f"a {kind}"
         if self.processor is None:
             raise BrokenEpisode(
-                f"a message shows {what}, but the policy reads text alone: set model.vision, or "
+                f"a message shows {shown}, but the policy reads text alone: set model.vision, or "
                 "let the agent, tool or environment tell a text"
             )
         try:
             read = self.processor.video if kind == "video" else self.processor.image
             visual = read(source)
         except PictureError as error:
-            raise BrokenEpisode(f"a message shows {what} that can't be used: {error}") from error
+            raise BrokenEpisode(f"a message shows {shown} that can't be used: {error}") from error
         self._known[visual.key.hex()] = visual
         return visual
 

@@ -61,9 +61,8 @@ async def openai_program(
     pool = await asyncio.to_thread(server.programs, spec)
     with server.serving(session, host) as (address, secret):
         messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
-        row = replace(row, messages=messages)
-        given = given_to_program(address, secret, row, tool_seed(chat.seed))
-        number, ended = pool.start(given)
+        shown = replace(row, messages=messages)
+        number, ended = pool.start(given_to_program(address, secret, shown, tool_seed(chat.seed)))
         try:
             end = await _wait_for_end(asyncio.wrap_future(ended), session, idle_s)
         finally:
@@ -75,11 +74,8 @@ async def openai_program(
         if session.is_limited:
             return
         reason = f"did nothing for {idle_s:g} s" if end is None else str(end.error)
-        server.tally.warn_once(
-            reason.partition(":")[0],
-            "%s: %s\n%s",
-            *(spec.name, reason, "" if end is None else end.output),
-        )
+        output = "" if end is None else end.output
+        server.tally.warn_once(reason.partition(":")[0], "%s: %s\n%s", spec.name, reason, output)
         raise BrokenEpisode(f"{spec.name}: {reason}")
     chat.score = end.value
 

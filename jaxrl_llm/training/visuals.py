@@ -110,22 +110,21 @@ class FrozenTower:
         sizes, ranks = np.array([v.tokens for v in visuals]), batch_shards(self._layout.mesh)
         length = max(LEAST_TOKENS, 2 ** math.ceil(math.log2(sizes.max())))
         shape = RowShape(rows=ranks, length=length, sequences=len(visuals) * ranks, ranks=ranks)
-        packed = best_fit(sizes, shape)
-        for first in range(0, len(packed), ranks):
-            some = packed[first : first + ranks]
-            images = [[visuals[i] for i in row] for row in some]
-            images += [[] for _ in range(ranks - len(some))]
-            patches = patch_rows(self._spec, images, length * self._spec.group)
+        images = [[visuals[i] for i in row] for row in best_fit(sizes, shape)]
+        images += [[] for _ in range(-len(images) % ranks)]
+        bounds = frame_bounds(images).rounded()  # of all, so that one program serves
+        for first in range(0, len(images), ranks):
+            some = images[first : first + ranks]
+            patches = patch_rows(self._spec, some, length * self._spec.group)
             rows = distributed.put(patches, over_batch(self._layout.mesh))
-            bounds = frame_bounds(images).rounded()
             made = distributed.fetch(self._encode(self.params, rows, bounds))
-            for row, own in enumerate(images):
+            for row, own in enumerate(some):
                 at = 0
                 for visual in own:
                     end = at + visual.tokens
                     deep = None if made.deep is None else made.deep[row : row + 1, :, at:end]
-                    found = VisualFeatures(made.features[row : row + 1, at:end], deep)
-                    self._known[visual.key] = jax.tree.map(np.copy, found)
+                    features = VisualFeatures(made.features[row : row + 1, at:end], deep)
+                    self._known[visual.key] = jax.tree.map(np.copy, features)
                     at = end
 
 
@@ -167,10 +166,11 @@ class VisualPacker:
             ValueError: a sequence has more images than a row has room for.
         """
         visual = np.array([sum(v.tokens for v in own) for own in batch.visuals])
-        if (most := visual.max(initial=0)) > int(shape.width * shape.visual_share):
+        room = shape.visual_room(shape.width)
+        if (most := visual.max(initial=0)) > room:
             raise ValueError(
                 f"sequence {visual.argmax()} has {most} tokens of images and videos, but a row for "
-                f"{shape.width} tokens has room for {int(shape.width * shape.visual_share)}: raise "
+                f"{shape.width} tokens has room for {room}: raise "
                 "batch.max_visual_tokens_per_device, or lower data.max_pixels"
             )
         needed = np.ceil(visual / shape.visual_share - 1e-9).astype(batch.sequence_lengths.dtype)
@@ -193,7 +193,7 @@ class VisualPacker:
             np.zeros((*numbers.shape, 3), np.int32) if self.model.has_rotary_positions else None
         )
         for row, sequences in enumerate(members):
-            at = found = 0
+            at = feature = 0
             for i in sequences:
                 size = int(batch.sequence_lengths[i])
                 tokens = batch.tokens[i, :size]
@@ -206,10 +206,10 @@ class VisualPacker:
                         f"sequence {i} has {len(places)} placeholder tokens, but its images and "
                         f"videos have {needed}"
                     )
-                numbers[row, places] = found + np.arange(needed)
+                numbers[row, places] = feature + np.arange(needed)
                 if rotary is not None:
                     rotary[row, at : at + size] = self._positions(tokens, visuals[i])
-                at, found = at + size, found + needed
+                at, feature = at + size, feature + needed
         rows = [[visual for i in sequences for visual in visuals[i]] for sequences in members]
         rows += [[] for _ in range(shape.rows - len(rows))]
         length = shape.visual_length

@@ -1,13 +1,13 @@
 """The vision tower of Gemma 3 in `config.json`: SigLIP, and how many tokens an image becomes."""
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
 from jaxrl_llm.models.hf.unread import without_effect
 from jaxrl_llm.models.hf.vision import HALF, VISION_KEY, Colors
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.spec import CHANNELS, VisionSpec
+from jaxrl_llm.models.vision.spec import CHANNELS, TowerKind, VisionSpec
 
 SIZES = {
     "num_hidden_layers": "layers",
@@ -39,7 +39,7 @@ UNUSED = {"vision_use_head", "attention_dropout"}  # a head beside ours, and wha
 class SiglipForm(NamedTuple):
     """How Gemma 3 writes its tower; see `models.hf.vision.TowerForm`."""
 
-    kind: Literal["siglip"] = "siglip"
+    kind: TowerKind = "siglip"
     model_type: str = "gemma3"
     prefixes: tuple[str, ...] = (
         "vision_tower.vision_model.",

@@ -8,12 +8,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
 from jaxrl_llm.models.hf.unread import without_effect
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, VisionSpec
+from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, TowerKind, VisionSpec
 
 VISION_KEY = "vision_config"
 TOWER_KEYS = {
@@ -55,7 +55,7 @@ class TowerForm(NamedTuple):
         prefixes: What names of its arrays may begin with; the first is that of published files.
     """
 
-    kind: Literal["qwen3", "qwen2_5", "siglip"]
+    kind: TowerKind
     model_type: str
     defaults: Mapping[str, Any]
     tokens: Mapping[str, int]
@@ -208,9 +208,9 @@ def read_colors(directory: Path) -> Colors | None:
     ...     read_colors(Path(directory))
     Colors(mean=(0.0, 0.0, 0.5), std=(1.0, 1.0, 1.0))
     """
-    found = [*_processors(directory)]
-    colors = {_read_colors(keys) for keys in found if "image_mean" in keys and "image_std" in keys}
-    for keys in found:
+    configs = [*_processors(directory)]
+    colors = {_read_colors(keys) for keys in configs if {"image_mean", "image_std"} <= {*keys}}
+    for keys in configs:
         does_both = keys.get("do_rescale", True) and keys.get("do_normalize", True)
         if not does_both or not math.isclose(keys.get("rescale_factor", 1 / 255), 1 / 255):
             raise ValueError(

@@ -24,8 +24,8 @@ def with_features(
     >>> with_features(jnp.array([[[2.0], [3.0]]]), visual).ravel().tolist()
     [2.0, 6.0]
     """
-    found = _gather(visual.given.features, visual.feature, layout)
-    return jnp.where(visual.feature[..., None] >= 0, found.astype(x.dtype), x)
+    features = _gather(visual.given.features, visual.feature, layout)
+    return jnp.where(visual.feature[..., None] >= 0, features.astype(x.dtype), x)
 
 
 def deepened(
@@ -89,5 +89,6 @@ def _gather(
     index = layout.merge_context(index) if layout and in_pieces else index
     # not -1, which would be the last; one past the end is dropped from the gradient's scatter
     index = jnp.where(index < 0, count, index)
-    found = jax.vmap(lambda rows, at: rows.at[at].get(mode="fill", fill_value=0))(features, index)
-    return layout.split_context(found) if layout and in_pieces else found
+    of_row = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))
+    gathered = of_row(features, index)
+    return layout.split_context(gathered) if layout and in_pieces else gathered

@@ -1,7 +1,10 @@
 """The hyper-parameters of a vision tower."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+TowerKind: TypeAlias = Literal["qwen3", "qwen2_5", "siglip"]
+"""Of Qwen3-VL and Qwen3.5, of Qwen2.5-VL, and of Gemma 3."""
 
 CHANNELS = 3
 """Colors of a pixel."""
@@ -16,8 +19,7 @@ class VisionSpec:
     Hashable, so that it can be a static argument of `jax.jit`.
 
     Args:
-        kind: Of the tower: "qwen3" of Qwen3-VL and Qwen3.5, "qwen2_5" of Qwen2.5-VL, "siglip" of
-            Gemma 3.
+        kind: Of the tower.
         layers: Number of blocks.
         hidden_size: Width of the tower.
         heads: Attention heads.
@@ -49,7 +51,7 @@ class VisionSpec:
             there.
     """
 
-    kind: Literal["qwen3", "qwen2_5", "siglip"]
+    kind: TowerKind
     layers: int
     hidden_size: int
     heads: int

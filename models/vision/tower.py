@@ -334,8 +334,8 @@ def _positions(
     total = jnp.zeros((*places.shape[:2], table.shape[1]), jnp.float32)
     for row, by_row in ((low[..., 0], 1 - share[..., 0]), (high[..., 0], share[..., 0])):
         for column, by_column in ((low[..., 1], 1 - share[..., 1]), (high[..., 1], share[..., 1])):
-            found = table[row * side + column].astype(jnp.float32)
-            total = total + (by_row * by_column)[..., None] * found
+            corner = table[row * side + column].astype(jnp.float32)
+            total = total + (by_row * by_column)[..., None] * corner
     return total
 
 

@@ -137,6 +137,8 @@ def test_pictures_stand_upright_as_in_transformers(kind, turn, tmp_path):
 
 WHOLE = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)))
 JPEG = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)), "JPEG")
+PASSES = encoded(np.zeros((16, 16), np.uint8), "JPEG", progressive=True)
+LAST_PASS = PASSES[PASSES.rindex(b"\xff\xda") : -2]
 REFUSED = {
     "nothing": (None, "expected bytes, a path, a PIL image or an array, got a NoneType"),
     "a number": (3, "got a int"),
@@ -154,6 +156,10 @@ REFUSED = {
     "other bits": (WHOLE[:60] + b"\xff" * 40 + WHOLE[100:], "it can't be decoded"),
     "a large PNG": (png_header(9_000, 9_000), f"expected at most {MAX_PIXELS} pixels, got 9000x"),
     "a bomb": (png_header(60_000, 60_000), "expected at most"),
+    "100,000 scans": (
+        PASSES[:-2] + LAST_PASS * 100_000 + PASSES[-2:],
+        "expected a JPEG of at most 100 scans, got 10000",
+    ),
     "a large WebP": (webp_header(16_383, 16_383), f"at most {MAX_PIXELS} pixels, got 16383x16383"),
     "a thin one": (np.zeros((2, 402, 3), np.uint8), "sides of at most 200 to 1, got 402x2"),
     "no pixels": (np.zeros((0, 5, 3), np.uint8), "it has no pixels"),
@@ -171,6 +177,10 @@ REFUSED = {
     "an address": ("https://example.com/a.png", "nothing is fetched"),
     "no file": ("gone.png", "there is no file '.*gone.png'"),
     "a folder": (".", "there is no file"),
+    "base64 alone": (
+        "iVBORw0K" * 99,
+        "it can't be read: .*File name too long: '.*iVBORw0KiVBORw0K",
+    ),
     "a URL of text": ("data:text/plain;base64,AAAA", "expected data:image/…;base64,… as URL"),
     "a URL without base64": ("data:image/png,AAAA", "expected data:image/…;base64,… as URL"),
     "wrong base64": ("data:image/png;base64,A?A", "its base64 can't be decoded"),

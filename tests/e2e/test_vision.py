@@ -1,4 +1,4 @@
-"""Runs whose prompts have images: with a frozen tower and with one that is trained."""
+"""A run whose prompts have images, continued from its checkpoint."""
 
 import json
 from pathlib import Path
@@ -75,20 +75,17 @@ def changed(before, after):
 
 @pytest.mark.slow
 @pytest.mark.guards(*MODEL, *UPDATE, "models/vision/", "jaxrl_llm/runs/", "jaxrl_llm/rollout/")
-def test_runs_see_images(folder, monkeypatch):
-    """Engine and trainer agree before and after a push, a run goes on, and exports are whole."""
+def test_a_run_with_images_goes_on(folder, monkeypatch):
+    """Engine and trainer agree before and after, and what is exported is whole."""
     monkeypatch.chdir(ROOT)
     base = load_file(folder / "model/model.safetensors")
     run(folder, "frozen", "model.vision=frozen", "steps=1")
     metrics, weights, out = run(folder, "frozen", "model.vision=frozen", "steps=2")
     assert changed(base, weights) == {"model.visual.": {False}, "model.language_model.": {True}}
-    trained, weights, _ = run(folder, "trained", "model.vision=trained", "steps=2")
-    assert changed(base, weights)["model.visual."] == {True}
-    for line in (*metrics, *trained):
+    for line in metrics:
         assert line["training/rollout_logprobs_diff_mean"] < 1e-5
         assert line["actor/grad_norm"] > 0
         assert line["vision/tokens/min"] == 4 and line["vision/distinct"] > 1
-    assert trained[0]["actor/pg_loss"] == pytest.approx(metrics[0]["actor/pg_loss"], abs=1e-5)
     assert metrics[1]["actor/kl_loss"] > 0 and "timing_s/vision" in metrics[0]
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
         out, output_loading_info=True

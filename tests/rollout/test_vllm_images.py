@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.vllm import environment, process
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.pending import PendingRequest
 from jaxrl_llm.rollout.vllm.requests import SidecarImages, check_vllm_request
+from tests.data.vision_checkpoints import make_tokenizer, write_checkpoint
 from tests.rollout.test_vllm_parts import sidecar_module
 
 MODEL = Path(__file__).parents[2] / "configs" / "vision" / "model"
@@ -33,11 +34,11 @@ SETTINGS = EngineSettings(max_running_sequences=4, max_tokens=256)
 SIZES = [(50, 40), (33, 70), (16, 16), (90, 17), (200, 31)]
 
 
-def image(size, seed=0):
+def image(size, seed=0, processor=PROCESSOR):
     """Return an image of random pixels."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return PROCESSOR.image(Image.fromarray(pixels))
+    return processor.image(Image.fromarray(pixels))
 
 
 def asks(*visuals, seed=0, **sampling):
@@ -79,8 +80,9 @@ def test_a_sidecar_s_processor_resizes_nothing(images, tmp_path):
 
     images.write_files(tmp_path, SETTINGS.max_tokens)
     theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    wide = VisualProcessor.from_directory(MODEL, max_pixels=30_000)  # more than the checkpoint's
     for seed, size in enumerate(SIZES):
-        visual = image(size, seed)
+        visual = image(size, seed, wide)
         made = theirs([Image.fromarray(PROCESSOR.pixels(visual)[0])], return_tensors="np")
         np.testing.assert_array_equal(made["image_grid_thw"], [visual.grid])
         expected = (visual.patches / 255 - 0.5) / 0.5
@@ -117,6 +119,14 @@ def test_vllm_keeps_the_tower_of_a_model_that_sees():
     arguments = environment.engine_arguments(SPEC, VllmConfig(), SETTINGS, model="m", cpu=True)
     assert arguments["skip_tokenizer_init"] is False
     assert arguments["mm_processor_cache_gb"] == 0
+
+
+def test_float8_and_other_families_are_refused_with_images(tmp_path):
+    with pytest.raises(ValueError, match="float8 of a model that reads images"):
+        environment.check_fp8_vllm(SPEC, VllmConfig(), cpu=False)
+    gemma = write_checkpoint(tmp_path, "gemma3", make_tokenizer("gemma3"))
+    with pytest.raises(ValueError, match="no images of Gemma 3"):
+        SidecarImages(SPEC, str(gemma))
 
 
 def sees(python):

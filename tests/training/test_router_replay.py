@@ -23,6 +23,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward_rows
+from jaxrl_llm.rollout.contents import Stretch
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.episode_log import EpisodeLog
 from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
@@ -254,11 +255,11 @@ def test_records_of_several_chains_lie_on_their_tokens():
 def test_a_later_turn_does_not_change_what_earlier_tokens_were_drawn_with():
     """It records them again where it has read them again."""
     log, arrays = EpisodeLog(), (np.zeros(2, np.int32), np.zeros(2, np.float32))
-    chain = log.begin_chain((5, 6), [])
+    chain = log.begin_chain(Stretch((5, 6)), [])
     for first, count in ((0, 3), (40, 7)):
         turn = Completion(*arrays, arrays[0], "stop", routes=record(first, count))
         log.end_turn(chain, turn, "")
-    (joined,) = log.episode((), [], 0.0, None).routes
+    (joined,) = log.episode(Stretch(), [], 0.0, None).routes
     assert joined[:, 0, 0].tolist() == [0, 1, 2, 43, 44, 45, 46]
 
 

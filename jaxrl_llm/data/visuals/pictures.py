@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFile
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What is read; others, such as SVG, TIFF and PDF, are refused."""
 
 MAX_PIXELS = 2**26
 """The largest picture, in pixels as it is stored: 200 MB as RGB."""
+
+MAX_SCANS = 100
+"""Passes over a progressive JPEG; usual ones have ten. A further one takes a hundred bytes."""
 
 MAX_ASPECT = 200
 """The longer side may be so many times the shorter one."""
@@ -79,6 +82,7 @@ def read_picture(source: Any, *, folder: Path | None = None) -> Image.Image:
     with open_picture(source, folder=folder) as image:
         turn = TURNS.get(orientation(image))  # before pixels are read: `read_size` knows it so
         with refusing():
+            _check_scans(image)
             rgb = as_rgb(image)
             return rgb if turn is None else rgb.transpose(turn)
 
@@ -177,12 +181,12 @@ def _from_text(
     if folder is None:
         raise PictureError(f"no files are read here: expected a data URL, got {text[:80]!r}")
     path = folder / text.removeprefix("file://")
-    if not path.is_file():
-        raise PictureError(f"there is no file {str(path)[:200]!r}")
     try:
-        return stack.enter_context(path.open("rb"))
-    except OSError as error:
-        raise PictureError(f"it can't be read: {error}") from error
+        if path.is_file():
+            return stack.enter_context(path.open("rb"))
+    except OSError as error:  # also of base64 without the head of a URL, a name that is too long
+        raise PictureError(f"it can't be read: {str(error)[:200]}") from error
+    raise PictureError(f"there is no file {str(path)[:200]!r}")
 
 
 def _from_url(text: str) -> bytes:
@@ -247,6 +251,18 @@ def _check_header(image: Image.Image) -> None:
     if long > MAX_ASPECT * short:
         width, height = image.size
         raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
+
+
+def _check_scans(image: Image.Image) -> None:
+    """Refuse a JPEG that takes hours to decode: each scan may pass over all of its pixels."""
+    if not isinstance(image, ImageFile.ImageFile) or image.fp is None:
+        return
+    if not image.tile or image.tile[0][0] != "jpeg":
+        return
+    image.fp.seek(0)
+    scans = image.fp.read().count(b"\xff\xda")  # pixels never hold these two bytes
+    if scans > MAX_SCANS:
+        raise PictureError(f"expected a JPEG of at most {MAX_SCANS} scans, got {scans}")
 
 
 def _check_size(width: int, height: int) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.visuals.resizing import KINDS, Kind, Shape, read_model_config
+from jaxrl_llm.data.visuals.resizing import KINDS, Shape, read_model_config
 from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.vision.spec import TowerKind
 
 NAMES = {
     "image_id": ("image_token_id", "image_token_index"),
@@ -33,7 +34,7 @@ class Placeholders:
         end_id: stands behind it.
     """
 
-    kind: Kind
+    kind: TowerKind
     image_id: int
     video_id: int | None
     start_id: int

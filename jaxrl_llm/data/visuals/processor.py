@@ -31,7 +31,7 @@ class VisualProcessor:
     """Makes `Visual`s of pictures, for one model.
 
     Args:
-        resizing: how.
+        resizing: how a checkpoint's pictures are resized and cut.
         placeholders: tokens that stand for them in prompts.
         max_pixels: the largest area of an image, or of a frame, in place of the family's.
         min_pixels: the smallest area of an image, in place of the family's.
@@ -89,16 +89,6 @@ class VisualProcessor:
         placeholders = Placeholders.from_directory(path)
         return cls(read_resizing(path), placeholders, max_pixels=max_pixels, min_pixels=min_pixels)
 
-    @property
-    def mean(self) -> tuple[float, float, float]:
-        """Return the mean of each color, of 0 to 1."""
-        return self.resizing.mean
-
-    @property
-    def std(self) -> tuple[float, float, float]:
-        """Return what each color is divided by, after the mean is subtracted."""
-        return self.resizing.std
-
     def image_shape(self, source: Any, *, folder: Path | None = None) -> Shape:
         """Return the shape of an image from its header; see `image`."""
         width, height = read_size(source, folder=folder)
@@ -155,25 +145,34 @@ class VisualProcessor:
     def _image_size(self, width: int, height: int) -> tuple[int, int]:
         if self.resizing.side:
             return self.resizing.side, self.resizing.side
-        return fit_area(width, height, self.resizing.unit, self._image)
+        return self._bounded(fit_area(width, height, self.resizing.unit, self._image))
+
+    def _bounded(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Refuse a size above `max_pixels`: no side can be shorter than a token's."""
+        if self._max_pixels is not None and size[0] * size[1] > self._max_pixels:
+            raise PictureError(
+                f"its sides are so different that it would be resized to {size[0]}x{size[1]}, "
+                f"above max_pixels={self._max_pixels}; expected them to be more alike"
+            )
+        return size
 
     def _video_shape(self, video: Video) -> Shape:
-        how, count = self.resizing, len(video.seconds)
-        if how.video is None:
+        resizing, count = self.resizing, len(video.seconds)
+        if resizing.video is None:
             raise PictureError("this model reads no videos")
-        groups = -(-count // how.frames_per_patch)
-        area = how.video
-        if how.kind == "qwen2_5":
+        spans, area = resizing.frames_per_patch, resizing.video
+        groups = -(-count // spans)
+        if resizing.kind == "qwen2_5":
             area = area if self._max_pixels is None else area.capped(self._max_pixels)
-            size = fit_area(*video.size, how.unit, area)
+            size = fit_area(*video.size, resizing.unit, area)
         else:
             if self._max_pixels is not None:
-                area = area.capped(self._max_pixels * count)
-            size = fit_volume(count, video.size, how, area)
-        times = [*video.seconds, *[video.seconds[-1]] * (groups * how.frames_per_patch - count)]
-        spans = how.frames_per_patch
+                counted = min(count, round(count / spans) * spans)  # as `fit_volume` does
+                area = area.capped(self._max_pixels * counted)
+            size = fit_volume(count, video.size, resizing, area)
+        times = [*video.seconds, *[video.seconds[-1]] * (groups * spans - count)]
         seconds = tuple((times[i] + times[i + spans - 1]) / 2 for i in range(0, len(times), spans))
-        return self._shape(*size, groups)._replace(seconds=seconds)
+        return self._shape(*self._bounded(size), groups)._replace(seconds=seconds)
 
     def _shape(self, width: int, height: int, groups: int = 1) -> Shape:
         patch = self.resizing.patch

@@ -5,22 +5,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl_llm.data.visuals.pictures import MAX_ASPECT, PictureError
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.vision.spec import TowerKind
 
-HALF = (0.5, 0.5, 0.5)
-CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Mean and standard deviation of colors where a checkpoint does not say."""
-
-Kind = Literal["qwen2_5", "qwen3", "siglip"]
-KINDS: dict[str, Kind] = {
-    "qwen2_5_vl": "qwen2_5",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3",
-    "qwen3_5": "qwen3",
-    "qwen3_5_moe": "qwen3",
-    "gemma3": "siglip",
+KINDS: dict[str, TowerKind] = {
+    family.model_type: family.tower.kind for family in FAMILIES if family.tower is not None
 }
 """Of a tower by `model_type` of config.json."""
 
@@ -50,11 +42,9 @@ class Resizing:
         video: bounds of a frame's area (`qwen2_5`) or of all frames' (`qwen3`); None: the family
             reads no videos.
         side: of the square that every image is resized to; 0: the size depends on the image.
-        mean: of each color, subtracted after division by 255.
-        std: that is divided by then.
     """
 
-    kind: Kind
+    kind: TowerKind
     patch: int
     frames_per_patch: int
     merge: int
@@ -62,8 +52,6 @@ class Resizing:
     image: Area | None
     video: Area | None
     side: int = 0
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
 
     @property
     def unit(self) -> int:
@@ -102,29 +90,33 @@ def fit_area(width: int, height: int, unit: int, area: Area) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def fit_volume(frames: int, size: tuple[int, int], how: Resizing, area: Area) -> tuple[int, int]:
+def fit_volume(
+    frames: int, size: tuple[int, int], resizing: Resizing, area: Area
+) -> tuple[int, int]:
     """Return the width and height to which frames are resized where all of them share an area.
 
     Raises:
         PictureError: the sides are too different.
     """
     width, height = size
-    if min(size) < how.unit:
-        scale = how.unit / min(size)
+    if min(size) < resizing.unit:
+        scale = resizing.unit / min(size)
         width, height = int(width * scale), int(height * scale)
         if max(width, height) > MAX_ASPECT * min(width, height):
             raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {size}")
-    sides = [round(side / how.unit) * how.unit for side in (width, height)]
-    counted = round(frames / how.frames_per_patch) * how.frames_per_patch
+    sides = [round(side / resizing.unit) * resizing.unit for side in (width, height)]
+    counted = round(frames / resizing.frames_per_patch) * resizing.frames_per_patch
     if counted * math.prod(sides) > area.most:
         scale = math.sqrt(frames * width * height / area.most)
         sides = [
-            max(how.unit, math.floor(side / scale / how.unit) * how.unit)
+            max(resizing.unit, math.floor(side / scale / resizing.unit) * resizing.unit)
             for side in (width, height)
         ]
     elif counted * math.prod(sides) < area.least:
         scale = math.sqrt(area.least / (frames * width * height))
-        sides = [math.ceil(side * scale / how.unit) * how.unit for side in (width, height)]
+        sides = [
+            math.ceil(side * scale / resizing.unit) * resizing.unit for side in (width, height)
+        ]
     return sides[0], sides[1]
 
 
@@ -187,13 +179,10 @@ def _siglip(config: Mapping[str, Any], image: Mapping[str, Any]) -> Resizing:
         image=None,
         video=None,
         side=side,
-        mean=_colors(image.get("image_mean", HALF)),
-        std=_colors(image.get("image_std", HALF)),
     )
 
 
-def _qwen(kind: Kind, image: Mapping[str, Any], video: Mapping[str, Any]) -> Resizing:
-    mean, std = CLIP if kind == "qwen2_5" else (HALF, HALF)
+def _qwen(kind: TowerKind, image: Mapping[str, Any], video: Mapping[str, Any]) -> Resizing:
     return Resizing(
         kind=kind,
         patch=image.get("patch_size", 14),
@@ -202,8 +191,6 @@ def _qwen(kind: Kind, image: Mapping[str, Any], video: Mapping[str, Any]) -> Res
         resample=image.get("resample", 3),
         image=_area(image, Area(56 * 56, 28 * 28 * 1280)),
         video=_area(video, Area(128 * 32 * 32, 768 * 32 * 32)),
-        mean=_colors(image.get("image_mean", mean)),
-        std=_colors(image.get("image_std", std)),
     )
 
 
@@ -214,21 +201,14 @@ def _area(section: Mapping[str, Any], default: Area) -> Area:
     return Area(int(least), int(most))
 
 
-def _colors(values: Any) -> tuple[float, float, float]:
-    red, green, blue = map(float, values)
-    return red, green, blue
-
-
 def _check(section: Mapping[str, Any], directory: Path) -> None:
     """Raise ValueError where images would be made otherwise than here."""
-    expected = {"do_resize": True, "do_rescale": True, "do_normalize": True}
-    expected |= {"do_pan_and_scan": False, "do_center_crop": False, "do_pad": False}
+    # what is done to colors is checked where a tower's spec is read
+    expected = {"do_resize": True, "do_pan_and_scan": False}
+    expected |= {"do_center_crop": False, "do_pad": False}
     for name, value in expected.items():
         if section.get(name) not in (None, value):
             raise ValueError(f"{directory}: {name}: expected {value}, got {section[name]!r}")
-    factor = section.get("rescale_factor", 1 / 255)
-    if not math.isclose(factor, 1 / 255, rel_tol=1e-6):
-        raise ValueError(f"{directory}: rescale_factor: expected 1/255, got {factor!r}")
 
 
 def _read(path: Path, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

@@ -142,6 +142,25 @@ class RowVisuals:
         load = RowPictures(self.processor, pictures, folder, where, tokens_of_each)
         return RowPrompt(messages, expanded, load if pictures else None)
 
+    def check_drawn(self, tokens: Sequence[int], where: str, tokenizer: Any) -> None:
+        """Refuse to learn the tokens of images, which have no probability.
+
+        Args:
+            tokens: that the model is to draw.
+            where: they stand, for messages.
+            tokenizer: by which they are made.
+
+        Raises:
+            ValueError: one stands for images, or beside them.
+        """
+        never = frozenset() if self.processor is None else self.processor.placeholders.ids
+        if drawn := never.intersection(tokens):
+            names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(drawn)))
+            raise ValueError(
+                f"{where}: expected text alone, got {names}: a model that reads images never "
+                "writes them"
+            )
+
     def split(
         self, row: Mapping[str, Any], where: str
     ) -> tuple[list[dict[str, Any]], list[Picture]]:
@@ -172,19 +191,6 @@ class RowVisuals:
                 "text alone: set model.vision (vision of an evaluation), or remove them"
             )
         return messages, pictures
-
-    def check_response(self, tokens: Sequence[int], where: str) -> None:
-        """Raise ValueError where a response holds a token that stands for images, or marks one.
-
-        Args:
-            tokens: of the response.
-            where: its row stands, for messages.
-        """
-        if self.processor and self.processor.placeholders.ids & {*tokens}:
-            raise ValueError(
-                f"{where}: expected a response without texts of the tokens that stand for images "
-                "in prompts: no answer holds them"
-            )
 
     def shapes(self, pictures: Sequence[Picture], folder: Path, where: str) -> list[Shape]:
         """Return the shapes of pictures, of which only headers are read.

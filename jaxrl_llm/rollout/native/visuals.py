@@ -144,18 +144,17 @@ def _check_placeholders(vision: VisionSpec, request: Request) -> None:
     if vision.video_id is None and any(visual.is_video for visual in request.visuals):
         raise EngineError("got a video, but this model reads none; expected images")
     ids = placeholders(vision)
-    found = [token for token in request.prompt if token in ids]
+    given = [token for token in request.prompt if token in ids]
     expected = [
         vision.video_id if visual.is_video else vision.image_id
         for visual in request.visuals
         for _ in range(visual.tokens)
     ]
-    if found != expected:
+    if given != expected:
         counts = ", ".join(str(visual.tokens) for visual in request.visuals) or "none"
-        kinds = [(found.count(token), token) for token in ids]
-        given = " and ".join(f"{count} of id {token}" for count, token in kinds)
+        kinds = " and ".join(f"{given.count(token)} of id {token}" for token in ids)
         raise EngineError(
-            f"the prompt holds placeholder tokens of images and videos, {given}; expected one for "
+            f"the prompt holds placeholder tokens of images and videos, {kinds}; expected one for "
             f"each token of its {len(request.visuals)} images and videos ({counts}), in their order"
         )
     if request.prompt[-1] in ids:

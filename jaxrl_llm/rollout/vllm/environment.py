@@ -66,8 +66,13 @@ def check_fp8_vllm(spec: ModelSpec, config: VllmConfig, *, cpu: bool) -> None:
         cpu: whether vLLM was built for CPUs.
 
     Raises:
-        ValueError: there are no kernels for it.
+        ValueError: there are no kernels for it, or the model reads images.
     """
+    if spec.vision is not None:
+        raise ValueError(
+            "vLLM's float8 of a model that reads images was not tried: expected "
+            "rollout.quantization: none, or rollout.engine: native"
+        )
     if cpu and not has_amx():
         raise ValueError(
             "vLLM's float8 needs GPUs, or a processor with AMX, which this one has not: expected "
@@ -158,6 +163,15 @@ def _devices(config: VllmConfig, first: int, number: int) -> list[str]:
     return devices
 
 
+ARGUMENTS_FOR_IMAGES = {
+    "skip_tokenizer_init": False,  # vLLM's processor of images has it
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_processor_cache_gb": 0,  # else what it holds may be of older weights, or lost
+    # else by buffers that vLLM fills with dummies, which no push of weights repairs
+    "mm_device_do_normalize": False,
+}
+
+
 def engine_arguments(
     spec: ModelSpec,
     config: VllmConfig,
@@ -202,13 +216,7 @@ def engine_arguments(
         "worker_extension_cls": "jaxrl_worker.Worker",
     }
     if spec.vision is not None:
-        arguments |= {
-            "skip_tokenizer_init": False,  # vLLM's processor of images has it
-            "limit_mm_per_prompt": {"video": 0},
-            "mm_processor_cache_gb": 0,  # else what it holds may be of older weights, or lost
-            # else by buffers that vLLM fills with dummies, which no push of weights repairs
-            "mm_device_do_normalize": False,
-        }
+        arguments |= ARGUMENTS_FOR_IMAGES
     if cpu:
         arguments |= {
             "enforce_eager": True,

@@ -72,12 +72,12 @@ class SidecarImages:
         """
         if any(visual.is_video for visual in request.visuals):
             raise EngineError("got a video, but vLLM is shown images only: use the native engine")
-        wanted = [visual.tokens for visual in request.visuals]
-        found = [len(run) for is_image, run in self._runs(request) if is_image]
-        if found != wanted:
+        expected = [visual.tokens for visual in request.visuals]
+        given = [len(run) for is_image, run in self._runs(request) if is_image]
+        if given != expected:
             raise EngineError(
-                f"the prompt holds placeholder tokens of images in runs of {found}, expected "
-                f"{wanted}, as many as each of its {len(wanted)} images has"
+                f"the prompt holds placeholder tokens of images in runs of {given}, expected "
+                f"{expected}, as many as each of its {len(expected)} images has"
             )
 
     def fields(self, request: Request) -> dict[str, Any]:
