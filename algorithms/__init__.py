@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         TokenStats,
         entropy_from_logits,
         logprobs_from_logits,
+        projected_token_stats,
         token_stats,
         token_stats_from_logits,
     )

@@ -38,7 +38,6 @@ KINDS = ("dots", "digits", "shapes")
 BLANK = "runs/pictures/blank"
 RUNS: dict[str, tuple[str, ...]] = {
     "pictures": (),
-    "frozen": ("model.vision=frozen",),
     "blank": (
         "data.prepare.blank=true",
         "data.prepare.sft_rows=0",

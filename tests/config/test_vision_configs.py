@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -50,3 +51,9 @@ def test_the_small_model_is_one_of_transformers():
     assert processor(image, return_tensors="np")["image_grid_thw"].tolist() == [[1, 4, 4]]
     spec = read_spec(VISION / "model", vision=True)
     assert parameter_count(spec) == 423_040  # as transformers counts them
+
+
+def test_the_large_model_has_its_published_size():
+    plan = VISION.parent / "plan/Qwen3-VL-8B"
+    assert parameter_count(read_spec(plan, vision=True)) == 8_767_123_696  # of transformers' model
+    assert parameter_count(read_spec(plan)) / 1e9 == pytest.approx(8.19, rel=1e-3)
