@@ -14,6 +14,7 @@ from jaxrl_llm.config.sections.mesh import RolloutSizes
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
@@ -44,7 +45,8 @@ from jaxrl_llm.training.teachers import (
     run_in_update,
     teacher_passes,
 )
-from jaxrl_llm.training.visuals import row_visuals
+from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -102,12 +104,23 @@ def build_stages(
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
-    shape = models.roles[-1].learner.shape
+    shape = shape_for(models.roles[-1].learner, prompts)
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
     window = open_window(config, opened, rollout, scoring, prompts, folder, stack)
     return Stages(rollout, scoring, models, algorithm, run), progress_of(config, opened), window
+
+
+def shape_for(learner: Learner, prompts: Sequence[Prompt]) -> RowShape:
+    """Return the shape of an update's micro-batches, in which all prompts have room.
+
+    Raises:
+        ConfigError: a prompt has more images than a row has room for.
+    """
+    rows = ((f"data.train: dataset row {prompt.index}", prompt.tokens) for prompt in prompts)
+    check_room(rows, learner.model.visuals, learner.shape)
+    return learner.shape
 
 
 def progress_of(config: TrainConfig, opened: ResumedRun) -> Progress:

@@ -51,7 +51,7 @@ from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.teacher_model import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
-from jaxrl_llm.training.visuals import row_visuals
+from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 
 logger = logging.getLogger(__name__)  # `log` is the run's
@@ -206,6 +206,8 @@ def _start(
         visual_tokens=config.batch.max_visual_tokens_per_device,
     )
     forward = forward.over(shape)
+    named = ((f"data.train: example {i}", e.tokens) for i, e in enumerate(examples))
+    check_room(named, forward.visuals, shape)
     objective, coefs = _objective(config, model.model, layout, shape)
     learner = Learner(
         objective,

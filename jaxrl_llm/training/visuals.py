@@ -166,13 +166,8 @@ class VisualPacker:
             ValueError: a sequence has more images than a row has room for.
         """
         visual = np.array([sum(v.tokens for v in own) for own in batch.visuals])
-        room = shape.visual_room(shape.width)
-        if (most := visual.max(initial=0)) > room:
-            raise ValueError(
-                f"sequence {visual.argmax()} has {most} tokens of images and videos, but a row for "
-                f"{shape.width} tokens has room for {room}: raise "
-                "batch.max_visual_tokens_per_device, or lower data.max_pixels"
-            )
+        if (most := visual.max(initial=0)) > shape.visual_room(shape.width):
+            raise ValueError(f"sequence {visual.argmax()}: {_too_many(int(most), shape)}")
         needed = np.ceil(visual / shape.visual_share - 1e-9).astype(batch.sequence_lengths.dtype)
         return np.maximum(batch.sequence_lengths, needed)
 
@@ -238,6 +233,35 @@ class VisualPacker:
         if not visuals:
             return np.arange(len(tokens))[:, None]
         return self.model.rotary_positions(tokens, visuals)[0]
+
+
+def check_room(
+    prompts: Iterable[tuple[str, Sequence[int]]], packer: VisualPacker | None, shape: RowShape
+) -> None:
+    """Refuse prompts with more images than a row has room for, before a step draws one.
+
+    Args:
+        prompts: where each stands, for messages, and its tokens.
+        packer: of the model; None: it reads text alone.
+        shape: of micro-batches.
+
+    Raises:
+        ConfigError: one has more.
+    """
+    if packer is None or shape.visual_share == 1:
+        return
+    room, ids = shape.visual_room(shape.width), placeholders(packer.spec)
+    for where, tokens in prompts:
+        if (count := int(np.isin(tokens, ids).sum())) > room:
+            raise ConfigError(f"{where}: {_too_many(count, shape)}")
+
+
+def _too_many(count: int, shape: RowShape) -> str:
+    return (
+        f"it has {count} tokens of images and videos, but a row for {shape.width} tokens has room "
+        f"for {shape.visual_room(shape.width)}: raise batch.max_visual_tokens_per_device, or lower "
+        "data.max_pixels"
+    )
 
 
 def row_visuals(model: ModelConfig, data: DataConfig | SftDataConfig) -> RowVisuals:

@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
@@ -30,7 +31,7 @@ from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.selection import filled
 from jaxrl_llm.training.update import Learner
-from jaxrl_llm.training.visuals import FrozenTower, VisualPacker
+from jaxrl_llm.training.visuals import FrozenTower, VisualPacker, check_room
 from jaxrl_llm.types import VISUALS, Batch
 
 IMAGE, START, END = 40, 41, 42
@@ -206,8 +207,12 @@ def test_rows_have_room_for_their_images(params):
     packed = packer.rows(batch, [[2]], shape)
     assert packed.given.patches.shape == (1, 16, 24)
     assert packed.numbers[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
-    with pytest.raises(ValueError, match=r"sequence 0 has 4 tokens .* raise batch.max_visual"):
+    with pytest.raises(ValueError, match=r"sequence 0: it has 4 tokens .* raise batch.max_vis"):
         packer.sizes(batch, PART._replace(visual_share=0.2))
+    prompts = [(f"row {i}", row.tolist()) for i, row in enumerate(batch.tokens)]
+    check_room(prompts, packer, shape)
+    with pytest.raises(ConfigError, match=r"row 0: it has 4 tokens of images .* has room for 3"):
+        check_room(prompts, packer, PART._replace(visual_share=0.2))
 
 
 def test_placeholders_are_as_many_as_images_need():
