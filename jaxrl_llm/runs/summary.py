@@ -19,6 +19,8 @@ from jaxrl_llm.runs.files import RunFiles
 
 EPISODE_KEYS = ("agent", "tools", "environment", "call_format", "order", "limits", "tool_process")
 """Keys of episodes, which an evaluation has, too."""
+BOUNDS = ("max_pixels", "min_pixels")
+"""Keys of the sizes of images, which an evaluation has, too."""
 
 
 def opening_lines(
@@ -92,6 +94,9 @@ def closing_lines(config: TrainConfig | SftConfig | PreferConfig) -> list[str]:
             lines.append(f"let it score answers: reward.classifier={config.export_to}")
         else:
             words = ["--model", config.export_to, "--data", "PROMPTS.parquet"]
+            if isinstance(config, SftConfig) and config.model.vision != "none":
+                bounds = {name: getattr(config.data, name) for name in BOUNDS}
+                words += ["vision=true", *(f"{k}={v}" for k, v in bounds.items() if v is not None)]
             commands["evaluate"] = ["evaluate", *words]
     else:
         words, function = evaluation_words(config), config.model.function
@@ -160,6 +165,7 @@ def evaluation_words(config: TrainConfig) -> list[str] | None:
     files = data["validation"] or data["train"]
     wanted = {
         "dataset": data["dataset"],
+        **{name: data[name] for name in ("image_key", "video_key", *BOUNDS)},
         "chat_template_kwargs": data["chat_template_kwargs"],
         "max_prompt_tokens": data["max_prompt_tokens"] if data["filter_overlong"] else None,
         "max_new_tokens": rollout["max_new_tokens"],

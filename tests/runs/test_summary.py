@@ -80,7 +80,11 @@ def test_the_command_that_evaluates_does_what_validation_does(tmp_path):
         "rollout.tools=[calculator, {fn: 'mine.py:look_up', pages: [1, 2]}]",
         "rollout.limits.turns=3",
         "data.validation=[a.parquet, 'b c.jsonl']",
+        "model.vision=frozen",
+        "data.image_key=pictures",
+        "data.max_pixels=4096",
     )
+    assert (own.image_key, own.max_pixels, own.min_pixels) == ("pictures", 4096, None)
     assert own.data == ("a.parquet", "b c.jsonl") and own.max_prompt_tokens == 11
     assert (own.samples, own.temperature, own.rows, own.dtype) == (4, 0.5, 7, "bfloat16")
     assert own.chat_template_kwargs == {"enable_thinking": "no way"}
@@ -121,6 +125,9 @@ def test_the_last_lines_say_where_the_run_is_and_what_to_do(folder):
     assert lines[1] == "model: runs/mine (Hugging Face's format)"
     evaluate = "evaluate: python -m jaxrl_llm.evaluate --model runs/mine --data PROMPTS.parquet"
     assert lines[-1] == evaluate
+    overrides += ["model.vision=trained", "data.max_pixels=1024"]
+    lines = closing_lines(load(SftConfig, "configs/quickstart_sft.yaml", overrides))
+    assert lines[-1] == f"{evaluate} vision=true max_pixels=1024"
 
 
 def test_who_interrupts_a_run_gets_to_know_where_it_goes_on(folder, tmp_path_factory):
