@@ -180,6 +180,9 @@ def test_a_digest_tells_pictures_of_one_size_apart(tokenizer, visuals, tmp_path)
     array = np.zeros((32, 64, 3), np.uint8)
     digests += [digest(array), digest(array + 1), digest(Image.fromarray(array))]
     assert digests[-2:] == [digest(array + 1), digest(Image.fromarray(array))]
+    for rate in (1, 1.5):
+        film = row("<video>", videos=[{"frames": [RED, GREEN], "fps": rate}])
+        digests += [tokenized([film], tokenizer, visuals)[0][0].load.digest()]
     assert len({*digests}) == len(digests)
 
 

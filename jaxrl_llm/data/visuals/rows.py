@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from jaxrl_llm.data.visuals.pictures import PictureError
@@ -254,8 +255,10 @@ def _add(digest: Any, source: Any, folder: Path) -> None:
             digest.update(str((folder / source).stat().st_size).encode())
     elif isinstance(source, Image.Image):  # which may not be decoded yet
         digest.update(f"{source.mode} {source.size}".encode())
-    elif source is not None:
+    elif isinstance(source, bytes | bytearray | memoryview | np.ndarray):
         digest.update(bytes(source))
+    else:  # a number, as of frames a second
+        digest.update(repr(source).encode())
 
 
 def _named(read: Any, picture: Picture, where: str) -> Any:
