@@ -184,7 +184,10 @@ def test_nothing_is_larger_than_max_pixels(tmp_path, tokenizers):
     for count in range(2, 8):
         _, height, width = processor.video_shape(noise(count, 32, 160, 3)).grid
         assert height * width * 16**2 <= most, count
-    with pytest.raises(PictureError, match="resized to 928x32, above max_pixels=4096"):
+    for sides in ((10, 10), (40, 50), (45, 20), (70, 60)):  # the family's least area is larger
+        _, height, width = processor.image_shape(noise(*sides, 3)).grid
+        assert most / 2 <= height * width * 16**2 <= most, sides
+    with pytest.raises(PictureError, match="resized to 896x32, above max_pixels=4096"):
         processor.image(noise(10, 2000, 3))
 
 

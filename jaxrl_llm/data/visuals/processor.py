@@ -5,6 +5,7 @@ imported, and Pillow resizes whatever else is installed.
 """
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxrl_llm.data.visuals.resizing import (
     Shape,
     fit_area,
     fit_volume,
+    fit_within,
     read_resizing,
 )
 from jaxrl_llm.data.visuals.videos import Video, open_video
@@ -145,14 +147,25 @@ class VisualProcessor:
     def _image_size(self, width: int, height: int) -> tuple[int, int]:
         if self.resizing.side:
             return self.resizing.side, self.resizing.side
-        return self._bounded(fit_area(width, height, self.resizing.unit, self._image))
+        size = fit_area(width, height, self.resizing.unit, self._image)
+        return self._bounded(size, (width, height))
 
-    def _bounded(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Refuse a size above `max_pixels`: no side can be shorter than a token's."""
-        if self._max_pixels is not None and size[0] * size[1] > self._max_pixels:
+    def _bounded(self, size: tuple[int, int], given: tuple[int, int]) -> tuple[int, int]:
+        """Return a size that `max_pixels` allows, also where the least area is as large.
+
+        Sides are rounded up to reach the least area, and may then go beyond.
+
+        Raises:
+            PictureError: a side would be shorter than a token's.
+        """
+        most = self._max_pixels
+        if most is None or math.prod(size) <= most:
+            return size
+        size = fit_within(*given, self.resizing.unit, most)
+        if math.prod(size) > most:
             raise PictureError(
                 f"its sides are so different that it would be resized to {size[0]}x{size[1]}, "
-                f"above max_pixels={self._max_pixels}; expected them to be more alike"
+                f"above max_pixels={most}; expected them to be more alike"
             )
         return size
 
@@ -172,7 +185,7 @@ class VisualProcessor:
             size = fit_volume(count, video.size, resizing, area)
         times = [*video.seconds, *[video.seconds[-1]] * (groups * spans - count)]
         seconds = tuple((times[i] + times[i + spans - 1]) / 2 for i in range(0, len(times), spans))
-        return self._shape(*self._bounded(size), groups)._replace(seconds=seconds)
+        return self._shape(*self._bounded(size, video.size), groups)._replace(seconds=seconds)
 
     def _shape(self, width: int, height: int, groups: int = 1) -> Shape:
         patch = self.resizing.patch

@@ -82,11 +82,23 @@ def fit_area(width: int, height: int, unit: int, area: Area) -> tuple[int, int]:
     """
     sides = [round(side / unit) * unit for side in (width, height)]
     if math.prod(sides) > area.most:
-        scale = math.sqrt(width * height / area.most)
-        sides = [max(unit, math.floor(side / scale / unit) * unit) for side in (width, height)]
-    elif math.prod(sides) < area.least:
+        return fit_within(width, height, unit, area.most)
+    if math.prod(sides) < area.least:
         scale = math.sqrt(area.least / (width * height))
         sides = [math.ceil(side * scale / unit) * unit for side in (width, height)]
+    return sides[0], sides[1]
+
+
+def fit_within(width: int, height: int, unit: int, most: int) -> tuple[int, int]:
+    """Return the width and height, in multiples of `unit`, nearest below an area of `most` pixels.
+
+    It is larger only where a side would be shorter than `unit`.
+
+    >>> fit_within(640, 480, 28, 100_000)
+    (364, 252)
+    """
+    scale = math.sqrt(width * height / most)
+    sides = [max(unit, math.floor(side / scale / unit) * unit) for side in (width, height)]
     return sides[0], sides[1]
 
 
