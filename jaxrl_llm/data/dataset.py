@@ -249,10 +249,10 @@ def fits(
 ) -> bool:
     """Return whether a row is short enough; raise ValueError unless longer ones are dropped."""
     if length > limit and not filter_overlong:
-        of_images = f" ({sum(load.tokens)} of images: lower data.max_pixels)" if load else ""
+        images = f" ({sum(load.tokens)} are of images: lower data.max_pixels)" if load else ""
         raise ValueError(
-            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}{of_images}"
-            "; raise it, or set filter_overlong to drop such rows"
+            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}; raise it,"
+            f" or set filter_overlong to drop such rows{images}"
         )
     return length <= limit
 

@@ -66,7 +66,14 @@ class DrawnTurn:
 
 
 def prompt_identity(prompt: tuple[int, ...], visuals: Sequence[Visual]) -> tuple[int, ...]:
-    """Return what tells prompts apart: their tokens, and behind these the keys of their images."""
+    """Return what tells prompts apart: their tokens, and behind these the keys of their images.
+
+    >>> import numpy as np
+    >>> patches, keys = np.zeros((4, 12), np.uint8), (b"of one picture", b"of the other")
+    >>> one, other = (Visual(patches, (1, 2, 2), 2, key) for key in keys)
+    >>> prompt_identity((5,), [one]) == prompt_identity((5,), [other])
+    False
+    """
     return (*prompt, *(int.from_bytes(visual.key[:7]) for visual in visuals))
 
 

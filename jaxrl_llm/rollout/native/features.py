@@ -162,7 +162,12 @@ class FeatureCache:
 
 
 def _take_row(visuals: list[Visual], at_once: int) -> list[Visual]:
-    """Take from the front one visual, and more while they have no more patches than these."""
+    """Take from the front one visual, and more while they have no more patches than these.
+
+    >>> small = [Visual(np.zeros((4, 12), np.uint8), (1, 2, 2), 2, b"") for _ in range(3)]
+    >>> len(_take_row(small, 8)), len(_take_row(small, 8))
+    (2, 1)
+    """
     row = [visuals.pop(0)] if visuals else []
     size = sum(len(visual.patches) for visual in row)
     while visuals and size + len(visuals[0].patches) <= at_once:
