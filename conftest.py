@@ -215,10 +215,10 @@ def promotion(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def tiny_spec_in_doctests(doctest_namespace):
-    """Lets doctests say `tiny_spec(layers=3)`."""
-    from tests.specs import tiny_spec  # not before jaxtyping checks what is imported
+    """Lets doctests say `tiny_spec(layers=3)`, and `tiny_vision` of a tower."""
+    from tests.specs import tiny_spec, tiny_vision  # not before jaxtyping checks what is imported
 
-    doctest_namespace["tiny_spec"] = tiny_spec
+    doctest_namespace |= {"tiny_spec": tiny_spec, "tiny_vision": tiny_vision}
 
 
 NODES = """

@@ -111,7 +111,12 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         max_answers=config.limits.max_answers,
         text_limit=text_limit(policy.tokenizer, max_tokens),
         call_format=find_call_format(policy.tokenizer, config.call_format),
-        processor=open_processor(config, policy.source),
+        processor=configured_processor(
+            policy.source if config.vision else None,
+            "vision",
+            max_pixels=config.max_pixels,
+            min_pixels=config.min_pixels,
+        ),
     )
     policy.tokenizer("", add_special_tokens=False)  # sets it up, before threads share it
     cache_gb = config.kv_cache_gb or default_cache_gb(
@@ -123,29 +128,6 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         model, policy.params, settings, policy.layout, policy.tokenizer, sequences=1
     )
     return served, engine
-
-
-def open_processor(config: ServeConfig, source: str) -> Any:
-    """Return what reads the images of chats; None where none may be shown.
-
-    Args:
-        config: of the server.
-        source: directory of the model's files.
-
-    Raises:
-        ConfigError: bounds without `vision`, or such that don't fit.
-    """
-    from jaxrl_llm.config.errors import config_errors_at
-    from jaxrl_llm.data.visuals.processor import VisualProcessor
-
-    bounds = {"max_pixels": config.max_pixels, "min_pixels": config.min_pixels}
-    if not config.vision:
-        for name, value in bounds.items():
-            if value is not None:
-                raise ConfigError(f"{name}={value}: expected vision=true with it")
-        return None
-    with config_errors_at("vision"):
-        return VisualProcessor.from_directory(source, **bounds)
 
 
 def find_call_format(tokenizer: Any, given: str | None) -> str | None:

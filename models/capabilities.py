@@ -20,16 +20,8 @@ from jaxrl_llm.sharding.layout import Layout
 
 
 @runtime_checkable
-class RoutedModel(Model, Protocol):
-    """A mixture of experts whose choices a cache can record, and a pass replay.
-
-    A cache that with a `models.moe.record.Record` holds the experts that each token went to.
-    """
-
-    @property
-    def route_shape(self) -> RouteShape | None:
-        """What is recorded of each token; None: there are no experts."""
-        ...
+class InputModel(Model, Protocol):
+    """A model whose passes may be given more of rows than their tokens."""
 
     def hidden_states(
         self,
@@ -43,7 +35,7 @@ class RoutedModel(Model, Protocol):
         layout: Layout | None,
         inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "R L D"], Router]:
-        """Run the model as `Model.hidden_states` says, by recorded choices of experts.
+        """Run the model as `Model.hidden_states` says, by what else the rows have.
 
         Args:
             params: As there.
@@ -52,8 +44,11 @@ class RoutedModel(Model, Protocol):
             segment_ids: As there.
             dtype: As there.
             remat: As there.
-            layout: As there.
-            inputs: With the `routes` to replay.
+            layout: As there. Where several devices share a row, routes, the tokens' numbers of
+                features and rotary positions are cut into pieces as tokens are; features stay
+                whole.
+            inputs: The `routes` to replay, of a `RoutedModel`; of a `VisionModel` the `visual`
+                tokens, and the `rotary` positions of all.
 
         Returns:
             As there. With routes, the statistics also count which of them the routers would not
@@ -64,7 +59,20 @@ class RoutedModel(Model, Protocol):
 
 
 @runtime_checkable
-class VisionModel(Model, Protocol):
+class RoutedModel(InputModel, Protocol):
+    """A mixture of experts whose choices a cache can record, and a pass replay.
+
+    A cache that with a `models.moe.record.Record` holds the experts that each token went to.
+    """
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """What is recorded of each token; None: there are no experts."""
+        ...
+
+
+@runtime_checkable
+class VisionModel(InputModel, Protocol):
     """A model that reads images and videos, if it has a tower.
 
     A prompt holds a placeholder token for each token of an image or a video. `encode_visuals` says
@@ -114,36 +122,6 @@ class VisionModel(Model, Protocol):
 
         Returns:
             Features of the tokens, in the order of each row's visuals.
-        """
-        ...
-
-    def hidden_states(
-        self,
-        params: Params,
-        tokens: Int[Array, "R L"],
-        positions: Int[Array, "R L"],
-        segment_ids: Int[Array, "R L"],
-        *,
-        dtype: DTypeLike,
-        remat: str,
-        layout: Layout | None,
-        inputs: RowInputs = NO_INPUTS,
-    ) -> tuple[Float[Array, "R L D"], Router]:
-        """Run the model as `Model.hidden_states` says, with features in place of embeddings.
-
-        Args:
-            params: As there.
-            tokens: As there.
-            positions: As there.
-            segment_ids: As there.
-            dtype: As there.
-            remat: As there.
-            layout: As there. Where several devices share a row, its index of features and rotary
-                positions are cut into pieces as tokens are; its features stay whole.
-            inputs: With the `visual` tokens, and their `rotary` positions.
-
-        Returns:
-            As there.
         """
         ...
 

@@ -147,7 +147,7 @@ class Decoder:
         inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "R L D"], Router]:
         """See `models.transformer.forward_rows`."""
-        rows = PackedTokens(tokens, positions, segment_ids, *inputs)
+        rows = PackedTokens(tokens, positions, segment_ids, inputs)
         return transformer.forward_rows(
             params, self.spec, rows, dtype=dtype, remat=remat, layout=layout
         )

@@ -143,9 +143,7 @@ def tower_flops(spec: VisionSpec, grids: Sequence[tuple[int, int, int]]) -> int 
         spec: The tower.
         grids: Frames, height and width of each image or video, in patches.
 
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision()
     >>> image, pairs = tower_flops(spec, [(1, 2, 4)]), 8 * 8
     >>> image == 2 * (8 * 24 * 8 + 8 * (4 + 2) * 8 * 8 + 2 * 32 * (32 + 4) + pairs * 2 * 8)
     True

@@ -33,14 +33,10 @@ class PackedTokens(NamedTuple):
         tokens: Token ids.
         positions: Index of each token within its own sequence.
         segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
-        routes: As in `RowInputs`; so are the others.
-        visual: As there.
-        rotary: As there.
+        inputs: What else the rows have.
     """
 
     tokens: Int[Array, "R L"]
     positions: Int[Array, "R L"]
     segment_ids: Int[Array, "R L"]
-    routes: Int[Array, "R L M top"] | None = None
-    visual: VisualTokens | None = None
-    rotary: Int[Array, "R L 3"] | None = None
+    inputs: RowInputs = NO_INPUTS

@@ -364,19 +364,27 @@ def choose_kernel(
     """
     if asked == "xla":
         return KernelChoice("xla", "it was asked for")
-    heads = heads_on(spec, layout)
-    against = heads if isinstance(heads, str) else objection(heads, dtype, device)
-    agreed = ""
+    choice = choose_for_heads(heads_on(spec, layout), dtype, device=device, kernel=kernel)
+    if asked == "cudnn" and choice.name != "cudnn":
+        raise ValueError(
+            f"cuDNN's packed kernel can't be used: {choice.reason}; expected auto or xla"
+        )
+    return choice
+
+
+def choose_for_heads(
+    heads: Heads | str, dtype: DTypeLike, *, device: DeviceInfo, kernel: Kernel
+) -> KernelChoice:
+    """Decide as `choose_kernel` for what a device is asked, or told why a kernel can't do it."""
+    against, agreed = heads if isinstance(heads, str) else objection(heads, dtype, device), ""
     if against is None and isinstance(heads, Heads):
-        against, agreed = try_kernel(kernel, heads, dtype)
+        against, agreed = _try_kernel(kernel, heads, dtype)
     if against is None:
         return KernelChoice("cudnn", agreed, kernel)
-    if asked == "cudnn":
-        raise ValueError(f"cuDNN's packed kernel can't be used: {against}; expected auto or xla")
     return KernelChoice("xla", against)
 
 
-def try_kernel(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
+def _try_kernel(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
     """Return what speaks against a kernel once it has run, or else what speaks for it."""
     try:
         off = difference(kernel, heads, dtype)

@@ -191,11 +191,12 @@ def forward_rows(
         As `forward_with_router`; with routes also `experts` [M R L top], where tokens went, unless
         stages hold the layers.
 
+    >>> from jaxrl_llm.models.inputs import RowInputs
     >>> from jaxrl_llm.models.moe.spec import MoeSpec
     >>> from jaxrl_llm.models.parameters import init_params
     >>> spec = tiny_spec(moe=MoeSpec(experts=4, experts_per_token=1, ff_width=6))
     >>> row, routes = jnp.ones((1, 2), jnp.int32), jnp.array([[[[3]], [[0]]]])
-    >>> packed = PackedTokens(row, row, row, routes)
+    >>> packed = PackedTokens(row, row, row, RowInputs(routes))
     >>> forward_rows(init_params(spec, key=jax.random.key(0)), spec, packed)[1]["experts"].tolist()
     [[[[3], [0]]]]
     """
@@ -203,7 +204,7 @@ def forward_rows(
         _check_stages(spec, layout.stages)
     x, rows = _embedded(params, spec, packed, dtype, layout)
     stacks = stacked_layers(
-        params, spec, replays=packed.routes is not None, deepens=rows.deep is not None
+        params, spec, replays=packed.inputs.routes is not None, deepens=rows.deep is not None
     )
     reports = list[Router]()
     used = dict.fromkeys(stacks, 0)
@@ -230,9 +231,11 @@ def _embedded(
     params: Params, spec: ModelSpec, packed: PackedTokens, dtype: DTypeLike, layout: Layout | None
 ) -> tuple[Float[Array, "P l D"], _Row]:
     """Return what enters the first layer, and what layers know besides."""
-    x, visual = embed(params, spec, packed.tokens, dtype=dtype, layout=layout), packed.visual
-    by = rotations(spec, packed.positions if packed.rotary is None else packed.rotary)
-    rows = _Row(by, packed.segment_ids, packed.routes)
+    routes, visual, rotary = packed.inputs
+    x = embed(params, spec, packed.tokens, dtype=dtype, layout=layout)
+    rows = _Row(
+        rotations(spec, packed.positions if rotary is None else rotary), packed.segment_ids, routes
+    )
     if visual is not None:
         x = with_features(x, visual, layout)
         ahead = rest_of_image(visual.feature) if spec.attends_within_images else None

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
@@ -108,7 +108,8 @@ def compare(
     @jax.jit
     def run(params: Any, row: jax.Array, routes: jax.Array) -> tuple[jax.Array, jax.Array]:
         positions = jnp.arange(row.size)[None]
-        packed = PackedTokens(row[None], positions, jnp.ones_like(positions), routes[None])
+        segments, replayed = jnp.ones_like(positions), RowInputs(routes[None])
+        packed = PackedTokens(row[None], positions, segments, replayed)
         hidden, router = forward_rows(params, spec, packed)
         after = jax.nn.log_softmax(logits(params, spec, hidden[0, PROMPT - 1 : -1]))
         drawn = jnp.take_along_axis(after, row[PROMPT:, None], axis=1)[:, 0]

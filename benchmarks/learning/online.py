@@ -10,27 +10,15 @@ the quickstart holds out. `--out` gets the curves (online.png) and the numbers b
 (online.json); the table goes to stdout. Exit status 1: a run failed.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.recipes import (
-    ROOT,
-    arguments,
-    base_and_final,
-    finished,
-    link,
-    make_base,
-    metrics_of,
-    run,
-    write_numbers,
-)
+from benchmarks.learning.recipes import ROOT, Runs, base_and_final, compare, finished, metrics_of
 from benchmarks.tables import markdown_table
-from jaxrl_llm.config.load import read_yaml
 
 DPO, RAFT = (ROOT / f"configs/quickstart_{name}.yaml" for name in ("online_dpo", "raft"))
-RUNS: dict[str, tuple[Path, tuple[str, ...]]] = {
+RUNS: Runs = {
     "online_dpo": (DPO, ()),
     "online_dpo_fixed": (DPO, ("reference.refresh_every=null",)),
     "online_dpo_all_pairs": (DPO, ("algorithm.pairs=all_pairs",)),
@@ -38,21 +26,6 @@ RUNS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "raft_all_right": (RAFT, ("algorithm.answer_filter={fn: at_least, threshold: 1.0}",)),
 }
 """Configs, and what is changed in them."""
-
-
-def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
-    """Run what is not finished; return a line for each run that failed."""
-    failed = []
-    for name, seed in ((name, seed) for name in names for seed in seeds):
-        config, overrides = RUNS[name]
-        if finished(config, seed, work, name):
-            continue
-        print(f"{name} seed {seed}", file=sys.stderr, flush=True)
-        try:
-            run(config, seed, work, *overrides, name=name)
-        except subprocess.CalledProcessError:
-            failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
-    return failed
 
 
 def numbers(name: str, seed: int, work: Path) -> dict[str, Any] | None:
@@ -111,21 +84,7 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
 
 def main() -> int:
     """Train what is missing, report everything that was asked for and is there."""
-    args = arguments([*RUNS], __doc__, "docs/learning", "runs/online", ("--runs", "--work"))
-    work = args.work.resolve()
-    link("configs", work)
-    base = read_yaml(ROOT / "configs/quickstart.yaml")["model"]["path"]
-    make_base(ROOT / "configs/quickstart.yaml", base, work)
-    failed = train_missing(args.recipes, args.seeds, work)
-    pairs = [(name, seed) for name in args.recipes for seed in args.seeds]
-    results = [result for pair in pairs if (result := numbers(*pair, work))]
-    if results:
-        write_numbers(args.out / "online.json", "online", results)
-        draw(results, args.out / "online.png")
-        print("\n" + table(results))
-    if failed:
-        print("\n".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return compare("online", RUNS, ROOT / "configs/quickstart.yaml", __doc__, numbers, draw, table)
 
 
 if __name__ == "__main__":

@@ -11,42 +11,34 @@ numbers behind them (pictures.json); the table goes to stdout. Exit status 1: a 
 """
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.learning.recipes import (
-    ROOT,
-    arguments,
-    finished,
-    link,
-    make_base,
-    metrics_of,
-    run,
-    write_numbers,
-)
+from benchmarks.learning.recipes import ROOT, Runs, compare, finished, metrics_of
 from benchmarks.tables import markdown_table
-from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.data import picture_task
 from jaxrl_llm.data.picture_task import colours
 
 CONFIG = ROOT / "configs/vision/pictures.yaml"
 KINDS = ("dots", "digits", "shapes")
 BLANK = "runs/pictures/blank"
-RUNS: dict[str, tuple[str, ...]] = {
-    "pictures": (),
+RUNS: Runs = {
+    "pictures": (CONFIG, ()),
     "blank": (
-        "data.prepare.blank=true",
-        "data.prepare.sft_rows=0",
-        f"data.prepare.out={BLANK}",
-        f"data.train={BLANK}/train.parquet",
-        f"data.validation={BLANK}/validation.parquet",
+        CONFIG,
+        (
+            "data.prepare.blank=true",
+            "data.prepare.sft_rows=0",
+            f"data.prepare.out={BLANK}",
+            f"data.train={BLANK}/train.parquet",
+            f"data.validation={BLANK}/validation.parquet",
+        ),
     ),
 }
-"""What is changed in the config; the control sees grey in place of each picture."""
+"""Configs, and what is changed in them; the control sees grey in place of each picture."""
 
 
 def curves_of(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
@@ -65,20 +57,6 @@ def curves_of(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     }
 
 
-def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
-    """Run what is not finished; return a line for each run that failed."""
-    failed = []
-    for name, seed in ((name, seed) for name in names for seed in seeds):
-        if finished(CONFIG, seed, work, name):
-            continue
-        print(f"{name} seed {seed}", file=sys.stderr, flush=True)
-        try:
-            run(CONFIG, seed, work, *RUNS[name], name=name)
-        except subprocess.CalledProcessError:
-            failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
-    return failed
-
-
 def numbers(name: str, seed: int, work: Path) -> dict[str, Any] | None:
     """Return the numbers of a run, or None where it is still to be done."""
     result = finished(CONFIG, seed, work, name)
@@ -88,7 +66,7 @@ def numbers(name: str, seed: int, work: Path) -> dict[str, Any] | None:
     return {
         "run": name,
         "seed": seed,
-        "overrides": RUNS[name],
+        "overrides": RUNS[name][1],
         "curves": curves_of(lines),
         "sampled": [line["critic/score/mean"] for line in lines if "critic/score/mean" in line],
         **{key: result[key] for key in ("seconds", "peak_gb", "date", "versions")},
@@ -158,20 +136,7 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
 
 def main() -> int:
     """Train what is missing, report everything that was asked for and is there."""
-    args = arguments([*RUNS], __doc__, "docs/learning", "runs/pictures", ("--runs", "--work"))
-    work = args.work.resolve()
-    link("configs", work)
-    make_base(CONFIG, read_yaml(CONFIG)["model"]["path"], work)
-    failed = train_missing(args.recipes, args.seeds, work)
-    pairs = [(name, seed) for name in args.recipes for seed in args.seeds]
-    results = [result for pair in pairs if (result := numbers(*pair, work))]
-    if results:
-        write_numbers(args.out / "pictures.json", "pictures", results)
-        draw(results, args.out / "pictures.png")
-        print("\n" + table(results))
-    if failed:
-        print("\n".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return compare("pictures", RUNS, CONFIG, __doc__, numbers, draw, table)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
+
+from jaxrl_llm.config.load import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs/recipes"
@@ -41,6 +43,9 @@ LEAST_GAIN = 0.2
 REFERENCE = "grpo"
 NOT_KEPT = r"timing_s/(?!step)|perf/(?!compile_wait|dropped)|global_seqlen/|prompt_length/"
 """Metrics that say nothing about a run's health."""
+
+Runs: TypeAlias = Mapping[str, tuple[Path, tuple[str, ...]]]
+"""Of each run its config, and what is changed in that."""
 
 
 def arguments(
@@ -256,19 +261,58 @@ def write_page(text: str) -> None:
     PAGE.write_text(page[:begin] + text + page[page.index(MARKS[1]) :], encoding="utf-8")
 
 
-def train_missing(names: list[str], seeds: list[int], work: Path) -> list[str]:
+def train_missing(runs: Runs, seeds: list[int], work: Path) -> list[str]:
     """Run what is not finished; return a line for each run that failed."""
     failed = []
-    for name, seed in ((n, s) for n in names for s in seeds):
-        config = RECIPES / f"{name}.yaml"
-        if finished(config, seed, work):
+    for name, seed in ((n, s) for n in runs for s in seeds):
+        config, overrides = runs[name]
+        if finished(config, seed, work, name):
             continue
-        print(f"{name} seed {seed}", flush=True)
+        print(f"{name} seed {seed}", file=sys.stderr, flush=True)
         try:
-            run(config, seed, work)
+            run(config, seed, work, *overrides, name=name)
         except subprocess.CalledProcessError:
             failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
     return failed
+
+
+def compare(
+    name: str,
+    runs: Runs,
+    base: Path,
+    about: str | None,
+    numbers: Callable[[str, int, Path], dict[str, Any] | None],
+    draw: Callable[[list[dict[str, Any]], Path], None],
+    table: Callable[[list[dict[str, Any]]], str],
+) -> int:
+    """Train what is missing of some runs from one base model, and report all that is there.
+
+    Args:
+        name: of the files of results.
+        runs: all of them.
+        base: config whose model the runs begin with.
+        about: what the benchmark does.
+        numbers: (run, seed, folder of the runs) -> its results; None: it is still to be done.
+        draw: (results, file) draws curves.
+        table: (results) -> a table of them.
+
+    Returns:
+        The exit status: 1 if a run failed.
+    """
+    args = arguments([*runs], about, "docs/learning", f"runs/{name}", ("--runs", "--work"))
+    work = args.work.resolve()
+    link("configs", work)
+    make_base(base, read_yaml(base)["model"]["path"], work)
+    failed = train_missing({run: runs[run] for run in args.recipes}, args.seeds, work)
+    pairs = [(run, seed) for run in args.recipes for seed in args.seeds]
+    results = [result for pair in pairs if (result := numbers(*pair, work))]
+    if results:
+        write_numbers(args.out / f"{name}.json", name, results)
+        draw(results, args.out / f"{name}.png")
+        print("\n" + table(results))
+    if failed:
+        print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 def kept(folder: Path) -> dict[str, Any]:
@@ -303,7 +347,8 @@ def main() -> int:
     work = args.work.resolve()
     link("configs", work)
     make_base(RECIPES / f"{REFERENCE}.yaml", "runs/quickstart/base", work)
-    failed = train_missing(args.recipes, args.seeds, work)
+    recipes: Runs = {name: (RECIPES / f"{name}.yaml", ()) for name in args.recipes}
+    failed = train_missing(recipes, args.seeds, work)
     pairs = [(RECIPES / f"{name}.yaml", seed) for name in everything for seed in args.seeds]
     results = [result for pair in pairs if (result := finished(*pair, work))]
     if results:

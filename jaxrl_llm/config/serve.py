@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config.keys import STRICT, Number, Section
+from jaxrl_llm.config.sections.data import MAX_PIXELS, MIN_PIXELS
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.config.sections.mesh import ServeMeshConfig
 
@@ -56,17 +57,8 @@ class ServeConfig(Section):
         description="load the model's vision tower, too, so that chats may show images "
         "(docs/images.md)",
     )
-    max_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        description="with vision: the largest area to which an image is resized; null takes the "
-        "model's",
-    )
-    min_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        description="with vision: the smallest area of an image; null takes the model's",
-    )
+    max_pixels: int | None = MAX_PIXELS
+    min_pixels: int | None = MIN_PIXELS
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
     host: str = Field(
         default="127.0.0.1", description="address to listen on; 0.0.0.0 listens to all machines"

@@ -22,7 +22,7 @@ from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
-from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.evaluation.estimators import (
     LEVEL,
@@ -193,14 +193,14 @@ def evaluated_visuals(config: EvaluateConfig, policy: Policy) -> RowVisuals:
     Raises:
         ConfigError: bounds of images for a model that reads none, or such that don't fit.
     """
-    columns = config.image_key, config.video_key
-    bounds = {"max_pixels": config.max_pixels, "min_pixels": config.min_pixels}
-    if isinstance(policy.model, VisionModel) and policy.model.vision:
-        with config_errors_at("vision"):
-            return RowVisuals(*columns, VisualProcessor.from_directory(policy.source, **bounds))
-    if given := [name for name, bound in bounds.items() if bound is not None]:
-        raise ConfigError(f"{', '.join(given)}: expected vision=true with bounds of images")
-    return RowVisuals(*columns)
+    sees = isinstance(policy.model, VisionModel) and policy.model.vision is not None
+    processor = configured_processor(
+        policy.source if sees else None,
+        "vision",
+        max_pixels=config.max_pixels,
+        min_pixels=config.min_pixels,
+    )
+    return RowVisuals(config.image_key, config.video_key, processor)
 
 
 def prompt_room(config: EvaluateConfig, policy: Policy) -> int:

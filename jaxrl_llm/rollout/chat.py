@@ -227,9 +227,9 @@ class Chat:
             self._check_prompt_length(len(tokens), "as the agent wrote it")
             self._opening = given
         room = self._room(len(told.tokens), max_tokens)
-        said = told if self._is_first or self._messages else self._opening
-        if said.tokens:
-            text = self.tokenizer.decode(said.tokens)
+        unread = told if self._is_first or self._messages else self._opening
+        if unread.tokens:
+            text = self.tokenizer.decode(unread.tokens)
             self._messages.append({"role": "user", "content": text, "as_tokens": True})
         return await self._add_turn(told, room, tuple(stop))
 

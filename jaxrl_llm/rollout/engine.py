@@ -203,6 +203,15 @@ def check_needed(needed: int, requests: int) -> None:
         raise EngineError(f"sample_until: got needed={needed}, expected 1 to {requests}")
 
 
+def images_refused(request: Request) -> EngineError:
+    """Return the error of a request with images or videos to an engine of a model of text."""
+    return EngineError(
+        f"got {len(request.visuals)} images or videos for a model that reads text alone "
+        "(model.vision=none); expected model.vision=frozen or model.vision=trained, of a model "
+        "with a vision tower"
+    )
+
+
 def check_request(
     request: Request, *, max_tokens: int, vocab_size: int, limits: Mapping[str, int]
 ) -> None:

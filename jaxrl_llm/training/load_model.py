@@ -109,17 +109,14 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     """Read the spec of a model as it is trained: without its tower, if that is not.
 
     Raises:
-        ConfigError: a tower is asked for that is not there.
+        ConfigError: a tower is asked for that is not there, or can't be read.
         ValueError: as for `read_spec`, as FileNotFoundError.
     """
+    spec = read_spec(config.path)
     if config.vision == "none":
-        return read_spec(config.path)
-    spec = read_spec(config.path, vision=True)
-    if spec.vision is None:
-        raise ConfigError(
-            f"model.vision={config.vision}, but {config.path} has no vision tower that reads "
-            "images (docs/models.md lists those that have): set it to none"
-        )
+        return spec
+    with config_errors_at(f"model.vision={config.vision}"):
+        spec = read_spec(config.path, vision=True)
     return dataclasses.replace(spec, vision_apart=config.vision == "frozen")
 
 

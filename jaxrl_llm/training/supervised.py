@@ -150,7 +150,7 @@ def _keep_features(learner: Learner, batch: Batch) -> None:
     """Compute the features of a step's images where the vision tower is frozen."""
     tower = learner.model.visuals and learner.model.visuals.tower
     if tower is not None:
-        tower.keep(visual for visuals in batch.visuals for visual in visuals)
+        tower.keep(batch)
 
 
 def _loss_metrics(updated: Fields, teacher: SftTeacherConfig) -> dict[str, float]:

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxrl_llm.compiler_options import Task, compiler_options
-from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.data import DataConfig, SftDataConfig
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.bin_packing import best_fit
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
@@ -72,12 +72,11 @@ class FrozenTower:
         options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
         self._encode = jax.jit(encode, static_argnums=2, compiler_options=options)
 
-    def keep(self, visuals: Iterable[Visual]) -> int:
-        """Compute the features of a step's images, and forget others; return how many there are."""
-        needed = {visual.key: visual for visual in visuals}
+    def keep(self, batch: Batch) -> None:
+        """Compute the features of a step's images, and forget others."""
+        needed = {visual.key: visual for visuals in batch.visuals for visual in visuals}
         self._known = {key: own for key, own in self._known.items() if key in needed}
         self.features(needed.values())
-        return len(needed)
 
     def features(self, visuals: Iterable[Visual]) -> list[VisualFeatures]:
         """Return the features of images, as one row [1 V D] each; compute what is not known."""
@@ -274,16 +273,14 @@ def row_visuals(model: ModelConfig, data: DataConfig | SftDataConfig) -> RowVisu
     Raises:
         ConfigError: the model has no processor of images, or the bounds of their area don't fit.
     """
-    bounds = {"max_pixels": data.max_pixels, "min_pixels": data.min_pixels}
-    if model.vision != "none":
-        with config_errors_at("model.vision"):
-            processor = VisualProcessor.from_directory(model.path, **bounds)
-            return RowVisuals(data.image_key, data.video_key, processor)
-    if given := [f"data.{name}" for name, bound in bounds.items() if bound is not None]:
-        raise ConfigError(
-            f"{', '.join(given)}: expected no bounds of images with model.vision=none"
-        )
-    return RowVisuals(data.image_key, data.video_key)
+    processor = configured_processor(
+        None if model.vision == "none" else model.path,
+        "model.vision",
+        max_pixels=data.max_pixels,
+        min_pixels=data.min_pixels,
+        section="data.",
+    )
+    return RowVisuals(data.image_key, data.video_key, processor)
 
 
 def vision_of(model: VisionModel) -> VisionSpec:

@@ -278,8 +278,8 @@ def _with_stored_prefixes(spec: ModelSpec, directory: Path, family: Family) -> M
     names = find_arrays(directory).keys()
 
     def stored(prefixes: tuple[str, ...], usual: str) -> str:
-        found = (p for p in prefixes if any(name.startswith(p) for name in names))
-        return next(found, usual)
+        used = (p for p in prefixes if any(name.startswith(p) for name in names))
+        return next(used, usual)
 
     spec = dataclasses.replace(spec, hf_prefix=stored((INSIDE,), spec.hf_prefix))
     if spec.vision is None or family.tower is None:

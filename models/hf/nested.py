@@ -60,7 +60,10 @@ def read_seeing(
         ValueError: The family has no tower that we know, or as `read_family`.
     """
     if family.tower is None:
-        raise ValueError(f"we know no vision tower of {family.name} models, only their text")
+        raise ValueError(
+            f"{family.name} models have no vision tower that is supported, they read text alone; "
+            "docs/models.md lists those that have one"
+        )
     spec = read_family(family, text_config(family, config), value_head=value_head)
     return dataclasses.replace(spec, **family.tower.read(config, colors))
 

@@ -3,9 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
-from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
-from jaxrl_llm.models.hf.unread import without_effect
-from jaxrl_llm.models.hf.vision import HALF, VISION_KEY, Colors
+from jaxrl_llm.models.hf.keys import ACTIVATIONS, Config, check_whole
+from jaxrl_llm.models.hf.vision import HALF, VISION_KEY, Colors, check_known
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import CHANNELS, TowerKind, VisionSpec
 
@@ -109,11 +108,7 @@ class SiglipForm(NamedTuple):
         return {VISION_KEY: keys} | dict(zip(OUTSIDE, ids, strict=True))
 
     def _check(self, keys: Config) -> None:
-        known = {*DEFAULTS} | UNUSED | WITHOUT_EFFECT
-        unknown = {key: value for key, value in keys.items() if value and key not in known}
-        unknown = {k: unknown[k] for k in unknown.keys() - without_effect("siglip", unknown)}
-        if unknown:
-            raise ValueError(f"{VISION_KEY} has {unknown}; supported are {sorted(known)}")
+        check_known(keys, {*DEFAULTS} | UNUSED, "siglip")
         check_whole(keys, [*SIZES, "image_size"])
         wanted = {key: DEFAULTS[key] for key in ("hidden_act", "num_channels")}
         got = {key: keys[key] for key in wanted}

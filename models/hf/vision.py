@@ -123,11 +123,7 @@ class TowerForm(NamedTuple):
         return {VISION_KEY: keys} | dict(zip((IMAGE, VIDEO, *MARKS), ids, strict=True))
 
     def _check(self, keys: Config) -> None:
-        known = {*TOWER_KEYS, *self.defaults, "rope_parameters"} | WITHOUT_EFFECT
-        unknown = {key: value for key, value in keys.items() if value and key not in known}
-        unknown = {k: unknown[k] for k in unknown.keys() - without_effect(self.model_type, unknown)}
-        if unknown:
-            raise ValueError(f"{VISION_KEY} has {unknown}; supported are {sorted(known)}")
+        check_known(keys, {*TOWER_KEYS, *self.defaults, "rope_parameters"}, self.model_type)
         if keys["hidden_act"] not in ACTIVATIONS:
             raise ValueError(
                 f"hidden_act={keys['hidden_act']!r} of the vision tower; supported are "
@@ -163,6 +159,27 @@ class TowerForm(NamedTuple):
             "full_layers": tuple(keys["fullatt_block_indexes"]),
             "tokens_per_second": keys["tokens_per_second"],
         }
+
+
+def check_known(keys: Config, known: set[str], model_type: str) -> None:
+    """Refuse keys of a tower that may change what it computes, and that we do not know.
+
+    Args:
+        keys: Of the tower.
+        known: That are read.
+        model_type: By which transformers knows the family.
+
+    >>> check_known({"new_norm": True}, {"depth"}, "qwen3_vl")
+    Traceback (most recent call last):
+    ValueError: vision_config has {'new_norm': True}; supported are ['depth']
+    """
+    known = known | WITHOUT_EFFECT
+    unknown = {key: value for key, value in keys.items() if value and key not in known}
+    if unread := unknown.keys() - without_effect(model_type, unknown):
+        unknown = {key: unknown[key] for key in sorted(unread)}
+        raise ValueError(
+            f"{VISION_KEY} has {unknown}; supported are {sorted(known - WITHOUT_EFFECT)}"
+        )
 
 
 def _sections(config: Config) -> tuple[int, int, int] | None:

@@ -18,7 +18,7 @@ class Visual:
         grid: Frames (of a video: groups of frames that are read together), and height and width in
             patches.
         merge: Side of the square of patches that become one token.
-        key: Digest of patches and grid; equal keys mean equal features.
+        key: Digest of all the others; equal keys mean equal features and positions.
         seconds: Time of each frame of a video; empty for an image.
     """
 

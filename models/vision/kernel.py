@@ -9,8 +9,7 @@ from jaxrl_llm.models.kernels import (
     Kernel,
     KernelChoice,
     attend_cudnn,
-    objection,
-    try_kernel,
+    choose_for_heads,
 )
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.sharding.layout import Layout
@@ -23,9 +22,7 @@ def tower_heads_on(spec: VisionSpec, layout: Layout) -> Heads | str:
 
     >>> import jax
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=16, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision(hidden_size=16)
     >>> tower_heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
     (2, 2, 8)
     """
@@ -60,9 +57,7 @@ def choose_tower_kernel(
 
     >>> import jax
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=16, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision(hidden_size=16)
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> cpu = DeviceInfo("cpu", (), (0, 11, 2))
     >>> choose_tower_kernel("auto", spec, layout, "bfloat16", device=cpu).reason
@@ -70,12 +65,4 @@ def choose_tower_kernel(
     """
     if asked == "xla":
         return KernelChoice("xla", "it was asked for")
-    heads = tower_heads_on(spec, layout)
-    if isinstance(heads, str):
-        return KernelChoice("xla", heads)
-    against, agreed = objection(heads, dtype, device), ""
-    if against is None:
-        against, agreed = try_kernel(kernel, heads, dtype)
-    return (
-        KernelChoice("cudnn", agreed, kernel) if against is None else KernelChoice("xla", against)
-    )
+    return choose_for_heads(tower_heads_on(spec, layout), dtype, device=device, kernel=kernel)

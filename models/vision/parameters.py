@@ -28,9 +28,7 @@ def declare_vision(spec: VisionSpec) -> Declarations:
     Raises:
         ValueError: There is no tower of this kind.
 
-    >>> spec = VisionSpec(kind="qwen3", layers=3, hidden_size=8, heads=2, ff_width=12, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision(layers=3, ff_width=12)
     >>> declare_vision(spec)["query"].shape, declare_vision(spec)["merger_up"].shape
     ((3, 8, 2, 4), (4, 8, 32))
     """

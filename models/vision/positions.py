@@ -31,9 +31,7 @@ def rotary_positions(
         ValueError: There are not as many placeholders as the visuals have tokens, or other tokens
             stand between those of an image.
 
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, image_id=9,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision(image_id=9)
     >>> image = Visual(np.zeros((8, 24), np.uint8), (1, 4, 2), 2, b"")
     >>> positions, offset = rotary_positions(spec, np.array([5, 9, 9, 5]), [image])
     >>> positions.tolist(), offset

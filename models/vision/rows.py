@@ -72,10 +72,7 @@ def patch_rows(spec: VisionSpec, visuals: Sequence[Sequence[Visual]], length: in
         ValueError: A row's patches are more than `length`, which they must fit in as tokens, or a
             visual was not cut for this tower.
 
-    >>> from jaxrl_llm.models.vision.spec import VisionSpec
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision()
     >>> image = Visual(np.zeros((8, 24), np.uint8), (1, 2, 4), 2, b"")
     >>> rows = patch_rows(spec, [[image], []], 12)
     >>> rows.frames.tolist()[0]

@@ -70,9 +70,7 @@ def encode(
     >>> import numpy as np
     >>> from jaxrl_llm.models.vision.inputs import Visual
     >>> from jaxrl_llm.models.vision.rows import patch_rows
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision()
     >>> params = {name: jnp.zeros(decl.shape) for name, decl in declare_vision(spec).items()}
     >>> rows = patch_rows(spec, [[Visual(np.zeros((8, 24), np.uint8), (1, 2, 4), 2, b"")]], 12)
     >>> encode(params, spec, rows).features.shape
@@ -235,9 +233,7 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     with some of the queries. A kernel stays where each device has whole heads.
 
     >>> from jaxrl_llm.sharding.mesh import make_mesh
-    >>> spec = VisionSpec(kind="qwen3", layers=1, hidden_size=8, heads=2, ff_width=8, patch=2,
-    ...                   frames_per_patch=2, merge=2, out_size=4, position_side=4, image_id=1,
-    ...                   image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5))
+    >>> spec = tiny_vision()
     >>> tower_layout(spec, Layout(make_mesh({}, jax.devices()[:1]), "ring")).context
     'heads'
     """

@@ -253,10 +253,10 @@ def test_tokens_that_are_never_drawn_are_left_out_of_the_softmax(parts, chunk):
     left = np.setdiff1d(np.arange(columns), never)
     targets = targets % len(left)
     axes = ("tensor",) if parts > 1 else ()
-    how = HeadProjection(0.7, 1.5, chunk, vocab_axes=axes, never=never)
+    projection = HeadProjection(0.7, 1.5, chunk, vocab_axes=axes, never=never)
 
     def without(hidden, head):
-        return projected_token_stats(how, hidden, head, jnp.asarray(left)[targets])
+        return projected_token_stats(projection, hidden, head, jnp.asarray(left)[targets])
 
     split = PartitionSpec(None, "tensor")
     mesh = Mesh(np.array(jax.devices()[:parts]), ("tensor",))

@@ -237,8 +237,8 @@ REFUSED = {
         r"'images\[1\]': there is no file",
     ),
     "one frame": (row("<video>", videos=[[RED]]), r"field 'videos\[0\]': expected a video of 2"),
-    "said": (row("<image><|image_pad|>", images=[RED]), "text has 2 placeholders of images and 0"),
-    "said alone": (row("<|video_pad|>"), "0 placeholders of images and 1 of videos: texts of such"),
+    "a mark": (row("<image><|image_pad|>", images=[RED]), "text has 2 placeholders of images and"),
+    "a mark alone": (row("<|video_pad|>"), "0 placeholders of images and 1 of videos: texts of"),
 }
 
 
@@ -294,7 +294,6 @@ def test_a_gemma_prompt_is_expanded_where_templates_and_episodes_encode_it(tmp_p
     image = "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n"
     text = f"<bos><start_of_turn>user\n{image}What?<end_of_turn>\n<start_of_turn>model\n"
     assert list(prompt.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    with pytest.raises(ValueError, match="texts of such tokens can't be said"):
-        said = row("<image><image_soft_token>", images=[RED])
-        tokenized([said], tokenizer, visuals)
+    with pytest.raises(ValueError, match="texts of such tokens can't be written"):
+        tokenized([row("<image><image_soft_token>", images=[RED])], tokenizer, visuals)
     assert np.asarray(prompt.loaded().visuals[0].patches).shape == (4096, 588)

@@ -166,8 +166,8 @@ def test_what_can_not_be_run_is_refused_in_one_line(call, workshop, tmp_path):
         (["max_new_tokens=250"], workshop.base, "data: dataset row 0"),
         (["max_prompt_tokens=1"], workshop.base, "none of 16 rows is left"),
         ([], tmp_path / "nowhere", "model: "),
-        (["max_pixels=9999"], workshop.base, "max_pixels: expected vision=true with bounds"),
-        (["vision=true"], workshop.base, "we know no vision tower of Qwen3 models"),
+        (["max_pixels=9999"], workshop.base, "max_pixels: expected no bounds of images without"),
+        (["vision=true"], workshop.base, "Qwen3 models have no vision tower"),
         (["data=no.parquet"], workshop.base, "data: no.parquet: no such file"),
     ):
         status, printed, _, _ = call(model, *words, out=tmp_path / "new")

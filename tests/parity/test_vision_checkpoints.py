@@ -246,5 +246,5 @@ def test_colors_are_those_of_the_image_processor(saved, tmp_path):
 
 def test_a_model_of_text_has_no_tower(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(make_config(tiny_spec())))
-    with pytest.raises(ValueError, match="no vision tower of Qwen3 models"):
+    with pytest.raises(ValueError, match="Qwen3 models have no vision tower"):
         read_spec(tmp_path, vision=True)

@@ -10,7 +10,7 @@ import transformers
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
 from jaxrl_llm.models.vision.positions import rotary_positions
 from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
@@ -266,7 +266,7 @@ class Packed(NamedTuple):
         visual = VisualTokens(jnp.asarray(self.index), given)
         arrays = map(jnp.asarray, self[:3])
         rotary = None if self.rotary is None else jnp.asarray(self.rotary)
-        return PackedTokens(*arrays, visual=visual, rotary=rotary)
+        return PackedTokens(*arrays, RowInputs(None, visual, rotary))
 
     def of_prompt(self, number, rows=1):
         """Tell where a prompt lies: its row, and the slice of its tokens."""

@@ -163,15 +163,15 @@ def text_file(side: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("tool", "keys", "said"),
+    ("tool", "keys", "message"),
     [
         (chart, {"limits": {"observation_tokens": 8}}, "9 tokens, expected at most 8"),
         (chart, {"processor": None}, "reads text alone: set model.vision"),
         (text_file, {}, "that can't be used: .* begins with b'no image'"),
     ],
 )
-def test_images_that_can_t_be_told_are_the_environment_s_fault(tool, keys, said):
-    with pytest.raises(RunError, match=said):
+def test_images_that_can_t_be_told_are_the_environment_s_fault(tool, keys, message):
+    with pytest.raises(RunError, match=message):
         play(lambda text: f"[{tool.__name__}(side=48)]", tools=[tool], **keys)
 
 

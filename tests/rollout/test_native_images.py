@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.transformer import forward_rows
 from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
 from jaxrl_llm.models.vision.positions import placeholders, rotary_positions
 from jaxrl_llm.models.vision.rows import patch_rows
-from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import encode
 from jaxrl_llm.rollout.engine import EngineError, Stop
 from jaxrl_llm.rollout.native import sizes
@@ -30,25 +29,12 @@ from jaxrl_llm.rollout.native.visuals import read_prompt
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Request, SamplingParams
 from tests.guarded import MODEL, NATIVE
 from tests.rollout.conftest import HYBRID, MAX_TOKENS, MIXTURE, SPEC
+from tests.specs import tiny_vision
 from tests.waiting import wait_until
 
 WORDS, IMAGE, VIDEO, START, END = 26, 27, 28, 29, 30
-VISION = VisionSpec(
-    kind="qwen3",
-    layers=2,
-    hidden_size=8,
-    heads=2,
-    ff_width=12,
-    patch=2,
-    frames_per_patch=2,
-    merge=2,
-    out_size=16,
-    position_side=4,
-    image_mean=(0.5, 0.5, 0.5),
-    image_std=(0.5, 0.5, 0.5),
-    image_id=IMAGE,
-    video_id=VIDEO,
-    marks=(START, END),
+VISION = tiny_vision(
+    layers=2, ff_width=12, out_size=16, image_id=IMAGE, video_id=VIDEO, marks=(START, END)
 )
 ROTARY = {"head_dim": 8, "mrope_sections": (2, 1, 1), "mrope_interleaved": True}
 SIGLIP = dataclasses.replace(
@@ -68,7 +54,8 @@ ANSWER = SamplingParams(6)
 def draw_visual(*grid, seed=0, seconds=(), vision=VISION):
     rng = np.random.default_rng(seed)
     patches = rng.integers(0, 256, (int(np.prod(grid)), vision.patch_width), np.uint8)
-    return Visual(patches, grid, 2, hashlib.sha256(patches).digest(), seconds)
+    digest = hashlib.sha256(repr((grid, seconds)).encode() + patches.tobytes()).digest()
+    return Visual(patches, grid, 2, digest, seconds)
 
 
 LARGE, SMALL, OTHER = (
@@ -164,7 +151,8 @@ def forward(params, spec, tokens, index, rotary, patches):
     """Return logits of a row by the trainer's forward pass, its images encoded by themselves."""
     visual = VisualTokens(index, encode(params["vision"], spec.vision, patches))
     positions = jnp.arange(MAX_TOKENS)[None]
-    rows = PackedTokens(tokens, positions, jnp.ones_like(positions), None, visual, rotary)
+    inputs = RowInputs(None, visual, rotary)
+    rows = PackedTokens(tokens, positions, jnp.ones_like(positions), inputs)
     return Decoder(spec).logits(params, forward_rows(params, spec, rows)[0])[0]
 
 
@@ -385,7 +373,7 @@ def test_programs_of_text_are_given_nothing_of_images(shared_engine):
 
 
 def test_times_of_a_video_tell_its_pages(weights):
-    slow = dataclasses.replace(FILM, seconds=(0.0, 3.0))
+    slow = draw_visual(2, 2, 4, seed=3, seconds=(0.0, 3.0))
     model = model_of(SPECS["deep"])
     keys = [read_prompt(model, ask(3, film, 5)).keys for film in (FILM, FILM, slow)]
     assert keys[0] == keys[1] != keys[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.paged_attention import attend_in_turn
 from jaxrl_llm.models.transformer import forward_rows
@@ -41,7 +41,8 @@ def compiled(dtype):
     @jax.jit
     def run(params, tokens, routes):
         positions = jnp.arange(MAX_TOKENS)[None]
-        rows = PackedTokens(tokens[None], positions, jnp.ones_like(positions), routes[None])
+        segments, replayed = jnp.ones_like(positions), RowInputs(routes[None])
+        rows = PackedTokens(tokens[None], positions, segments, replayed)
         hidden, router = forward_rows(params, MIXTURE, rows, dtype=dtype)
         return logits(params, MIXTURE, hidden)[0], jnp.moveaxis(router["experts"], 0, 2)[0]
 

@@ -13,10 +13,8 @@ from PIL import Image
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.limits import LimitsConfig
-from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.visuals.processor import VisualProcessor
-from jaxrl_llm.serve import open_processor
+from jaxrl_llm.data.visuals.processor import VisualProcessor, configured_processor
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.fields import APIError
 from jaxrl_llm.serving.length import text_limit
@@ -193,12 +191,11 @@ def test_openai_s_client_shows_images_and_is_told_what_is_wrong():
 
 
 def test_bounds_of_images_need_a_tower():
-    config = ServeConfig(model=MODEL, vision=True, max_pixels=1024)
-    assert open_processor(config, MODEL).image(file_of(size=(64, 64))).tokens == 4
-    assert open_processor(ServeConfig(model=MODEL), MODEL) is None
-    for wrong, said in (
-        ({"max_pixels": 9}, "vision=true"),
-        ({"vision": True, "max_pixels": 9}, "256"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            open_processor(ServeConfig(model=MODEL, **wrong), MODEL)
+    def opened(source, most):
+        return configured_processor(source, "vision", max_pixels=most, min_pixels=None)
+
+    assert opened(MODEL, 1024).image(file_of(size=(64, 64))).tokens == 4
+    assert opened(None, None) is None
+    for source, message in ((None, "max_pixels: .* without vision"), (MODEL, "vision: .* 256")):
+        with pytest.raises(ConfigError, match=message):
+            opened(source, 9)

@@ -16,7 +16,7 @@ from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import logits
-from jaxrl_llm.models.inputs import PackedTokens
+from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -101,7 +101,7 @@ def by_rows(params, routes):
     batch = make_batch()
     positions = np.broadcast_to(np.arange(LENGTH), REAL.shape)
     arrays = map(jnp.asarray, (batch.tokens, positions, REAL.astype(np.int32)))
-    hidden, router = forward_rows(params, SPEC, PackedTokens(*arrays, routes))
+    hidden, router = forward_rows(params, SPEC, PackedTokens(*arrays, RowInputs(routes)))
     policy = jax.nn.log_softmax(logits(params, SPEC, hidden))[:, :-1]
     chosen = jnp.take_along_axis(policy, batch.tokens[:, 1:, None], axis=-1)[:, :, 0]
     logprobs = jnp.where(REAL, jnp.pad(chosen, [(0, 0), (1, 0)]), 0.0)

@@ -20,7 +20,6 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.rows import PatchRows
-from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.sharding.layout import Layout
@@ -33,24 +32,11 @@ from jaxrl_llm.training.selection import filled
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.training.visuals import FrozenTower, VisualPacker, check_room
 from jaxrl_llm.types import VISUALS, Batch
+from tests.specs import tiny_vision
 
 IMAGE, START, END = 40, 41, 42
-VISION = VisionSpec(
-    kind="qwen3",
-    layers=2,
-    hidden_size=8,
-    heads=2,
-    ff_width=12,
-    patch=2,
-    frames_per_patch=2,
-    merge=2,
-    out_size=16,
-    position_side=4,
-    deep_layers=(0,),
-    image_mean=(0.5, 0.5, 0.5),
-    image_std=(0.5, 0.5, 0.5),
-    image_id=IMAGE,
-    marks=(START, END),
+VISION = tiny_vision(
+    layers=2, ff_width=12, out_size=16, deep_layers=(0,), image_id=IMAGE, marks=(START, END)
 )
 SPEC = ModelSpec(
     vocab_size=48,
@@ -179,17 +165,25 @@ def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
     assert not np.allclose(seen[0], packed[0]) and np.allclose(seen[1:], packed[1:])
 
 
+def showing(*images):
+    """A batch of which nothing but images is looked at."""
+    visuals = np.empty(len(images), object)
+    visuals[:] = [tuple(each) for each in images]
+    ones = np.ones(len(images), np.int32)
+    return Batch(ones[:, None], ones, {VISUALS: visuals})
+
+
 def test_features_are_computed_once_and_forgotten(params, mesh):
     tower, seen = tower_of(params, mesh), []
     run = tower._encode
     tower._encode = lambda params, rows, bounds: seen.append(rows) or run(params, rows, bounds)
-    assert tower.keep([IMAGES[0], IMAGES[1], IMAGES[0]]) == 2
+    tower.keep(showing([IMAGES[0], IMAGES[1]], [IMAGES[0]]))
     assert isinstance(seen[0], PatchRows) and len(seen) == 1
     first = tower.rows([[IMAGES[1], IMAGES[0]], []], 8)
     assert len(seen) == 1 and first.features.shape == (2, 8, 16)
     assert first.deep is not None and first.deep.shape == (2, 1, 8, 16)
     assert not first.features[0, 6:].any() and not first.features[1].any()
-    tower.keep([IMAGES[2]])
+    tower.keep(showing([IMAGES[2]]))
     assert len(seen) == 2
     tower.rows([[IMAGES[0]]], 8)
     assert len(seen) == 3

@@ -5,6 +5,15 @@ from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config.keys import STRICT, Section
 
+VISUAL_TOKENS = Field(
+    default=None,
+    ge=1,
+    description=(
+        "how many of these may stand for images and videos; null: all. Rows of patches, or "
+        "features of a frozen tower, have room for as many: lower it where few are"
+    ),
+)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BatchConfig(Section):
@@ -19,14 +28,7 @@ class BatchConfig(Section):
         default=16384,
         description="tokens of a micro-batch on each device: bounds memory, never exceeded",
     )
-    max_visual_tokens_per_device: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "how many of these may stand for images and videos; null: all. Rows of patches, or "
-            "features of a frozen tower, have room for as many: lower it where few are"
-        ),
-    )
+    max_visual_tokens_per_device: int | None = VISUAL_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -38,11 +40,4 @@ class SftBatchConfig(Section):
         default=16384,
         description="tokens of a micro-batch on each device: bounds memory, never exceeded",
     )
-    max_visual_tokens_per_device: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "how many of these may stand for images and videos; null: all. Rows of patches, or "
-            "features of a frozen tower, have room for as many: lower it where few are"
-        ),
-    )
+    max_visual_tokens_per_device: int | None = VISUAL_TOKENS

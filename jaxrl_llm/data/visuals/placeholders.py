@@ -85,7 +85,7 @@ class Placeholders:
                 f"expected a chat with {_counted(wanted.count(False), 'image')} and "
                 f"{_counted(wanted.count(True), 'video')} in their order, but the chat template's "
                 f"text has {_counted(written.count(False), 'placeholder')} of images and "
-                f"{written.count(True)} of videos: texts of such tokens can't be said"
+                f"{written.count(True)} of videos: texts of such tokens can't be written"
             )
         if not shapes:
             return tuple(tokens)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.data.visuals.pictures import PictureError, read_picture, read_size
 from jaxrl_llm.data.visuals.placeholders import Placeholders
 from jaxrl_llm.data.visuals.resizing import (
@@ -206,3 +207,37 @@ class VisualProcessor:
         digest.update(np.array(shape.seconds, np.float64).tobytes())
         digest.update(patches.tobytes())
         return Visual(patches, shape.grid, shape.merge, digest.digest(), shape.seconds)
+
+
+def configured_processor(
+    source: str | Path | None,
+    key: str,
+    *,
+    max_pixels: int | None,
+    min_pixels: int | None,
+    section: str = "",
+) -> VisualProcessor | None:
+    """Return what reads images as a config says; None where its model reads text alone.
+
+    Args:
+        source: directory of the model's files; None: it reads text alone.
+        key: by which the config asks for images, for messages.
+        max_pixels: as for `VisualProcessor`.
+        min_pixels: as there.
+        section: of the config, where these bounds are, with a point behind it.
+
+    Raises:
+        ConfigError: the model has no processor of images, the bounds don't fit, or there are some
+            for a model of text.
+
+    >>> configured_processor(None, "vision", max_pixels=9, min_pixels=None)
+    Traceback (most recent call last):
+    jaxrl_llm.config.errors.ConfigError: max_pixels: expected no bounds of images without vision
+    """
+    bounds = {"max_pixels": max_pixels, "min_pixels": min_pixels}
+    if source is not None:
+        with config_errors_at(key):
+            return VisualProcessor.from_directory(source, **bounds)
+    if given := [f"{section}{name}" for name, bound in bounds.items() if bound is not None]:
+        raise ConfigError(f"{', '.join(given)}: expected no bounds of images without {key}")
+    return None

@@ -1,6 +1,5 @@
 """Images and videos of prompts, on the host: which the engine takes, and what it knows them by."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.positions import placeholders
 from jaxrl_llm.models.vision.rows import check_visual
 from jaxrl_llm.models.vision.spec import VisionSpec
-from jaxrl_llm.rollout.engine import EngineError
+from jaxrl_llm.rollout.engine import EngineError, images_refused
 from jaxrl_llm.rollout.native.sizes import Sizes
 from jaxrl_llm.rollout.types import Request
 
@@ -75,11 +74,7 @@ def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
     vision = tower_of(model)
     if vision is None or not isinstance(model, VisionModel):
         if request.visuals:
-            raise EngineError(
-                f"got {len(request.visuals)} images or videos for a model that reads text alone "
-                "(model.vision=none); expected model.vision=frozen or model.vision=trained, of a "
-                "model with a vision tower"
-            )
+            raise images_refused(request)
         return
     _check_placeholders(vision, request)
     for visual in request.visuals:
@@ -105,7 +100,7 @@ def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
     counts = [visual.tokens for visual in request.visuals]
     number[places] = np.repeat(np.arange(len(counts)), counts)
     index[places] = np.concatenate([np.arange(count) for count in counts])
-    keys, bases = list(request.prompt), [_digest(visual) for visual in request.visuals]
+    keys, bases = list(request.prompt), [int.from_bytes(visual.key) for visual in request.visuals]
     for place in places.tolist():
         keys[place] = -1 - (bases[number[place]] << 32 | int(index[place]))
     rotary, delta = None, 0
@@ -159,8 +154,3 @@ def _check_placeholders(vision: VisionSpec, request: Request) -> None:
         )
     if request.prompt[-1] in ids:
         raise EngineError("the prompt ends within an image or a video; expected text after it")
-
-
-def _digest(visual: Visual) -> int:
-    """Return a number that tells visuals apart that differ in features or in positions."""
-    return int.from_bytes(hashlib.sha256(visual.key + repr(visual.seconds).encode()).digest())

@@ -16,7 +16,7 @@ from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.hf.files import read_json
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings, check_request, images_refused
 from jaxrl_llm.rollout.types import Request
 
 MOST_TOP_LOGPROBS = 20
@@ -137,7 +137,4 @@ def check_vllm_request(
     if images is not None:
         images.check(request)
     elif request.visuals:
-        raise EngineError(
-            f"got {len(request.visuals)} images or videos for a model that reads text alone: "
-            "expected model.vision=frozen or trained"
-        )
+        raise images_refused(request)

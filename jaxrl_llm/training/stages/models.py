@@ -176,7 +176,7 @@ def tower_pass(tower: FrozenTower) -> ModelPass:
         states: States, batch: Batch, rollouts: Rollouts, step: int
     ) -> tuple[Batch, dict[str, float]]:
         del states, rollouts, step
-        tower.keep(visual for visuals in batch.visuals for visual in visuals)
+        tower.keep(batch)
         return batch, {}
 
     return ModelPass(VISION_TIMER, run)
