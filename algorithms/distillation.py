@@ -297,7 +297,7 @@ def _backward(
         hidden, given, slopes = block
         own = comparison.devices.rows(comparison.student, hidden)
 
-        def divergence(raw: Float32[Array, "x v"]) -> Float32[Array, "y"]:
+        def divergence(raw: Float32[Array, "x v"]) -> Float32[Array, " y"]:
             logits = comparison.devices.exchange(
                 comparison.student, comparison.student.from_raw(raw)
             )

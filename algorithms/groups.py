@@ -33,8 +33,8 @@ def grouped(group_ids: Int[Array, " B"]) -> Groups:
 
 
 def over_group(
-    reduction: Callable[..., Array], values: Shaped[Array, "B *rest"], groups: Groups
-) -> Shaped[Array, "B *rest"]:
+    reduction: Callable[..., Array], values: Shaped[Array, " B *rest"], groups: Groups
+) -> Shaped[Array, " B *rest"]:
     """Return for each answer the reduction over its group: one of `jax.ops.segment_*`.
 
     >>> groups = grouped(jnp.array([0, 0, 1]))

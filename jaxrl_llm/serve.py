@@ -81,6 +81,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
         ConfigError: the directory can't be read, it has no vision tower though `vision` asks for
             it, or it does not fit the mesh.
     """
+    from jaxrl_llm.data.visuals.processor import configured_processor
     from jaxrl_llm.evaluation.policy import load_policy
     from jaxrl_llm.models.model import for_length
     from jaxrl_llm.rollout.build import loaded_engine

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,13 +101,13 @@ def main() -> None:
     like = {
         n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in state.items()
     }
-    rows = {"save": compare(lambda: seconds_of_save(folder, state), options.repeats)}
+    rows = {"save": compare(partial(seconds_of_save, folder, state), options.repeats)}
     checkpoints = Checkpoints(folder, keep=None)
     checkpoints.save(1, state, {})
     checkpoints.close()
     del state
     rows["restore"] = compare(
-        lambda: seconds_of_restore(folder, like, cold=options.cold), options.repeats
+        partial(seconds_of_restore, folder, like, cold=options.cold), options.repeats
     )
     shutil.rmtree(folder)
     print("| | with digests, s | without, s | ratio |\n| --- | --- | --- | --- |")

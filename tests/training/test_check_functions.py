@@ -45,7 +45,7 @@ def of_answers(logprobs):
 
 
 def undefined_name(logprobs):
-    return logprobs * not_there
+    return logprobs * not_there  # noqa: F821
 
 
 def looped(logprobs):
@@ -164,8 +164,8 @@ def test_where_epochs_decide_schedules_are_checked_once_the_steps_are_known():
 @pytest.mark.parametrize(
     ("key", "function"),
     [
-        ("schedule", lambda: lambda count: not_there),
-        ("optimizer", lambda learning_rate: not_there),
+        ("schedule", lambda: lambda count: not_there),  # noqa: F821
+        ("optimizer", lambda learning_rate: not_there),  # noqa: F821
     ],
 )
 def test_what_an_optimizer_or_a_schedule_raises_is_named(key, function):

@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
@@ -27,6 +28,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.chains import cut_chains
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.load_model import model_spec
 from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.selection import filled
 from jaxrl_llm.training.update import Learner
@@ -58,6 +60,7 @@ APART = dataclasses.replace(SPEC, vision_apart=True)
 LENGTH = 16
 WHOLE = RowShape(rows=4, length=LENGTH, sequences=8)
 PART = RowShape(rows=1, length=LENGTH, sequences=4)
+ONE = RowShape(rows=1, length=3 * LENGTH, sequences=4)  # has room for all of them
 
 
 def image(seed, *grid):
@@ -154,15 +157,20 @@ def test_a_trained_tower_is_trained_and_a_frozen_one_stays(params, mesh, by_one)
 
 
 def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
-    batch = make_batch()
-    packed = logprob_pass(trained(), WHOLE, mesh)(params, batch)["logprobs"]
+    batch, score = make_batch(), logprob_pass(trained(), ONE, mesh)
+    packed = score(params, batch)["logprobs"]
     infer = logprob_pass(frozen(params, mesh), PART, mesh)
     for i in range(len(ROWS)):
         alone = infer(text_of(params), batch.take(slice(i, i + 1)))["logprobs"]
         np.testing.assert_allclose(alone[0], packed[i], rtol=1e-4, atol=1e-5)
     other = make_batch([(3, image(9, 1, 4, 4), 7, 8, 9), *ROWS[1:]])
-    seen = logprob_pass(trained(), WHOLE, mesh)(params, other)["logprobs"]
+    seen = score(params, other)["logprobs"]
     assert not np.allclose(seen[0], packed[0]) and np.allclose(seen[1:], packed[1:])
+    # an embedding that features replace, and a logit that is left out
+    louder = params | {"embed": params["embed"].at[IMAGE].multiply(50.0)}
+    is_text = (batch.tokens != IMAGE) & (np.arange(LENGTH) < batch.sequence_lengths[:, None])
+    got = score(louder, batch)["logprobs"]
+    np.testing.assert_allclose(got[is_text], packed[is_text], rtol=1e-5)
 
 
 def showing(*images):
@@ -201,12 +209,26 @@ def test_rows_have_room_for_their_images(params):
     packed = packer.rows(batch, [[2]], shape)
     assert packed.given.patches.shape == (1, 16, 24)
     assert packed.numbers[0, :11].tolist() == [-1, 0, 1, -1, -1, -1, 2, -1, -1, -1, -1]
+    assert packed.rotary[0, :4].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 2], [3, 3, 3]]
+    small = VisualPacker(Decoder(SPEC), max_pixels=8 * VISION.patch**2)
+    small.rows(batch, [[2]], PART)
+    with pytest.raises(ValueError, match=r"an image of 16 patches, expected at most 8, .*max_pix"):
+        small.rows(batch, [[0]], PART)
     with pytest.raises(ValueError, match=r"sequence 0: it has 4 tokens .* raise batch.max_vis"):
         packer.sizes(batch, PART._replace(visual_share=0.2))
     prompts = [(f"row {i}", row.tolist()) for i, row in enumerate(batch.tokens)]
     check_room(prompts, packer, shape)
     with pytest.raises(ConfigError, match=r"row 0: it has 4 tokens of images .* has room for 3"):
         check_room(prompts, packer, PART._replace(visual_share=0.2))
+
+
+@pytest.mark.parametrize(
+    ("vision", "apart"), [("none", None), ("frozen", True), ("trained", False)]
+)
+def test_a_spec_is_of_what_is_trained(vision, apart):
+    spec = model_spec(ModelConfig(path="configs/vision/model", vision=vision))
+    assert (spec.vision_apart if spec.vision else None) is apart
+    assert ("vision" in declare(spec)) == (vision == "trained")
 
 
 def test_placeholders_are_as_many_as_images_need():
