@@ -253,9 +253,11 @@ def test_meshes_give_the_same(mesh, tmp_path):
 
     @jax.jit
     def run(params, packed):
-        split = jax.tree.map(layout.split_context, packed._replace(visual=None))
-        index = layout.split_context(packed.visual.feature)
-        split = split._replace(visual=packed.visual._replace(feature=index))
+        visual = packed.inputs.visual
+        text = packed._replace(inputs=packed.inputs._replace(visual=None))
+        split = jax.tree.map(layout.split_context, text)
+        visual = visual._replace(feature=layout.split_context(visual.feature))
+        split = split._replace(inputs=split.inputs._replace(visual=visual))
         hidden, _ = forward_rows(params, spec, split, layout=layout)
         return layout.merge_context(hidden)
 
