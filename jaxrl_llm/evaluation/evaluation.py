@@ -173,7 +173,7 @@ def read_evaluation_prompts(
     rows, room = read_evaluation_rows(config), prompt_room(config, policy)
     kwargs, visuals = config.chat_template_kwargs, evaluated_visuals(config, policy)
     tokens = policy.tokenizer, policy.stops
-    episodes = open_episode_sampler(config, *tokens, rows, kwargs, room, stack, visuals.processor)
+    episodes = open_episode_sampler(config, tokens, rows, kwargs, room, stack, visuals.processor)
     with config_errors_at("data"):
         prompts, _ = tokenize_prompts(
             rows,

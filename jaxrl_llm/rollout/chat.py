@@ -12,7 +12,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
-from jaxrl_llm.rollout.contents import BrokenEpisode, MessageContents, Stretch
+from jaxrl_llm.rollout.contents import BrokenEpisode, MessageContents, Stretch, check_prompt
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.episode_log import ChainTurn, EpisodeLog
 from jaxrl_llm.rollout.seeds import turn_seed
@@ -184,7 +184,7 @@ class Chat:
         told = self._told()
         if self._opening is None:
             self._opening = self._opened()
-        room = self._room(len(told.tokens), max_tokens)
+        room = self._room(told, max_tokens)
         await self._add_turn(told, room, tuple(stop))
         assert self._last is not None, "it is drawn"
         return self._last
@@ -224,9 +224,10 @@ class Chat:
         if self._last is not None:
             told = given.beyond(Stretch(self.tokens, self.visuals), self.tokenizer)
         if self._opening is None:
-            self._check_prompt_length(len(tokens), "as the agent wrote it")
+            if self._is_first:
+                check_prompt(given, self.limits, "as the agent wrote it")
             self._opening = given
-        room = self._room(len(told.tokens), max_tokens)
+        room = self._room(told, max_tokens)
         unread = told if self._is_first or self._messages else self._opening
         if unread.tokens:
             text = self.tokenizer.decode(unread.tokens)
@@ -321,16 +322,17 @@ class Chat:
         if self.turn >= self.limits.turns:
             raise self.ended("turns")
 
-    def _room(self, told: int, max_tokens: int | None) -> int:
-        """Return how many tokens a turn may have after so many that are told.
+    def _room(self, told: Stretch, max_tokens: int | None) -> int:
+        """Return how many tokens a turn may have after what is told.
 
         Raises:
-            EpisodeEnd: none.
+            EpisodeEnd: none, or the chain has no room for images that are told.
         """
-        left = self.left
-        most = self.limits.turn_tokens if max_tokens is None else max_tokens
-        room = min(left - told, left if most is None else most)
-        if room < 1:
+        left, limits = self.left, self.limits
+        most = limits.turn_tokens if max_tokens is None else max_tokens
+        room = min(left - len(told.tokens), left if most is None else most)
+        shown = Stretch(visuals=self.visuals).visual_tokens + told.visual_tokens
+        if room < 1 or (limits.visual_tokens is not None and shown > limits.visual_tokens):
             raise self.ended("length")
         return room
 
@@ -377,15 +379,9 @@ class Chat:
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == dict(pair[1]), pairs))
         tokens = self._template.opening(self.messages[:same], told=self.messages[same:])
         opening = self._shown(tokens, self.messages)
-        self._check_prompt_length(len(opening.tokens), "with what the environment says first")
+        if self._is_first:
+            check_prompt(opening, self.limits, "with what the environment says first")
         return opening
-
-    def _check_prompt_length(self, length: int, part: str) -> None:
-        if self._is_first and length > self.limits.prompt_tokens:
-            raise BrokenEpisode(
-                f"the prompt has {length} tokens {part}, expected at most "
-                f"{self.limits.prompt_tokens} (data.max_prompt_tokens)"
-            )
 
     async def _draw(self, stream: tuple[int, ...], room: int, stop: tuple[str, ...]) -> Completion:
         sampling = replace(self.sampling, max_new_tokens=room, stop=stop)

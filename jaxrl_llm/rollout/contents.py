@@ -16,8 +16,10 @@ from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.rollout.types import EpisodeLimits
 
 CUT = " ... "
+IMAGES_SHARE = "a sequence's share of batch.max_visual_tokens_per_device"
 
 
 class BrokenEpisode(Exception):
@@ -34,6 +36,11 @@ class Stretch(NamedTuple):
 
     tokens: tuple[int, ...] = ()
     visuals: tuple[Visual, ...] = ()
+
+    @property
+    def visual_tokens(self) -> int:
+        """Return how many of the tokens stand for images and videos."""
+        return sum(visual.tokens for visual in self.visuals)
 
     def beyond(self, stream: "Stretch", tokenizer: Any) -> "Stretch":
         """Return what a stream, with which this begins, does not have yet.
@@ -56,6 +63,30 @@ class Stretch(NamedTuple):
                 f"{len(stream.visuals)}, and new ones behind them"
             )
         return Stretch(self.tokens[same:], self.visuals[shown:])
+
+
+def check_prompt(prompt: Stretch, limits: EpisodeLimits, part: str) -> None:
+    """Refuse a prompt that has no room in an episode.
+
+    Args:
+        prompt: its tokens, images and videos.
+        limits: of the episode.
+        part: what of it is counted, for messages.
+
+    Raises:
+        BrokenEpisode: its tokens, or those of its images and videos, are too many.
+    """
+    for count, most, counted, key in (
+        (len(prompt.tokens), limits.prompt_tokens, "tokens", "data.max_prompt_tokens"),
+        (
+            *(prompt.visual_tokens, limits.visual_tokens),
+            *("tokens of images and videos", IMAGES_SHARE),
+        ),
+    ):
+        if most is not None and count > most:
+            raise BrokenEpisode(
+                f"the prompt has {count} {counted} {part}, expected at most {most} ({key})"
+            )
 
 
 class MessageContents:

@@ -61,6 +61,7 @@ class EpisodeSampler:
         prompt_tokens: the longest prompt.
         example: a row of the data, with which tools are tried.
         processor: of images and videos; None: the policy reads text alone.
+        visual_tokens: as for `EpisodeLimits`.
 
     Raises:
         ConfigError: a function can't be found or called, or the chat template does not fit.
@@ -78,10 +79,12 @@ class EpisodeSampler:
         prompt_tokens: int,
         example: EpisodeRow | None = None,
         processor: VisualProcessor | None = None,
+        visual_tokens: int | None = None,
     ) -> None:
         """Load the functions; worker processes start when they are needed."""
         self._processor = processor
-        self._agent_config, self._tokenizer, self._prompt_tokens = config, tokenizer, prompt_tokens
+        self._agent_config, self._tokenizer = config, tokenizer
+        self._limits = episode_limits(config, prompt_tokens, visual_tokens)
         self._agent = load_agent(config)
         template = functools.partial(
             TurnTemplate,
@@ -183,7 +186,7 @@ class EpisodeSampler:
         begun = first + [state for state in states[needed:] if state.episode is None]
         if not first or (stop is not None and stop.is_set):
             return
-        limits = episode_limits(self._agent_config, sampling.max_new_tokens, self._prompt_tokens)
+        limits = self._limits._replace(new_tokens=sampling.max_new_tokens)
         lockstep = self._agent_config.order == "lockstep"
         with sampling_activity(begun), contextlib.ExitStack() as stack:
             journals = {
@@ -298,25 +301,25 @@ class EpisodeSampler:
 
 def open_episode_sampler(
     config: AgentConfig,
-    tokenizer: Any,
-    stops: tuple[int, ...],
+    tokens: tuple[Any, tuple[int, ...]],
     rows: Sequence[Mapping[str, Any]],
     template_kwargs: dict[str, Any],
     prompt_tokens: int,
     stack: contextlib.ExitStack,
     processor: VisualProcessor | None = None,
+    visual_tokens: int | None = None,
 ) -> EpisodeSampler | None:
     """Build what samples episodes of many turns, if the config has an agent, tools or environment.
 
     Args:
         config: of episodes.
-        tokenizer: the policy's.
-        stops: tokens that end a turn.
+        tokens: the policy's tokenizer, and the tokens that end a turn.
         rows: of the data; tools are tried with the first.
         template_kwargs: variables of the chat template.
         prompt_tokens: the longest prompt.
         stack: ends the tools' processes.
         processor: as for `EpisodeSampler`.
+        visual_tokens: as there.
 
     Raises:
         ConfigError: as for `EpisodeSampler`.
@@ -325,12 +328,12 @@ def open_episode_sampler(
         return None
     episodes = EpisodeSampler(
         config,
-        tokenizer,
-        stops,
+        *tokens,
         template_kwargs=template_kwargs,
         prompt_tokens=prompt_tokens,
         example=as_episode_row(rows[0]),
         processor=processor,
+        visual_tokens=visual_tokens,
     )
     stack.callback(episodes.close)
     return episodes
@@ -349,16 +352,19 @@ def session_settings(config: AgentConfig) -> SessionSettings:
     )
 
 
-def episode_limits(config: AgentConfig, new_tokens: int, prompt_tokens: int) -> EpisodeLimits:
-    """Return what bounds an episode."""
+def episode_limits(
+    config: AgentConfig, prompt_tokens: int, visual_tokens: int | None
+) -> EpisodeLimits:
+    """Return what bounds an episode, the number of its new tokens aside."""
     limits = config.limits
     return EpisodeLimits(
-        new_tokens=new_tokens,
+        new_tokens=0,
         prompt_tokens=prompt_tokens,
         turns=limits.turns,
         turn_tokens=limits.turn_tokens,
         observation_tokens=limits.observation_tokens,
         parallel_calls=limits.parallel_calls,
+        visual_tokens=visual_tokens,
     )
 
 

@@ -139,6 +139,7 @@ class EpisodeLimits(NamedTuple):
         observation_tokens: of what a tool or an environment says at once; the middle of a longer
             text is left out.
         parallel_calls: in one turn; further ones are answered with an error.
+        visual_tokens: of images and videos of a chain, with those of its prompt; None: any number.
     """
 
     new_tokens: int
@@ -147,3 +148,4 @@ class EpisodeLimits(NamedTuple):
     turn_tokens: int | None = None
     observation_tokens: int = 512
     parallel_calls: int = 4
+    visual_tokens: int | None = None

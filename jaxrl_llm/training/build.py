@@ -46,7 +46,7 @@ from jaxrl_llm.training.teachers import (
     teacher_passes,
 )
 from jaxrl_llm.training.update import Learner
-from jaxrl_llm.training.visuals import check_room, row_visuals
+from jaxrl_llm.training.visuals import check_room, room_for_images, row_visuals
 from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,10 @@ def build_stages(
     compile_first_step(config, functions, model.model, models, layouts)
     models = with_teachers(models, teacher_passes(teachers), config, functions, tokenizer)
     room = config.data.chat_template_kwargs, config.data.max_prompt_tokens
-    processor = row_visuals(config.model, config.data).processor
-    episodes = open_episode_sampler(config.rollout, *tokens, rows[0], *room, stack, processor)
+    learner = models.roles[-1].learner
+    visual_tokens = room_for_images(learner.model.visuals, learner.shape)
+    shown = row_visuals(config.model, config.data).processor, visual_tokens
+    episodes = open_episode_sampler(config.rollout, tokens, rows[0], *room, stack, *shown)
     prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
     check_schedules(config, functions, count_steps(config, prompts))
     executor = open_executor(1, "background", stack)
@@ -104,7 +106,7 @@ def build_stages(
     validate = make_validation(
         config, rollout, scoring.score_validation, validation_prompts, opened.display.line
     )
-    shape = shape_for(models.roles[-1].learner, prompts)
+    shape = shape_for(learner, prompts, validation_prompts if episodes else ())
     run = build_run(config, opened, folder, executor, watchdog, shape, validate)
     run = dataclasses.replace(run, prompts=prompts, validation_prompts=validation_prompts)
 
@@ -112,13 +114,24 @@ def build_stages(
     return Stages(rollout, scoring, models, algorithm, run), progress_of(config, opened), window
 
 
-def shape_for(learner: Learner, prompts: Sequence[Prompt]) -> RowShape:
+def shape_for(
+    learner: Learner, prompts: Sequence[Prompt], of_validation: Sequence[Prompt]
+) -> RowShape:
     """Return the shape of an update's micro-batches, in which all prompts have room.
+
+    Args:
+        learner: of the update.
+        prompts: of training.
+        of_validation: those of validation's episodes, which are bounded alike.
 
     Raises:
         ConfigError: a prompt has more images than a row has room for.
     """
-    rows = ((f"data.train: dataset row {prompt.index}", prompt.tokens) for prompt in prompts)
+    rows = (
+        (f"{key}: dataset row {prompt.index}", prompt.tokens)
+        for key, own in (("data.train", prompts), ("data.validation", of_validation))
+        for prompt in own
+    )
     check_room(rows, learner.model.visuals, learner.shape)
     return learner.shape
 

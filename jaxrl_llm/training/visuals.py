@@ -234,6 +234,18 @@ class VisualPacker:
         return self.model.rotary_positions(tokens, visuals)[0]
 
 
+def room_for_images(packer: VisualPacker | None, shape: RowShape) -> int | None:
+    """Return how many tokens of images and videos a sequence may have; None: any number.
+
+    Args:
+        packer: of the model; None: it reads text alone.
+        shape: of micro-batches.
+    """
+    if packer is None or shape.visual_share == 1:
+        return None
+    return shape.visual_room(shape.width)
+
+
 def check_room(
     prompts: Iterable[tuple[str, Sequence[int]]], packer: VisualPacker | None, shape: RowShape
 ) -> None:
@@ -247,9 +259,10 @@ def check_room(
     Raises:
         ConfigError: one has more.
     """
-    if packer is None or shape.visual_share == 1:
+    room = room_for_images(packer, shape)
+    if packer is None or room is None:
         return
-    room, ids = shape.visual_room(shape.width), placeholders(packer.spec)
+    ids = placeholders(packer.spec)
     for where, tokens in prompts:
         if (count := int(np.isin(tokens, ids).sum())) > room:
             raise ConfigError(f"{where}: {_too_many(count, shape)}")

@@ -80,12 +80,13 @@ def test_an_update_reads_the_images_that_environments_show(workshop):
         "validation": {"before": False},
     }
     workshop.write("showing.yaml", tree)
-    for agent, chains in (({}, 1), ({"rollout.agent.fn": f"{functions}:forgets"}, 3)):
-        words = [f"{key}={value}" for key, value in agent.items()]
+    agent, few = f"rollout.agent.fn={functions}:forgets", "batch.max_visual_tokens_per_device=7"
+    for words, chains in (([], 1), ([agent], 3), ([few], 1)):  # few: 5 for a sequence
         result = workshop(*words, config="showing.yaml").ok()
         line = result.metrics[-1]
         assert line["training/rollout_logprobs_diff_mean"] < 1e-4
         assert line["actor/grad_norm"] > 0 and line["episode/broken"] == 0
         assert line.get("episode/chains/mean", 1) == chains
+        assert (line.get("episode/finish/length", 0.0) > 0) == (few in words)
         table = pyarrow.parquet.read_table(result.run_dir / "rollouts/step_000001.parquet")
         assert len(table) == 32

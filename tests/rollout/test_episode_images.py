@@ -65,7 +65,16 @@ class Scripted(Engine):
         raise AssertionError("turns are asked for one by one")
 
 
-def play(respond, prompts=None, *, tokens=120, journal=None, processor=PROCESSOR, **keys):
+def play(
+    respond,
+    prompts=None,
+    *,
+    tokens=120,
+    journal=None,
+    processor=PROCESSOR,
+    visual_tokens=None,
+    **keys,
+):
     """Sample an episode for each prompt; return the episodes, and the engine's requests."""
     engine = Scripted(respond)
     episodes = EpisodeSampler(
@@ -75,6 +84,7 @@ def play(respond, prompts=None, *, tokens=120, journal=None, processor=PROCESSOR
         template_kwargs={},
         prompt_tokens=60,
         processor=processor,
+        visual_tokens=visual_tokens,
     )
     try:
         sampling = SamplingParams(max_new_tokens=tokens, stop_ids=STOPS)
@@ -151,6 +161,19 @@ def test_an_image_that_does_not_fit_ends_the_episode_and_is_never_cut():
         pads = (episode.tokens == IMAGE).sum()
         assert pads == sum(v.tokens for v in episode.visuals) and pads in (0, 9)
         assert episode.finish == "length" or pads
+
+
+def test_images_that_have_no_room_in_a_row_end_the_episode():
+    first = PROCESSOR.image(drawn(32, 90))
+    for most, told in ((17, [4, 9]), (16, [4]), (8, [4]), (7, [])):
+        (episode,) = play(
+            asks_for(32, 48), [asks("show", first)], tools=[chart], visual_tokens=most
+        )[0].episodes
+        assert [v.tokens for piece in episode.pieces for v in piece.visuals] == told
+        assert episode.finish == ("stop" if most == 17 else "length") and episode.usable
+        assert (episode.tokens == IMAGE).sum() == sum(told)
+    with pytest.raises(RunError, match=r"has 1 tokens of images and .* at most 0 .a sequence"):
+        play(lambda text: "ok", environment=looks_around, visual_tokens=0)
 
 
 def text_file(side: int) -> bytes:
@@ -247,6 +270,11 @@ def test_a_program_gets_the_row_s_images_and_shows_them_again():
     told = np.concatenate([piece.tokens for piece in episode.pieces[:2]]).tolist()
     assert requests[1].prompt == (*episode.prompt, *told)
     assert [len(request.visuals) for request in requests] == [1, 2]
+    asked = [asks("?", first, do="images")]
+    (episode,) = play(lambda text: "ok", asked, agent=program, visual_tokens=11)[0].episodes
+    assert (episode.finish, episode.turns, len(episode.visuals)) == ("length", 1, 1)
+    with pytest.raises(RunError, match=r"has 6 tokens of images and .* at most 5 .a sequence"):
+        play(lambda text: "ok", asked, agent=program, visual_tokens=5)
 
 
 LOOP = """

@@ -14,7 +14,7 @@ from jaxrl_llm.data.tool_calls import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.chat import Answer, Chat, Generate
-from jaxrl_llm.rollout.contents import BrokenEpisode, Stretch
+from jaxrl_llm.rollout.contents import IMAGES_SHARE, BrokenEpisode, Stretch
 from jaxrl_llm.rollout.gateway.client_requests import (
     ClientRequest,
     Reply,
@@ -205,7 +205,8 @@ class GatewaySession:
         request = await self._with_images(request)
         template = self._template_of(request)
         parent, (prompt, visuals), messages = self._place(request, template)
-        room, asked = self._room(parent, prompt, request.max_tokens), self._asked
+        told = Stretch(prompt, visuals)
+        room, asked = self._room(parent, told, request.max_tokens), self._asked
         identity = prompt_identity(prompt, visuals)
         number = self._equal[identity]
         self._equal[identity] += 1
@@ -300,9 +301,7 @@ class GatewaySession:
                 )
                 return
 
-    def _room(
-        self, parent: DrawnTurn | None, prompt: tuple[int, ...], max_tokens: int | None
-    ) -> int:
+    def _room(self, parent: DrawnTurn | None, prompt: Stretch, max_tokens: int | None) -> int:
         """Return how many tokens an answer may have.
 
         Raises:
@@ -312,29 +311,35 @@ class GatewaySession:
         if self._asked >= limits.turns:
             self._end("turns")
             self._check_open()
-        start = len(parent.path[0].prompt) if parent else len(prompt)
+        start = len(parent.path[0].prompt) if parent else len(prompt.tokens)
         if start > limits.prompt_tokens:
-            message = (
+            raise self._too_long(
                 f"the prompt has {start} tokens, expected at most {limits.prompt_tokens} "
                 "(data.max_prompt_tokens)"
             )
-            if self._tree.turns:
-                self._end("length")
-            else:
-                self.prompt_error = message
-            raise APIError(message, param="messages", code=TOO_LONG)
-        left = limits.new_tokens - (len(prompt) - start)
+        if limits.visual_tokens is not None and prompt.visual_tokens > limits.visual_tokens:
+            raise self._too_long(
+                f"the chat has {prompt.visual_tokens} tokens of images and videos, expected at "
+                f"most {limits.visual_tokens} ({IMAGES_SHARE})"
+            )
+        told = len(prompt.tokens) - start
+        left = limits.new_tokens - told
         sizes = [size for size in (limits.turn_tokens, max_tokens) if size is not None]
         if left < 1:
-            self._end("length")
-            raise APIError(
-                f"the episode has no tokens left: {len(prompt) - start} of {limits.new_tokens} "
-                "(rollout.max_new_tokens) stand after its prompt",
-                param="messages",
-                code=TOO_LONG,
+            raise self._too_long(
+                f"the episode has no tokens left: {told} of {limits.new_tokens} "
+                "(rollout.max_new_tokens) stand after its prompt"
             )
         self._asked += 1
         return min(left, *sizes) if sizes else left
+
+    def _too_long(self, message: str) -> APIError:
+        """Note that there is no room: that ends the episode, or its prompt is wrong."""
+        if self._tree.turns:
+            self._end("length")
+        else:
+            self.prompt_error = message
+        return APIError(message, param="messages", code=TOO_LONG)
 
     async def _sample(self, request: Request) -> Completion:
         try:
