@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from jaxrl_llm.data.visuals.pictures import PictureError
+from jaxrl_llm.data.visuals.placeholders import Placeholders
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.data.visuals.resizing import Area, fit_area
 from tests.data.vision_checkpoints import FAMILIES, VIDEO, make_tokenizer, write_checkpoint
@@ -209,6 +210,12 @@ def test_files_of_a_checkpoint(tmp_path, tokenizers, processors):
     (folder / "processor_config.json").unlink()
     with pytest.raises(ValueError, match=r"preprocessor_config.json: there is no such file"):
         VisualProcessor.from_directory(folder)
+    named = json.loads((folder / "config.json").read_text())
+    for missing in ("video_token_id", "vision_start_token_id"):
+        ids = json.dumps({name: value for name, value in named.items() if name != missing})
+        (folder / "config.json").write_text(ids)
+        with pytest.raises(ValueError, match=f"expected the id of a token as {missing}, got None"):
+            Placeholders.from_directory(folder)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ValueError, match="expected a model that reads images"):
         VisualProcessor.from_directory(folder)
@@ -225,7 +232,8 @@ def chat(*parts):
 
 
 @pytest.mark.parametrize(
-    "parts", [("image", "What?"), ("a:", "image", "b\n", "image"), ("a", "image"), ("What?",)]
+    "parts",
+    [("image", "What?"), ("a:", "image", "b\n", "image"), ("Look , now .", "image"), ("What?",)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family, parts, processors, tokenizers, whole_processors):

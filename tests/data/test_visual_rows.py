@@ -94,25 +94,26 @@ def test_pictures_are_taken_in_the_order_of_the_chat(tokenizer, visuals):
         {"role": "system", "content": "<image>Look."},
         *chat["prompt"],
         {"role": "assistant", "content": "Yes."},
+        {"role": "assistant", "content": None},
         {"role": "user", "content": "<image>"},
     ]
     (prompt,), _ = tokenized([chat], tokenizer, visuals)
     assert colors(prompt) == COLORS
-    assert [m["content"] for m in prompt.messages][2] == "Yes."
+    assert [m["content"] for m in prompt.messages][2:4] == ["Yes.", None]
 
 
 def test_videos(tokenizer, visuals):
-    frames = {"frames": [RED, GREEN], "fps": 2}
+    frames = {"frames": [RED, GREEN], "fps": 1}
     for given in (
         row("<video>or<image>?", videos=[frames], images=[BLUE]),
-        row([{"type": "video", "video": [RED, GREEN], "fps": 2}, {"type": "image", "image": BLUE}]),
+        row([{"type": "video", "video": [RED, GREEN], "fps": 1}, {"type": "image", "image": BLUE}]),
     ):
         check_prompt_row(given, "here")
         (prompt,), _ = tokenized([given], tokenizer, visuals)
         video, image = prompt.loaded().visuals
-        assert video.is_video and video.seconds == (0.25,) and not image.is_video
+        assert video.is_video and video.seconds == (0.5,) and not image.is_video
         text = tokenizer.decode(prompt.tokens)
-        pad = f"<0.2 seconds><|vision_start|>{'<|video_pad|>' * video.tokens}<|vision_end|>"
+        pad = f"<0.5 seconds><|vision_start|>{'<|video_pad|>' * video.tokens}<|vision_end|>"
         assert pad in text and text.count("<|image_pad|>") == image.tokens
 
 

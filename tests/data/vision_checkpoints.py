@@ -64,7 +64,7 @@ GEMMA_TEMPLATE = (
 
 def make_tokenizer(family):
     """Return a byte-level tokenizer whose line ends join, with a family's tokens and template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -79,6 +79,11 @@ def make_tokenizer(family):
     marks += ["<bos>", "<start_of_turn>", "<end_of_turn>"] if is_gemma else []
     marks += ["<eos>"] if is_gemma else ["<|im_start|>", "<|im_end|>"]
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    if is_gemma:  # whose tokenizer begins with it, where it may
+        begin = tokenizer.token_to_id("<bos>")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", begin)]
+        )
     extra = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"}
     extra |= {"eoi_token": "<end_of_image>"}
     built = PreTrainedTokenizerFast(
