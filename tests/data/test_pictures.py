@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxrl_llm.data.visuals import videos
 from jaxrl_llm.data.visuals.pictures import MAX_PIXELS, PictureError, read_picture, read_size
 from jaxrl_llm.data.visuals.videos import open_video
 
@@ -284,6 +285,13 @@ def test_what_is_refused_of_videos(name, tmp_path):
     source, message = REFUSED_VIDEOS[name]
     with pytest.raises(PictureError, match=message):
         open_video(source, folder=tmp_path)
+
+
+def test_large_animations_are_refused_before_they_are_read(monkeypatch):
+    monkeypatch.setattr(videos, "MAX_VIDEO_PIXELS", 3 * 8 * 6)
+    assert open_video({"bytes": animated("GIF", 3)}).size == (8, 6)
+    with pytest.raises(PictureError, match="expected at most 144 pixels in all frames, got 4 of 8"):
+        open_video({"bytes": animated("GIF", 4)})
 
 
 def test_half_an_animated_picture_is_refused():
