@@ -27,6 +27,7 @@ KINDS = ("dots", "digits", "shapes")
 BLANK = "runs/pictures/blank"
 RUNS: Runs = {
     "pictures": (CONFIG, ()),
+    "frozen": (CONFIG, ("model.vision=frozen",)),
     "blank": (
         CONFIG,
         (

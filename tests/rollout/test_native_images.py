@@ -290,6 +290,10 @@ def test_no_slot_is_of_two_images():
             assert sum(len(own) for each, own in taken.items() if each in kept) + number + 1 > 20
         used = np.concatenate(list(taken.values()))
         assert len({*used}) == len(used) and used.max() < 20
+    slots = FeatureSlots(4)
+    assert slots.take(b"asked for again", 2, ()) and slots.take(b"not", 2, ())
+    assert b"asked for again" in slots and slots.take(b"new", 2, ())
+    assert b"asked for again" in slots and b"not" not in slots
 
 
 def test_images_wait_for_room(engine, counted, monkeypatch):
