@@ -331,7 +331,7 @@ class Chat:
         left, limits = self.left, self.limits
         most = limits.turn_tokens if max_tokens is None else max_tokens
         room = min(left - len(told.tokens), left if most is None else most)
-        shown = Stretch(visuals=self.visuals).visual_tokens + told.visual_tokens
+        shown = Stretch(visuals=(*self.visuals, *told.visuals)).visual_tokens
         if room < 1 or (limits.visual_tokens is not None and shown > limits.visual_tokens):
             raise self.ended("length")
         return room

@@ -76,13 +76,11 @@ def check_prompt(prompt: Stretch, limits: EpisodeLimits, part: str) -> None:
     Raises:
         BrokenEpisode: its tokens, or those of its images and videos, are too many.
     """
-    for count, most, counted, key in (
-        (len(prompt.tokens), limits.prompt_tokens, "tokens", "data.max_prompt_tokens"),
-        (
-            *(prompt.visual_tokens, limits.visual_tokens),
-            *("tokens of images and videos", IMAGES_SHARE),
-        ),
-    ):
+    bounded = (
+        ("tokens", len(prompt.tokens), limits.prompt_tokens, "data.max_prompt_tokens"),
+        ("tokens of images and videos", prompt.visual_tokens, limits.visual_tokens, IMAGES_SHARE),
+    )
+    for counted, count, most, key in bounded:
         if most is not None and count > most:
             raise BrokenEpisode(
                 f"the prompt has {count} {counted} {part}, expected at most {most} ({key})"

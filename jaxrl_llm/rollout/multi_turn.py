@@ -84,7 +84,7 @@ class EpisodeSampler:
         """Load the functions; worker processes start when they are needed."""
         self._processor = processor
         self._agent_config, self._tokenizer = config, tokenizer
-        self._limits = episode_limits(config, prompt_tokens, visual_tokens)
+        self._room = prompt_tokens, visual_tokens
         self._agent = load_agent(config)
         template = functools.partial(
             TurnTemplate,
@@ -186,7 +186,7 @@ class EpisodeSampler:
         begun = first + [state for state in states[needed:] if state.episode is None]
         if not first or (stop is not None and stop.is_set):
             return
-        limits = self._limits._replace(new_tokens=sampling.max_new_tokens)
+        limits = episode_limits(self._agent_config, sampling.max_new_tokens, *self._room)
         lockstep = self._agent_config.order == "lockstep"
         with sampling_activity(begun), contextlib.ExitStack() as stack:
             journals = {
@@ -353,12 +353,12 @@ def session_settings(config: AgentConfig) -> SessionSettings:
 
 
 def episode_limits(
-    config: AgentConfig, prompt_tokens: int, visual_tokens: int | None
+    config: AgentConfig, new_tokens: int, prompt_tokens: int, visual_tokens: int | None
 ) -> EpisodeLimits:
-    """Return what bounds an episode, the number of its new tokens aside."""
+    """Return what bounds an episode."""
     limits = config.limits
     return EpisodeLimits(
-        new_tokens=0,
+        new_tokens=new_tokens,
         prompt_tokens=prompt_tokens,
         turns=limits.turns,
         turn_tokens=limits.turn_tokens,

@@ -112,7 +112,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         ConfigError: a tower is asked for that is not there, or can't be read.
         ValueError: as for `read_spec`, as FileNotFoundError.
     """
-    spec = read_spec(config.path)
+    spec = read_spec(config.path)  # what is wrong here is not the tower's
     if config.vision == "none":
         return spec
     with config_errors_at(f"model.vision={config.vision}"):

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from openai import BadRequestError, OpenAI
@@ -13,8 +14,12 @@ from PIL import Image
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.config.serve import ServeConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.visuals.processor import VisualProcessor, configured_processor
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.serve import open_served_model
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.fields import APIError
 from jaxrl_llm.serving.length import text_limit
@@ -190,12 +195,28 @@ def test_openai_s_client_shows_images_and_is_told_what_is_wrong():
             assert "an image can't be used" in json.dumps(caught.value.body)
 
 
-def test_bounds_of_images_need_a_tower():
-    def opened(source, most):
-        return configured_processor(source, "vision", max_pixels=most, min_pixels=None)
+def test_images_are_read_as_the_server_s_config_says(monkeypatch):
+    towers = []
 
-    assert opened(MODEL, 1024).image(file_of(size=(64, 64))).tokens == 4
-    assert opened(None, None) is None
-    for source, message in ((None, "max_pixels: .* without vision"), (MODEL, "vision: .* 256")):
+    def policy(path, layout, *, vision, **_):
+        towers.append(vision)
+        model = Decoder(read_spec(path, vision=True))
+        loaded = {"tokenizer": TOKENIZER, "stops": STOPS, "source": path, "params": {}}
+        return SimpleNamespace(model=model, layout=layout, **loaded)
+
+    monkeypatch.setattr("jaxrl_llm.evaluation.policy.load_policy", policy)
+    monkeypatch.setattr("jaxrl_llm.rollout.build.loaded_engine", lambda *_, **options: options)
+
+    def tokens(side, **keys):
+        served, _ = open_served_model(ServeConfig(model=str(MODEL), kv_cache_gb=0.1, **keys))
+        return served.processor and served.processor.image(file_of(size=(side, side))).tokens
+
+    assert tokens(64) is None and towers == [False]
+    assert tokens(64, vision=True, max_pixels=1024) == 4 and towers == [False, True]
+    assert tokens(32, vision=True, min_pixels=64 * 64) == 16
+    for keys, message in (
+        ({"max_pixels": 9, "min_pixels": 9}, "max_pixels, min_pixels: .* without vision"),
+        ({"vision": True, "max_pixels": 9}, "vision: .* 256"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            opened(source, 9)
+            tokens(64, **keys)

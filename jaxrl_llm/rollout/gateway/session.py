@@ -204,9 +204,9 @@ class GatewaySession:
         """Draw the answer to a request."""
         request = await self._with_images(request)
         template = self._template_of(request)
-        parent, (prompt, visuals), messages = self._place(request, template)
-        told = Stretch(prompt, visuals)
-        room, asked = self._room(parent, told, request.max_tokens), self._asked
+        parent, stream, messages = self._place(request, template)
+        room, asked = self._room(parent, stream, request.max_tokens), self._asked
+        prompt, visuals = stream
         identity = prompt_identity(prompt, visuals)
         number = self._equal[identity]
         self._equal[identity] += 1
