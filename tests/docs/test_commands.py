@@ -127,6 +127,8 @@ def check_python(words):
         patch.setattr("sys.argv", [module, *arguments])
         patch.setenv("GLIBC_TUNABLES", "")  # else some begin again, for huge pages
         patch.delitem(sys.modules, module, raising=False)  # of which runpy would warn
+        # what runpy compiles here has jaxtyping's checks, which end the program in other processes
+        patch.setattr("sys.dont_write_bytecode", True)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     (options,) = parsed.value.args
     if module == "jaxrl_llm.plan":
@@ -155,6 +157,13 @@ def check_pip(words):
         assert match or word in PACKAGES, f"not a package that the pages may install: {word}"
         for extra in (match[1] or "").split(",") if match else ():
             assert extra in extras or not extra, f"no extra {extra}"
+
+
+def test_a_checked_program_leaves_no_bytecode(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
+    check_python(["-m", "jaxrl_llm.report", "runs/one"])
+    assert not list(tmp_path.rglob("report.cpython-*.pyc"))
 
 
 def write_files(page, folder):
