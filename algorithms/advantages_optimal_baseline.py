@@ -147,6 +147,10 @@ def _less_baseline(
     gathered = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
     generating = over_group(jax.ops.segment_sum, mask.astype(jnp.int32), groups)
     total = over_group(jax.ops.segment_sum, gathered, groups)
-    weighted = over_group(jax.ops.segment_sum, gathered * returns, groups)
+    # Less the minimum first, as in `groups.centred`: then equal returns give exactly 0.
+    lowest = over_group(jax.ops.segment_min, jnp.where(mask, returns, jnp.inf), groups)
+    shifted = jnp.where(mask, returns - lowest, 0.0)
+    weighted = over_group(jax.ops.segment_sum, gathered * shifted, groups)
     known = (generating > 1) & (total > 0)
-    return jnp.where(mask, returns - jnp.where(known, weighted / jnp.where(known, total, 1), 0), 0)
+    advantages = jnp.where(known, shifted - weighted / jnp.where(known, total, 1), returns)
+    return jnp.where(mask, advantages, 0.0)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32
 def whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float32[Array, "*S"]:
     """Shift and scale to mean 0 and variance 1 over the mask: (x − mean) / √(var + 1e-8).
 
-    The variance divides by N − 1.
+    The variance divides by N − 1. Equal values give exactly 0.
 
     Args:
         x: what to whiten.
@@ -26,12 +26,17 @@ def whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float32[Array, "*S
     >>> [f"{x:.3f}" for x in whitened]
     ['-0.707', '0.707', '0.000']
     """
-    x = jnp.where(mask, x.astype(jnp.float32), 0.0)
-    count = mask.sum()
-    mean = x.sum() / jnp.maximum(count, 1).astype(jnp.float32)
-    centred = jnp.where(mask, x - mean, 0.0)
+    x, count = x.astype(jnp.float32), mask.sum()
+    # Less the minimum first, as in `groups.centred`: then equal values give exactly 0.
+    lowest = jnp.min(x, initial=jnp.inf, where=mask)
+    shifted = jnp.where(mask, x - lowest, 0.0)
+    mean = shifted.sum() / jnp.maximum(count, 1).astype(jnp.float32)
+    centred = jnp.where(mask, shifted - mean, 0.0)
+    # In units of the largest one, if that is above 1: the square of 1e20 is no float32.
+    unit = jnp.max(jnp.abs(centred), initial=1.0)
+    centred /= unit
     variance = jnp.square(centred).sum() / jnp.maximum(count - 1, 1).astype(jnp.float32)
-    return centred * jax.lax.rsqrt(variance + 1e-8)
+    return centred * jax.lax.rsqrt(variance + 1e-8 / unit / unit)
 
 
 def to_tokens(advantages: Float[Array, " B"], mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxrl_llm.algorithms.advantages_token import from_the_end, next_on_mask, reward_to_go
-from jaxrl_llm.algorithms.groups import Groups, grouped, over_group
+from jaxrl_llm.algorithms.groups import Groups, deviation, grouped, over_group
 
 
 def grpo_turns(
@@ -57,8 +57,7 @@ def grpo_turns(
     groups = grouped(group_ids)
     advantages, count = _centred(returns, drawn, groups)
     if scale_by_std:
-        squares = over_group(jax.ops.segment_sum, jnp.square(advantages), groups)
-        advantages /= jnp.sqrt(squares / jnp.maximum(count - 1.0, 1.0)) + eps
+        advantages /= deviation(advantages, groups, count) + eps
     turns = jnp.where(mask, turn_ids, 0)
     return jnp.where(mask, jnp.take_along_axis(advantages, turns, axis=1), 0.0)
 

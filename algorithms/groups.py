@@ -58,11 +58,23 @@ def centred(scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
     )
 
 
-def deviation(centred_scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
+def deviation(
+    centred_scores: Float[Array, " B *rest"],
+    groups: Groups,
+    count: Shaped[Array, " B *rest"] | None = None,
+) -> Float32[Array, " B *rest"]:
     """Return the standard deviation of each answer's group (divisor G − 1; 0 in a group of one).
+
+    Args:
+        centred_scores: scores less their group's mean.
+        groups: which answers belong together.
+        count: answers of the group that have a score, if not all do; the others' are 0.
 
     >>> deviation(jnp.array([-4.0, 0.0, 4.0, 0.0]), grouped(jnp.array([0, 0, 0, 1]))).tolist()
     [4.0, 4.0, 4.0, 0.0]
     """
-    squares = over_group(jax.ops.segment_sum, jnp.square(centred_scores), groups)
-    return jnp.sqrt(squares / jnp.maximum(groups.size - 1, 1).astype(jnp.float32))
+    # In units of the largest one, if that is above 1: the square of 1e20 is no float32.
+    unit = jnp.maximum(over_group(jax.ops.segment_max, jnp.abs(centred_scores), groups), 1.0)
+    squares = over_group(jax.ops.segment_sum, jnp.square(centred_scores / unit), groups)
+    count = groups.size if count is None else count
+    return unit * jnp.sqrt(squares / jnp.maximum(count - 1, 1).astype(jnp.float32))
