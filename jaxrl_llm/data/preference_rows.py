@@ -1,10 +1,10 @@
 """Rows of preferences as data sets have them: pairs, answers with a label, labelled steps."""
 
-import math
 from typing import Any
 
 from jaxrl_llm.data.row_fields import abbreviated, check_messages, field_error
 from jaxrl_llm.data.steps import normalize_step_row
+from jaxrl_llm.workers.answers import finite_number
 
 Row = dict[str, Any]
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
@@ -112,13 +112,10 @@ def _numbers(row: Row, where: str) -> dict[str, float]:
         value = row.get(name)
         if value is None:
             continue
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise field_error(where, name, value, "a finite number")
-        numbers[name] = float(value)
+        number = None if isinstance(value, bool) else finite_number(value)
+        if number is None:
+            raise field_error(where, name, value, "a finite number (float32)")
+        numbers[name] = number
     scores = [numbers.pop(name, None) for name in ("score_chosen", "score_rejected")]
     if scores[0] is not None and scores[1] is not None:
         numbers.setdefault("margin", scores[0] - scores[1])

@@ -1,11 +1,11 @@
 """Steps of answers: rows with a label for each, their tokens, and where they end in an answer."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.chat import Tokenizer
 from jaxrl_llm.data.row_fields import check_messages, field_error
+from jaxrl_llm.workers.answers import finite_number
 
 Row = dict[str, Any]
 
@@ -51,8 +51,7 @@ def normalize_step_row(row: Row, prompt: Any, where: str) -> Row:
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise field_error(where, "labels", labels, f"a list of {len(steps)}, one for each step")
     for number, label in enumerate(labels):
-        is_number = isinstance(label, bool | int | float) and math.isfinite(label)
-        if not is_number or not 0 <= label <= 1:
+        if finite_number(label) is None or not 0 <= label <= 1:
             expected = "true, false or a number from 0 to 1"
             raise field_error(where, f"labels[{number}]", label, expected)
     return {"prompt": prompt, "completions": steps, "labels": [float(label) for label in labels]}

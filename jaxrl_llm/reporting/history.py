@@ -93,7 +93,7 @@ class RunHistory:
     """What a run has logged, and its config.
 
     Args:
-        rows: the lines of metrics.jsonl, in their order.
+        rows: the lines of metrics.jsonl, in their order; NaN and infinity count as null there.
         config: the resolved config as a tree.
         is_open: tells whether a process holds the run's folder.
     """
@@ -105,8 +105,9 @@ class RunHistory:
         is_open: Callable[[], bool] = lambda: False,
     ) -> None:
         """Keep what is given."""
-        self.rows, self.is_open = rows, is_open
-        self.trained = [row for row in rows if row["step"] > 0]
+        self.rows = [{name: _finite(value) for name, value in row.items()} for row in rows]
+        self.trained = [row for row in self.rows if row["step"] > 0]
+        self.is_open = is_open
         self._config = config
 
     def key(self, name: str, default: Any = None) -> Any:
@@ -191,3 +192,7 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

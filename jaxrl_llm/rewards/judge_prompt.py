@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.worker import Unscored
-from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.workers.answers import finite_number, shorten
 
 RATING = """\
 Rate how well the answer responds to the question, from 0 (useless or wrong) to 10 (correct,
@@ -103,8 +103,7 @@ class JudgeSettings:
         if self.reasoning_end == "":
             yield "reasoning_end: expected a text such as </think>, or null, got ''"
         if self.verdicts is not None and not (
-            self.verdicts
-            and all(isinstance(v, int | float) and math.isfinite(v) for v in self.verdicts.values())
+            self.verdicts and all(finite_number(v) is not None for v in self.verdicts.values())
         ):
             yield f"verdicts: expected a number for each word, got {self.verdicts!r}"
         try:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.servers import ServerError, lock_of, post
+from jaxrl_llm.workers.answers import described, finite_number
 
 SWITCHES = ("use_activation", "activation")
 """What vLLM calls the key that leaves a score as the model gives it; the newer name first."""
@@ -126,7 +127,9 @@ async def _score(url: str, body: dict[str, Any]) -> float:
     try:
         (entry,) = response.json()["data"]
         (score,) = entry["probs"]
-        return float(score)
+        if (number := finite_number(score)) is None:
+            raise ValueError(f"got {described(score)}")
+        return number
     except (LookupError, TypeError, ValueError) as error:
         raise ServerError(
             response,

@@ -28,7 +28,7 @@ from jaxrl_llm.rewards.worker import (
     RewardJob,
     load_reward_function,
 )
-from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.workers.answers import finite_number, shorten
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,7 @@ class RewardRunner(ABC):
         on_error: OnError,
         calls: AsyncCalls = DEFAULT_CALLS,
     ) -> None:
-        is_finite = isinstance(on_error, int | float) and math.isfinite(on_error)
-        if not is_finite and on_error not in (None, UNSCORED):
+        if finite_number(on_error) is None and on_error not in (None, UNSCORED):
             raise ValueError(
                 f"reward: expected on_error to be a finite number or nothing, got {on_error!r}; "
                 f"{UNSCORED!r} leaves replies without a score"

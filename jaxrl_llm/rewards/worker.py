@@ -6,8 +6,6 @@ touches no accelerator.
 """
 
 import json
-import math
-import numbers
 import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,7 +13,13 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.workers.answers import memory_limit, shorten, to_plain
+from jaxrl_llm.workers.answers import (
+    described,
+    finite_number,
+    memory_limit,
+    shorten,
+    to_plain,
+)
 from jaxrl_llm.workers.limits import MAX_LINE_BYTES
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
@@ -145,19 +149,20 @@ def returned_outcome(value: Any) -> Outcome:
     """Return the outcome of a call that returned a value, which may be no score.
 
     >>> returned_outcome(None).message
-    'expected a finite number as score, got None'
+    'expected a finite number (float32) as score, got None'
     """
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in extra:
         return failed_outcome("invalid", f"expected a dict with 'score', got keys {list(extra)}")
+    given = extra.pop("score")
+    if (score := finite_number(given)) is None:
+        message = f"expected a finite number (float32) as score, got {described(given)}"
+        return failed_outcome("invalid", message)
     try:
-        score = to_plain(extra.pop("score"))
         extra = json.loads(json.dumps(extra, default=to_plain))
-    except (TypeError, ValueError) as error:
-        return failed_outcome("invalid", f"expected plain data, got {value!r}: {error}")
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
-        return failed_outcome("invalid", f"expected a finite number as score, got {score!r}")
-    return Outcome(None, "", float(score), extra)
+    except Exception as error:  # also of a class of the user's
+        return failed_outcome("invalid", f"expected plain data, got {described(value)}: {error}")
+    return Outcome(None, "", score, extra)
 
 
 def _raised_at(error: BaseException) -> str:
@@ -205,7 +210,7 @@ def decode_numbered(
         return None
     if answer["failure"] in failures:
         return number, failed_outcome(answer["failure"], message)
-    sound = answer["failure"] is None and math.isfinite(score)
+    sound = answer["failure"] is None and finite_number(score) is not None
     return (number, Outcome(None, "", score, extra)) if sound else None
 
 

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
@@ -17,6 +15,7 @@ from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.episode_log import ChainTurn, EpisodeLog
 from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.rollout.types import Completion, EpisodeLimits, Request, SamplingParams
+from jaxrl_llm.workers.answers import described, finite_number
 
 Generate = Callable[[Request], Awaitable[Completion]]
 """Samples one turn; in `lockstep` order together with those of other episodes."""
@@ -137,7 +136,12 @@ class Chat:
 
     @score.setter
     def score(self, value: float | None) -> None:
-        self._log.score = value
+        number = None if value is None else finite_number(value)
+        if number is None and value is not None:
+            raise BrokenEpisode(
+                f"chat.score: got {described(value)}, expected a finite number (float32) or None"
+            )
+        self._log.score = number
 
     @property
     def tokenizer(self) -> Any:
@@ -286,12 +290,13 @@ class Chat:
             BrokenEpisode: there is no such turn, or the value is not finite.
         """
         number = self.turn - 1 if turn is None else turn
-        if not 0 <= number < self.turn or not np.isfinite(value):
+        added = finite_number(value)
+        if not 0 <= number < self.turn or added is None:
             raise BrokenEpisode(
-                f"chat.reward: got {value} for turn {number}, expected a finite number for one of "
-                f"the {self.turn} turns that have been drawn"
+                f"chat.reward: got {described(value)} for turn {number}, expected a finite number "
+                f"(float32) for one of the {self.turn} turns that have been drawn"
             )
-        self._log.rewards[number] += float(value)
+        self._log.rewards[number] += added
 
     def end(self, reason: str = "end") -> None:
         """End the episode: no further turn is drawn."""

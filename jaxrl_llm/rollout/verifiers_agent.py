@@ -55,7 +55,7 @@ async def verifiers_environment(
         await env.rubric.score_rollout(state)
     finally:
         await env.rubric.cleanup(state)
-    chat.score = float(state["reward"])
+    chat.score = state["reward"]
 
 
 def chat_client(chat: Chat) -> Any:

@@ -88,7 +88,7 @@ async def verl_agent_loop(
     output = await agent_loop.run(asked_sampling(chat.sampling), **fields)
     check_output(chat, output)
     if output.reward_score is not None:
-        chat.score = float(output.reward_score)
+        chat.score = output.reward_score
 
 
 def loop_config(chat: Chat, config: Mapping[str, Any]) -> Tree:

@@ -1,6 +1,7 @@
 """What the answers of workers are made of. Nothing in them is taken on trust."""
 
 import json
+import math
 import numbers
 import pickle
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 MAX_LOAD_ERROR_CHARS = 2000
+LARGEST_NUMBER = (2 - 2.0**-23) * 2.0**127
+"""Of float32."""
 
 Serve = Callable[[BinaryIO, BinaryIO], None]
 """Reads requests and writes answers until there are no more, which is an EOFError or an OSError."""
@@ -23,6 +26,36 @@ def shorten(text: str, limit: int = 300) -> str:
         return text
     half = (limit - 1) // 2
     return f"{text[:half]}…{text[-half:]}"
+
+
+def described(value: Any, limit: int = 100) -> str:
+    """Return the `repr` of a value, if it has one, in at most `limit` characters.
+
+    >>> described([1, 2]), described(10**5000)
+    ('[1, 2]', 'an int')
+    """
+    try:
+        return shorten(repr(value), limit)
+    except Exception:  # of an int with too many digits, or of a class of the user's
+        name = type(value).__name__
+        return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number that float32 can hold, in which scores are used; None where it is none.
+
+    What a function of the user's returns, what a row holds and what a model has written goes
+    through here: `float` raises an OverflowError for an int of 309 digits or more.
+
+    >>> finite_number(True), finite_number(10**400), finite_number(1e39), finite_number("1")
+    (1.0, None, None, None)
+    """
+    try:
+        number = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        number = float(number) if isinstance(number, numbers.Real) else math.nan
+    except Exception:  # of an int beyond float64, or of a class of the user's
+        return None
+    return number if abs(number) <= LARGEST_NUMBER else None
 
 
 def to_plain(value: Any) -> Any:

@@ -271,10 +271,18 @@ def test_missing_metrics_and_nulls_stop_no_check(steps, left):
             if at % 3 == left:
                 row.pop(name, None)
             elif at % 3 == (left + 1) % 3:
-                row[name] = None
+                row[name] = (None, math.nan, math.inf)[row["step"] % 3]
     assert found(rows, {}) <= {"not_finite"}
     bare = [{"step": step} for step in range(steps)]
     assert found(bare, {"steps": steps - 1}) == set()
+
+
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf])
+def test_nan_and_infinity_are_seen_as_null_is(value):
+    rows = simulated()
+    rows[7]["actor/loss"] = value
+    (finding,) = check_history(RunHistory(rows, CONFIG))
+    assert (finding.name, finding.severity, finding.steps) == ("not_finite", "error", (7,))
 
 
 @pytest.mark.parametrize(("score", "severity"), [(0.7, "warning"), (0.2, "error")])

@@ -119,7 +119,7 @@ def test_one_failure_costs_one_reply(make, workers):
         "hang": "timeout: no answer within 0.5 s",
         "stubborn": "timeout: no answer within 0.5 s",
         "cancel": "exception: CancelledError:",
-        "none": "invalid: expected a finite number as score, got None",
+        "none": "invalid: expected a finite number (float32) as score, got None",
     }
     pool = make(workers, timeout_s=0.5)
     scores = pool.score(items("1", *failures, "2"))

@@ -27,6 +27,7 @@ from tests.waiting import ended, wait_until
 
 FUNCTIONS = """
 import ctypes, os, re, subprocess, sys, time
+from fractions import Fraction
 import numpy as np
 
 def act(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
@@ -50,10 +51,19 @@ def act(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
         time.sleep(600)
     return RESULTS[solution_str] if solution_str in RESULTS else bonus + float(solution_str)
 
+class Own:
+    item = __repr__ = lambda self: 1 / 0
+
+deep = []
+for _ in range(9999): deep = [deep]
 RESULTS = {
     "nan": float("nan"), "inf": {"score": float("-inf")}, "none": None, "text": "1.0",
     "list": [1.0], "no score": {"acc": 1.0}, "bad extra": {"score": 1.0, "f": act},
     "array": np.ones(3), "bool": True, "int": 2, "numpy": np.float32(0.5),
+    "wide": 1e39, "digits": int("9" * 400), "many digits": 10**5000, "own": Own(),
+    "fraction": Fraction(10**400), "fraction beside": {"score": 1.0, "n": Fraction(10**400)},
+    "many digits beside": {"score": 1.0, "n": 10**5000}, "deep": {"score": 1.0, "n": deep},
+    "digits beside": {"score": 0.75, "n": 10**400},
     "zero-d": np.array(0.25), "dict": {"score": 0.5, "acc": 1, "pred": None, "n": np.int64(3)},
 }
 
@@ -96,9 +106,9 @@ def test_nothing_to_score(make):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_numbers_and_dicts_are_taken(make, workers):
-    replies = ("bool", "int", "numpy", "zero-d", "dict")
+    replies = ("bool", "int", "numpy", "zero-d", "digits beside", "dict")
     scores = make(workers).score(items(*replies))
-    assert [score.score for score in scores] == [1.0, 2.0, 0.5, 0.25, 0.5]
+    assert [score.score for score in scores] == [1.0, 2.0, 0.5, 0.25, 0.75, 0.5]
     assert all(type(score.score) is float and score.error is None for score in scores)
     assert scores[-1].extra == {"acc": 1, "pred": None, "n": 3}
 
@@ -145,18 +155,22 @@ FAILURES = [
     ("raise", "exception", "exception: KeyError: 'no such key' (mine.py:6)"),
     ("exit", "exception", "exception: SystemExit: 3 (mine.py:7)"),
     ("x", "exception", "exception: ValueError: could not convert string to float: 'x' (mine.py:"),
-    ("nan", "invalid", "invalid: expected a finite number as score, got nan"),
-    ("inf", "invalid", "invalid: expected a finite number as score, got -inf"),
-    ("none", "invalid", "invalid: expected a finite number as score, got None"),
-    ("text", "invalid", "invalid: expected a finite number as score, got '1.0'"),
-    ("list", "invalid", "invalid: expected a finite number as score, got [1.0]"),
+    ("nan", "invalid", "invalid: expected a finite number (float32) as score, got nan"),
+    ("inf", "invalid", "invalid: expected a finite number (float32) as score, got -inf"),
+    ("none", "invalid", "invalid: expected a finite number (float32) as score, got None"),
+    ("text", "invalid", "invalid: expected a finite number (float32) as score, got '1.0'"),
+    ("list", "invalid", "invalid: expected a finite number (float32) as score, got [1.0]"),
     ("no score", "invalid", "invalid: expected a dict with 'score', got keys ['acc']"),
     ("bad extra", "invalid", "a function is not plain data"),
-    (
-        "array",
-        "invalid",
-        "invalid: expected plain data, got array([1., 1., 1.]): can only",
-    ),
+    ("array", "invalid", "(float32) as score, got array([1., 1., 1.])"),
+    ("wide", "invalid", "(float32) as score, got 1e+39"),
+    ("digits", "invalid", "(float32) as score, got 9999999999"),
+    ("many digits", "invalid", "(float32) as score, got an int"),
+    ("fraction", "invalid", "(float32) as score, got Fraction(1000000"),
+    ("own", "invalid", "(float32) as score, got an Own"),
+    ("many digits beside", "invalid", "expected plain data, got a dict: Exceeds the limit"),
+    ("deep", "invalid", "expected plain data, got a dict: maximum recursion depth"),
+    ("fraction beside", "invalid", "expected plain data, got {'score': 1.0, 'n': Fraction(1"),
 ]
 FATAL = [
     ("hang", "timeout", "timeout: no answer within 1 s"),

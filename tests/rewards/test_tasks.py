@@ -214,7 +214,7 @@ def test_failure_is_its_items_alone(make, caplog):
         scores = tasks.score(items("1", "raise", "2", "nan", "3"), first=40)
     assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
     assert scores[1].error == "exception: KeyError: 'no such key' (mine.py:16)"
-    assert scores[3].error == "invalid: expected a finite number as score, got nan"
+    assert scores[3].error == "invalid: expected a finite number (float32) as score, got nan"
     assert tasks.counts == none_failed(exception=1, invalid=1)
     assert "row 41 (data_source 'test', reply 'raise', ground truth 'truth'): exc" in caplog.text
 

@@ -1,6 +1,5 @@
 """The keys of scoring."""
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -11,13 +10,14 @@ from pydantic_core import PydanticCustomError
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 from jaxrl_llm.config.rules import check
+from jaxrl_llm.workers.answers import finite_number
 
 
 def _as_score(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value != "unscored" and not (is_number and math.isfinite(value)):
+    number = None if isinstance(value, bool) else finite_number(value)
+    if value != "unscored" and number is None:
         raise PydanticCustomError("score_type", "a finite number or unscored")
-    return float(value) if is_number else value
+    return value if number is None else number
 
 
 ErrorScore = Annotated[

@@ -257,11 +257,11 @@ def call_program(function, keywords, given):
 
 def as_number(value):
     """Return what a program has returned as a finite number."""
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):  # the last of an int beyond float64
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
         if math.isfinite(number):
             return number
-    raise ValueError(f"the program returned {value!r}, expected None or a finite number")
+    raise ValueError(f"the program returned {value!r:.100}, expected None or a finite number")
 
 
 async def awaited_value(value):

@@ -3,16 +3,19 @@
 import base64
 import io
 import json
-import math
-import numbers
 import sys
 import traceback
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool, Observation
-from jaxrl_llm.workers.answers import memory_limit, shorten, to_plain
+from jaxrl_llm.workers.answers import (
+    described,
+    finite_number,
+    memory_limit,
+    shorten,
+    to_plain,
+)
 
 KEYS = "rollout.tool_process."  # how the config's keys for the limits begin
 MAX_RESULT_CHARS = 1_000_000
@@ -103,7 +106,7 @@ def to_answer(value: Any) -> ToolAnswer:
             f"the images of the result have {size} characters in base64, of {MAX_IMAGE_CHARS} "
             "allowed"
         )
-    reward = finite_number(observation.reward, "reward")
+    reward = checked_number(observation.reward, "reward")
     return ToolAnswer(text, reward, bool(observation.end), images=images)
 
 
@@ -160,27 +163,25 @@ def _to_text(value: Any) -> str:
     if not isinstance(value, str):
         try:
             value = json.dumps(value, ensure_ascii=False, default=to_plain)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ResultError(
                 f"expected text or plain data as result, got a {type(value).__name__}: {error}"
             ) from None
     return value.encode("utf-8", "replace").decode()
 
 
-def finite_number(value: Any, name: str) -> float:
+def checked_number(value: Any, name: str) -> float:
     """Return a number that a function gave.
 
     Raises:
         ResultError: it is none, or not finite.
 
-    >>> finite_number(True, "reward")
+    >>> checked_number(True, "reward")
     1.0
     """
-    with suppress(TypeError, ValueError):
-        value = to_plain(value)
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ResultError(f"expected a finite number as {name}, got {shorten(repr(value), 100)}")
-    return float(value)
+    if (number := finite_number(value)) is None:
+        raise ResultError(f"expected a finite number (float32) as {name}, got {described(value)}")
+    return number
 
 
 def error_text(message: str) -> str:

@@ -16,8 +16,8 @@ from jaxrl_llm.rollout.tools.answers import (
     ToolAnswer,
     ToolboxSpec,
     ToolRequest,
+    checked_number,
     failed_answer,
-    finite_number,
     format_trace,
     to_answer,
 )
@@ -198,7 +198,7 @@ class Toolbox:
             else:
                 value = episode.environment.send((request.arguments or {})["answer"])
         except StopIteration as stop:
-            score = None if stop.value is None else finite_number(stop.value, "score")
+            score = None if stop.value is None else checked_number(stop.value, "score")
             return ToolAnswer(end=True, score=score)
         return to_answer(value)
 
@@ -206,7 +206,7 @@ class Toolbox:
         """Return the rewards at an episode's end of the tools that it has called."""
         opened = self._episodes[request.episode].tools.items()
         rewards = [
-            finite_number(vars(function)["end"](), "reward")
+            checked_number(vars(function)["end"](), "reward")
             for name, (_, function) in opened
             if self._tools[name].ends
         ]

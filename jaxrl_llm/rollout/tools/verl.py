@@ -120,9 +120,9 @@ def _episode(
         response, reward, *_ = answer if isinstance(answer, tuple) else (answer, 0.0)
         return Observation(response_content(response), reward or 0.0)
 
-    def end() -> float:
+    def end() -> Any:
         reward = awaited(tool.calc_reward(instance, **given["calc_reward"]))
-        return float(reward) if isinstance(reward, numbers.Real) else 0.0
+        return reward if isinstance(reward, numbers.Real) else 0.0
 
     call.end = end  # pyright: ignore[reportFunctionMemberAccess]
     try:

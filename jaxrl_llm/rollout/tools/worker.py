@@ -5,7 +5,6 @@ neither jax nor the program that started it.
 """
 
 import json
-import math
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rollout.tools.answers import (
@@ -19,7 +18,13 @@ from jaxrl_llm.rollout.tools.answers import (
 )
 from jaxrl_llm.rollout.tools.results import checked_images
 from jaxrl_llm.rollout.tools.toolbox import Toolbox
-from jaxrl_llm.workers.answers import Serve, answering_in_turn, memory_limit, serve_requests
+from jaxrl_llm.workers.answers import (
+    Serve,
+    answering_in_turn,
+    finite_number,
+    memory_limit,
+    serve_requests,
+)
 
 FAILURES = (None, "failed", "broken", "retry")
 
@@ -60,7 +65,7 @@ def decode_tool_answer(line: bytes, number: int) -> ToolAnswer | None:
         and len(answer.text) <= MAX_RESULT_CHARS
         and sum(len(image) for _, image in images) <= MAX_IMAGE_CHARS
         and all(place <= len(answer.text) for place, _ in images)
-        and all(type(n) is float and math.isfinite(n) for n in numbers)
+        and all(type(n) is float and finite_number(n) is not None for n in numbers)
         and type(answer.reward) is float
         and type(answer.end) is bool
         and answer.failure in FAILURES
