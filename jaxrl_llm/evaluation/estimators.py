@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.workers.answers import finite_number
 
 LEVEL = 0.95
 """Of the intervals."""
@@ -25,8 +26,8 @@ class Answers(NamedTuple):
     Attributes:
         quantity: "acc" where every reward function that did not fail reports one, else "reward".
         values: of the answers; 0 for the `acc` of one whose reward function failed, NaN where an
-            answer is unscored.
-        votes: what was answered, None where the reward function failed; no array without `pred`s.
+            answer is unscored or its `acc` is no finite number.
+        votes: what was answered, None where that is not known; no array without `pred`s.
     """
 
     quantity: str
@@ -45,16 +46,21 @@ def read_scores(groups: Sequence[Sequence[Score]]) -> Answers:
     values = np.array([[_value(s, name) for s in group] for group in groups], float)
     if not scored or not all("pred" in s.extra for s in scored):
         return Answers(name, values, None)
-    votes = [[str(s.extra["pred"]) if s.error is None else None for s in g] for g in groups]
-    return Answers(name, values, votes)
+    return Answers(name, values, [[_vote(score) for score in group] for group in groups])
 
 
 def _value(score: Score, name: str) -> float:
     if name == "reward":
         return score.score
-    if score.is_unscored:
-        return math.nan
-    return float(score.extra["acc"]) if score.error is None else 0.0
+    if score.error is not None and not score.is_unscored:
+        return 0.0
+    acc = None if score.is_unscored else finite_number(score.extra["acc"])
+    return math.nan if acc is None else acc
+
+
+def _vote(score: Score) -> str | None:
+    pred = score.extra.get("pred") if score.error is None else None
+    return None if pred is None else str(pred)
 
 
 def mean_of_each(values: Float[np.ndarray, "P n"]) -> Float[np.ndarray, " P"]:
@@ -105,15 +111,16 @@ def majority_at(
 
     Wang et al. 2022, https://arxiv.org/abs/2203.11171. Each run of k of the n answers, one after
     another without overlap, takes one vote; their values are averaged. On a tie the answer that
-    came first wins. Votes of None count together.
+    came first wins. None is no vote: the others decide, and if there are none, the first of the k
+    answers does. (In verl, None is a vote like any other, and can win.)
 
     Args:
-        values: of the answers; one of NaN has no vote.
-        votes: what was answered.
+        values: of the answers; one of NaN is left out.
+        votes: what was answered; None where there is nothing to vote for.
         k: answers that vote, at least 1.
 
     Returns:
-        An estimate for each prompt; NaN where fewer than k have a vote.
+        An estimate for each prompt; NaN where fewer than k have a value.
 
     Raises:
         ValueError: there are not k answers to a prompt.
@@ -128,9 +135,9 @@ def majority_at(
         best = list[float]()
         for first in range(0, len(known) - k + 1, k):
             block = known[first : first + k]
-            voters = [answers[i] for i in block]
-            winner = voters.index(Counter(voters).most_common(1)[0][0])
-            best.append(values[row, block[winner]])
+            voters = [i for i in block if answers[i] is not None] or [block[0]]
+            winner = Counter(answers[i] for i in voters).most_common(1)[0][0]
+            best.append(values[row, next(i for i in voters if answers[i] == winner)])
         means[row] = np.mean(best) if best else np.nan
     return means
 

@@ -33,7 +33,7 @@ from jaxrl_llm.rewards.worker import BUILTIN_MODULE, UNSCORED, AsyncCalls, Rewar
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.workers.answers import described, finite_number, shorten
 from jaxrl_llm.workers.limits import Limits, passed_environment
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ def make_scoring(
         folder: of the run.
     """
     by_function = reward.function and stopping(
-        make_function_scoring(reward, reward.function, stack, folder), reward, reward.function
+        with_components(make_function_scoring(reward, reward.function, stack, folder), reward),
+        *(reward, reward.function),
     )
     if score_by_model is None:
         assert by_function is not None, "keys.check_reward refuses a run without either"
@@ -128,7 +129,8 @@ def combine_scores(
         steps = given.steps[i] if given.steps else ()
         if i in given.failures or not math.isfinite(value):
             reason = given.failures.get(i, f"the reward model gave {value}")
-            scores.append(_failed(rollouts, i, f"invalid: {reason}", on_error))
+            failed = _failed(rollouts, i, "reward.classifier", f"invalid: {reason}", on_error)
+            scores.append(failed)
             continue
         extra: dict[str, Any] = {}
         if scored is not None:
@@ -140,11 +142,31 @@ def combine_scores(
     return scores
 
 
-def _failed(rollouts: Rollouts, row: int, error: str, on_error: OnError) -> Score:
+def with_components(score: Scoring, reward: RewardConfig) -> Scoring:
+    """Return scoring in which an answer fails if one of its components is no finite number.
+
+    One that is not reported at all is an error of the config, which `with_scores` finds.
+    """
+
+    def checked(rollouts: Rollouts) -> list[Score]:
+        scores = score(rollouts)
+        for row, given in enumerate(scores):
+            reported = [] if given.error else [n for n in reward.components if n in given.extra]
+            wrong = [n for n in reported if finite_number(given.extra[n]) is None]
+            if wrong:
+                error = f"invalid: expected a finite number (float32) as {wrong[0]}, got "
+                error += described(given.extra[wrong[0]])
+                scores[row] = _failed(rollouts, row, "reward.function", error, reward.on_error)
+        return scores
+
+    return checked
+
+
+def _failed(rollouts: Rollouts, row: int, key: str, error: str, on_error: OnError) -> Score:
     where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
     if on_error is None:
-        raise RewardError(f"reward.classifier failed on {where}: {error}")
-    log.warning("reward.classifier failed on %s: %s", where, error)
+        raise RewardError(f"{key} failed on {where}: {error}")
+    log.warning("%s failed on %s: %s", key, where, error)
     return Score(math.nan if on_error == UNSCORED else float(on_error), {}, error)
 
 

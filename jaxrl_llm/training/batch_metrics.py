@@ -20,6 +20,7 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.training.chains import sequence_sizes
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
+from jaxrl_llm.workers.answers import finite_number
 
 OVER_UPDATES = {"divergence/max": np.max, "divergence/min": np.min}
 """How the metrics of a step's updates become one number; all others are means."""
@@ -54,7 +55,7 @@ def batch_metrics(
         **summary("prompt_length", prompts),
         **visual_metrics(batch),
         "critic/groups_without_spread": groups_without_spread(
-            given + turn_rewards(rollouts)[usable], batch["group_ids"][usable]
+            (batch["raw_scores"] + turn_rewards(rollouts))[usable], batch["group_ids"][usable]
         ),
         **episode_metrics(rollouts),
         **(age_metrics(batch) if batch["ages"].any() else {}),
@@ -143,7 +144,7 @@ def turn_rewards(rollouts: Rollouts) -> np.ndarray:
 
 
 def groups_without_spread(scores: np.ndarray, group_ids: np.ndarray) -> float:
-    """Return the share of groups whose answers have one score.
+    """Return the share of groups whose answers have one score, in float32.
 
     >>> groups_without_spread(np.array([1.0, 1.0, 0.0, 1.0]), np.array([0, 0, 1, 1]))
     0.5
@@ -232,12 +233,19 @@ def correction_metrics(batch: Batch) -> dict[str, float]:
 
 
 def extra_metrics(scores: list[Score]) -> dict[str, float]:
-    """Return the means of the reward function's other numbers, over the answers that have them."""
+    """Return the means of the reward function's other numbers, over the answers that have them.
+
+    What is not finite in float32 is no number here, as None is none.
+
+    >>> extras = {"form": 1.0}, {"form": float("nan")}, {"form": 10**400}, {"form": None}
+    >>> extra_metrics([Score(0.0, extra, None) for extra in extras])
+    {'reward/form/mean': 1.0}
+    """
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.extra.items():
-            if isinstance(value, int | float):
-                numbers[name].append(float(value))
+            if (number := finite_number(value)) is not None:
+                numbers[name].append(number)
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in numbers.items()}
 
 

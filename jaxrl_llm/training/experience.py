@@ -1,7 +1,6 @@
 """From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.sampling import without_lone
 from jaxrl_llm.types import Batch
+from jaxrl_llm.workers.answers import described, finite_number
 
 
 class ScoreError(RunError):
@@ -54,8 +54,14 @@ def with_scores(
     of_steps = _on_steps(scores, batch["mask"])
     has_steps = np.array([bool(score.step_rewards) for score in scores])
     of_last = np.where(has_steps, np.float32(0), values)
-    rewards = of_turns + of_steps + _on_last_token(of_last, batch["mask"])
-    sums = of_last + of_steps.sum(1) + of_turns.sum(1)
+    with np.errstate(over="ignore"):
+        rewards = of_turns + of_steps + _on_last_token(of_last, batch["mask"])
+        sums = of_last + of_steps.sum(1) + of_turns.sum(1)
+    if not np.isfinite(sums).all():
+        raise ScoreError(
+            f"answer {np.flatnonzero(~np.isfinite(sums))[0]}: its score and the rewards of its "
+            "turns add up to more than float32 can hold: let reward.function return smaller numbers"
+        )
     batch = batch.add(scores=sums, raw_scores=values, rewards=rewards)
     if not components:
         return batch
@@ -68,13 +74,13 @@ def _components(scores: Sequence[Score], names: Sequence[str], usable: np.ndarra
         if score.error is not None and name != "score":
             return score.extra.get(FUNCTION_COMPONENT, score.score)
         component = score.extra.get(name, score.score if name == "score" else None)
-        if not isinstance(component, int | float) or not math.isfinite(component):
-            reported = f"{name}={component!r}" if name in score.extra else sorted(score.extra)
+        if (value := finite_number(component)) is None:
+            reported = f"{name}={described(component)}" if name in score.extra else [*score.extra]
             raise ScoreError(
                 f"reward.components names {name!r}, but the reward function reported "
                 f"{reported or 'a bare number'}: expected a finite number under that name"
             )
-        return float(component)
+        return value
 
     numbers = [
         [number(score, name) if is_usable else 0.0 for name in names]

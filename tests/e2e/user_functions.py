@@ -214,10 +214,6 @@ def controller_nan(coef, observed_kl, batch_size):
     return math.nan
 
 
-def nan_component(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 1.0, "style": math.nan}
-
-
 def raises_on_odd(data_source, solution_str, ground_truth, extra_info):
     if extra_info["index"] % 2:
         raise LookupError("no such answer")

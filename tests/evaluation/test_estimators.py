@@ -50,6 +50,7 @@ def test_majority_at_k_is_a_vote_of_each_block(data, k, blocks):
     winners = []
     for first in range(0, blocks * k, k):
         block = list(range(first, first + k))
+        block = [i for i in block if votes[i] is not None] or block[:1]  # None is no vote
         counts = [sum(votes[j] == votes[i] for j in block) for i in block]
         winners.append(values[block[counts.index(max(counts))]])
     (estimate,) = majority_at(values[None], [votes], k)
@@ -124,6 +125,15 @@ def test_a_reward_function_that_failed_is_a_wrong_answer_without_a_vote():
     assert readings.values.tolist() == [[1.0, 0.0]]
     assert readings.votes == [["4", None]]
     assert read_scores([[Score(0.5, {}, None)]]).votes is None
+
+
+def test_what_is_no_answer_has_no_vote_and_what_is_no_number_no_value():
+    extras = [{"acc": 0.0, "pred": None}] * 3 + [{"acc": 1.0, "pred": "4"}]
+    extras += [{"acc": acc, "pred": "5"} for acc in (10**400, math.nan, None, "right")]
+    readings = read_scores([[Score(0.0, extra, None) for extra in extras]])
+    np.testing.assert_array_equal(readings.values, [[0, 0, 0, 1, *[np.nan] * 4]])
+    assert readings.votes == [[None] * 3 + ["4"] + ["5"] * 4]
+    assert majority_at(readings.values, readings.votes, 4) == [1.0]
 
 
 @given(VALUES, st.integers(0, 3), st.integers(0, 10**6))

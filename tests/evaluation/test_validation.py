@@ -44,13 +44,14 @@ def value_of(score, name):
 
 
 def winner(group):
-    """Return the first answer that has the most equals."""
+    """Return the first answer that has the most equals, among those that are one."""
+    group = [s for s in group if not s.error and s.extra["pred"] is not None] or group[:1]
     votes = [sum(answer_of(other) == answer_of(s) for other in group) for s in group]
     return next(s for s, n in zip(group, votes, strict=True) if n == max(votes))
 
 
 def answer_of(score):
-    return ("failed",) if score.error else str(score.extra["pred"])
+    return str(score.extra.get("pred"))
 
 
 @st.composite
@@ -127,7 +128,9 @@ def test_unscored_answers_are_counted_and_left_out():
         ([("c", 0.0), ("a", 1.0), ("b", 0.0), ("b", 0.0), ("a", 1.0)], 1.0),  # a came before b
         ([("c", 1.0), ("b", 0.0), ("a", 1.0), ("a", 1.0), ("b", 0.0)], 0.0),
         ([(1, 1.0), ("1", 1.0), ("2", 0.0)], 1.0),  # a number and its text are one answer
-        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 0.0),  # no answer is an answer, too
+        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 1.0),  # no answer is no vote
+        ([(None, 0.5), (None, 0.0)], 0.5),  # nobody votes: the first
+        ([("None", 0.0), ("None", 0.0), ("2", 1.0)], 0.0),  # a text is an answer
     ],
 )
 def test_ties_go_to_the_answer_that_came_first(answers, majority):

@@ -1,10 +1,12 @@
 """What a step's batch tells trackers."""
 
+import math
+
 import numpy as np
 import pytest
 
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.training.batch_metrics import step_histograms
+from jaxrl_llm.training.batch_metrics import extra_metrics, step_histograms
 from jaxrl_llm.types import Batch
 
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], bool)
@@ -41,3 +43,10 @@ def test_histograms_have_usable_answers_and_drawn_tokens_only(batch):
 def test_where_no_pass_computes_log_probs_there_is_no_difference_to_show(batch):
     assert "logprob_diff" not in step_histograms(batch, SCORES)
     assert "logprob_diff" not in step_histograms(batch.add(old_logprobs=ENGINE), SCORES)
+
+
+def test_extra_numbers_count_where_they_are_numbers():
+    """A model's digits may be an int that no float can hold, and a ratio of nothing is NaN."""
+    given = [1.0, True, 4, math.nan, -math.inf, None, 10**400, 1e39, "5", [6.0]]
+    metrics = extra_metrics([Score(0.0, {"form": value, "no": math.nan}, None) for value in given])
+    assert metrics == {"reward/form/mean": 2.0}

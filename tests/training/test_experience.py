@@ -1,6 +1,7 @@
 """From rollouts to a batch: layout, rewards, penalties, advantages."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -9,18 +10,24 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import gae, grpo
+from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.scoring import with_components
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.training.batch_metrics import batch_metrics
 from jaxrl_llm.training.experience import (
     AdvantageError,
+    ScoreError,
     advantage_step,
     penalize,
+    with_ages,
     with_scores,
     without_rows,
 )
+from jaxrl_llm.training.stages.scoring import rounding_warner
 
 
 def prompt(*tokens):
@@ -283,3 +290,65 @@ def test_an_answer_that_alone_is_left_of_its_group_is_compared_with_nothing(comp
 def test_without_unscored_answers_nothing_is_changed(batch):
     again = without_rows(batch, np.zeros(4, bool))
     assert again is batch
+
+
+# ------------------------------------------------------------------------------- what float32 holds
+
+
+@pytest.mark.parametrize(
+    ("given", "pair"),
+    [
+        ([1e9 + 1, 1e9 + 2, 5.0, 6.0], (1e9 + 1, 1e9 + 2)),
+        ([0.5, 1.0, 1.0 + 1e-9, 1.0], (1.0, 1.0 + 1e-9)),
+        ([math.nan, 2.0, 2.0**24, 2.0**24 + 1], (2.0**24, 2.0**24 + 1)),
+        ([1e9, 5.0, 1e9 + 1, 6.0], None),  # of two prompts
+        ([0.3, 0.1 + 0.2, 1e9, 1e9], None),
+        ([math.nan, math.nan, -1e38, 1e38], None),
+    ],
+)
+def test_scores_that_float32_makes_equal_are_named_once(caplog, given, pair):
+    warn = rounding_warner()
+    for _ in range(2):
+        warn([Score(score, {}, None) for score in given], 2)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == (pair is not None)
+    assert pair is None or "the scores {!r} and {!r},".format(*pair) in texts[0]
+
+
+def test_groups_without_spread_are_counted_by_the_scores_that_are_used():
+    rollouts = answered()
+    scores = [Score(1e9 + k, {}, None) for k in range(4)]
+    scored = with_scores(lay_out(rollouts, samples=2, max_tokens=6), scores, samples=2)
+    learned = with_ages(advantage_step(grpo)(scored), step=4)
+    assert not learned["advantages"].any()
+    metrics = batch_metrics(dict, learned, rollouts, scores)
+    assert metrics["critic/groups_without_spread"] == 1.0
+
+
+def test_scores_and_rewards_that_add_up_to_infinity_name_the_answer():
+    laid = lay_out(answered(), samples=2, max_tokens=6)
+    laid["rewards"][1, 2] = 3e38
+    with pytest.raises(ScoreError, match="answer 1: "):
+        with_scores(laid, [Score(3e38, {}, None)] * 4)
+
+
+@pytest.mark.parametrize("value", [math.nan, 10**400, "much", None])
+@pytest.mark.parametrize(
+    ("on_error", "score"), [(-2.0, -2.0), ("unscored", math.nan), (None, None)]
+)
+def test_a_component_that_is_no_number_costs_its_answer(value, on_error, score, caplog):
+    good = Score(1.0, {"form": 0.5}, None)
+    reward = RewardConfig(components=("form",), on_error=on_error)
+    check = with_components(lambda _: [good, Score(1.0, {"form": value}, None), good, good], reward)
+    if on_error is None:
+        with pytest.raises(RewardError, match=r"row 1 .* as form, got "):
+            check(answered())
+        return
+    scores = check(answered())
+    assert [scores[i] for i in (0, 2, 3)] == [good] * 3
+    assert scores[1].has_failed
+    np.testing.assert_equal(scores[1].score, score)
+    assert "row 1" in caplog.text
+    laid = lay_out(answered(), samples=2, max_tokens=6)
+    scored = with_scores(laid, scores, samples=2, components=("form",))
+    assert scored["score_components"][2:].tolist() == [[0.5], [0.5]]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.types import Batch
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -90,7 +93,13 @@ def build_scoring(
         batch = lay_out(rollouts, **{"max_tokens": longest, **groups, **layout})
         return check_chains(batch, refused)
 
-    add_scores = functools.partial(with_scores, components=config.reward.components, **groups)
+    warn_of_rounding = rounding_warner()
+
+    def add_scores(batch: Batch, scores: list[Score], **layout: Any) -> Batch:
+        arguments = {"components": config.reward.components, **groups, **layout}
+        warn_of_rounding(scores, arguments["samples"])
+        return with_scores(batch, scores, **arguments)
+
     # elsewhere than on the devices, and not together with other processes
     in_background = (
         reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
@@ -117,6 +126,33 @@ def build_scoring(
         score_validation=score_validation,
         in_background=in_background,
     )
+
+
+def rounding_warner() -> Callable[[Sequence[Score], int], None]:
+    """Return the function that warns, once, of scores that are equal in float32 alone.
+
+    It takes scores and how many answers a prompt has. What differs by float64's rounding, as 0.3
+    and 0.1 + 0.2, is equal.
+    """
+    has_warned = False
+
+    def warn(scores: Sequence[Score], samples: int) -> None:
+        nonlocal has_warned
+        ordered = np.sort(np.array([score.score for score in scores]).reshape(-1, samples))
+        low, high = ordered[:, :-1], ordered[:, 1:]
+        differ = high - low > 1e-12 * np.abs(high)
+        lost = np.argwhere(differ & (low.astype(np.float32) == high.astype(np.float32)))
+        if lost.size and not has_warned:
+            has_warned = True
+            place = tuple(lost[0])
+            log.warning(
+                "reward.function gave answers to one prompt the scores %r and %r, which are equal "
+                "in float32, in which advantages are computed: let it return smaller numbers, less "
+                "a constant or divided by one",
+                *(float(low[place]), float(high[place])),
+            )
+
+    return warn
 
 
 def refused_with_chains(config: TrainConfig, functions: AlgorithmFunctions) -> list[str]:
