@@ -39,7 +39,7 @@ def kto(
             n_D desirable and n_U other answers.
 
     Returns:
-        The loss; rewards/desirable and rewards/undesirable, 0 on answers of the other kind;
+        The loss; rewards/desirable and rewards/undesirable, each of answers of its kind;
         kl_baseline.
 
     Raises:
@@ -81,7 +81,7 @@ def apo_zero_labelled(
         beta: as for `kto`.
 
     Returns:
-        The loss; rewards/desirable and rewards/undesirable, 0 on answers of the other kind.
+        The loss; rewards/desirable and rewards/undesirable, each of answers of its kind.
 
     Raises:
         ValueError: beta is not positive.
@@ -94,8 +94,5 @@ def apo_zero_labelled(
 
 def _label_diagnostics(
     rewards: Float32[Array, " B"], labels: Bool[Array, " B"]
-) -> dict[str, Float32[Array, " B"]]:
-    return {
-        "rewards/desirable": jnp.where(labels, rewards, 0.0),
-        "rewards/undesirable": jnp.where(labels, 0.0, rewards),
-    }
+) -> dict[str, tuple[Float32[Array, " B"], Bool[Array, " B"]]]:
+    return {"rewards/desirable": (rewards, labels), "rewards/undesirable": (rewards, ~labels)}

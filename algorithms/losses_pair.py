@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 
 class PairLoss(NamedTuple):
@@ -17,11 +17,12 @@ class PairLoss(NamedTuple):
 
     Attributes:
         loss: of each pair [P], or of each answer.
-        diagnostics: numbers for the log, one for each pair or answer.
+        diagnostics: numbers for the log, one for each pair or answer; or such numbers, and which of
+            them count in their mean.
     """
 
     loss: Float32[Array, " P"]
-    diagnostics: dict[str, Float32[Array, " P"]]
+    diagnostics: dict[str, Float32[Array, " P"] | tuple[Float32[Array, " P"], Bool[Array, " P"]]]
 
 
 def dpo(

@@ -107,7 +107,9 @@ def over_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     {'skipped': 0.0, 'loss': 2.0, 'divergence/max': 3.0}
     """
     applied = [m for m in updates if not m["skipped"]] or updates
-    of_step = {k: float(OVER_UPDATES.get(k, np.mean)([m[k] for m in applied])) for k in updates[0]}
+    names = dict.fromkeys(name for metrics in applied for name in metrics)
+    values = {name: [m[name] for m in applied if name in m] for name in names}
+    of_step = {name: float(OVER_UPDATES.get(name, np.mean)(x)) for name, x in values.items()}
     return of_step | {"skipped": float(sum(m["skipped"] > 0 for m in updates))}
 
 

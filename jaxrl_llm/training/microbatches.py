@@ -25,6 +25,10 @@ Fields = dict[str, Any]
 EXTREMES = {"largest": (-jnp.inf, jnp.maximum), "smallest": (jnp.inf, jnp.minimum)}
 """Names of an objective's metrics that do not add up: what to begin with, and how to merge them."""
 
+MEANS = "means"
+"""Name of an objective's metrics that are means over some of the rows: pairs of a sum and of what
+it is to be divided by, both of which add up."""
+
 
 class MicroBatch(NamedTuple):
     """One micro-batch: packed rows for the model, [b T] fields for the algorithm."""
@@ -274,7 +278,10 @@ def merge_metrics(total: Fields, metrics: Fields) -> Fields:
     return jax.tree.map_with_path(merge, total, metrics)
 
 
-def with_extremes(metrics: Fields) -> Fields:
-    """Return metrics in which the extremes stand among the others."""
-    sums = {name: value for name, value in metrics.items() if name not in EXTREMES}
-    return sums | {name: x for kind in EXTREMES for name, x in metrics.get(kind, {}).items()}
+def finished_metrics(metrics: Fields) -> Fields:
+    """Return metrics in which extremes and means stand among the others; no mean of no rows."""
+    kinds = (*EXTREMES, MEANS)
+    sums = {name: value for name, value in metrics.items() if name not in kinds}
+    extremes = {name: x for kind in EXTREMES for name, x in metrics.get(kind, {}).items()}
+    means = jax.device_get(metrics.get(MEANS, {})).items()
+    return sums | extremes | {name: total / share for name, (total, share) in means if share > 0}

@@ -101,7 +101,8 @@ class PolicyObjective:
         stats = token_stats_from_hidden(params, hidden, micro.rows, model, mesh)
         mask, weights = micro.fields["mask"], micro.fields["weights"]
         logprobs = jnp.where(mask, stats.logprobs, 0.0)
-        fields = micro.fields | {"logprobs": logprobs, "entropy": stats.entropy}
+        entropy = jnp.where(mask, stats.entropy, 0.0)
+        fields = micro.fields | {"logprobs": logprobs, "entropy": entropy}
         policy_stats = {}
         if self.on_policy:
             fields["old_logprobs"] = jax.lax.stop_gradient(logprobs)
@@ -171,8 +172,11 @@ def with_balance(
 
 
 def weighted_total(values: Array, weights: Array, mask: Array) -> Float32[Array, ""]:
-    """Return the sum of weighted values [B T] under a mask; what lies off it is not read."""
-    return jnp.sum(weights * jnp.where(mask, values, 0.0))
+    """Return the sum of weighted values [B T] under a mask; what lies off it is not read.
+
+    Neither of the values nor of the weights: 0 times NaN is NaN, in a gradient, too.
+    """
+    return jnp.sum(jnp.where(mask, weights, 0.0) * jnp.where(mask, values, 0.0))
 
 
 def divergence_metrics(compared: DivergenceStats, micro: MicroBatch, *, of_top: bool) -> Fields:

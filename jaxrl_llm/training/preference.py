@@ -57,7 +57,7 @@ from jaxrl_llm.training.load_model import (
     open_scorer,
     open_step_scorer,
 )
-from jaxrl_llm.training.microbatches import BucketPrograms
+from jaxrl_llm.training.microbatches import BucketPrograms, finished_metrics
 from jaxrl_llm.training.objective import COEFS
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.preference_data import (
@@ -316,7 +316,7 @@ def _validation(run: PreferenceRun) -> Callable[[TrainState], dict[str, float]] 
         )
         parts = [measure(state.params, rest, micro) for _, micro in cut]
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
-        return _named("val", jax.device_get(total))
+        return _named("val", finished_metrics(jax.device_get(total)))
 
     return validate
 

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.preferences import PairLoss
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_stats_from_hidden
-from jaxrl_llm.training.microbatches import Fields, MicroBatch
+from jaxrl_llm.training.microbatches import MEANS, Fields, MicroBatch
 from jaxrl_llm.training.objective import LossError, with_balance
 
 SUMS = frozenset({"chosen_logps", "rejected_logps", "logps"})
@@ -68,9 +68,14 @@ class PreferenceObjective:
             fields |= _scores(params, hidden, micro, model)
         result = as_pair_loss(call(self.loss, fields), self.loss, mask.shape[:1])
         weights = micro.fields["weights"].sum(axis=1)
-        values = {name: _total(x, weights) for name, x in result.diagnostics.items()}
         loss = _total(result.loss, weights)
-        metrics = {"pg_loss": loss} | values
+        metrics: Fields = {"pg_loss": loss, MEANS: {}}
+        for name, shown in result.diagnostics.items():
+            if isinstance(shown, tuple):
+                own = jnp.where(shown[1], weights, 0.0)
+                metrics[MEANS][name] = _total(shown[0], own), jnp.sum(own)
+            else:
+                metrics[name] = _total(shown, weights)
         loss, routed = with_balance(loss, router, coefs)
         return loss, metrics | routed | {"loss": loss}
 
@@ -94,7 +99,8 @@ def as_pair_loss(result: Any, function: Callable[..., Any], shape: tuple[int, ..
         LossError: for anything else, and for a wrong shape or dtype.
     """
     loss = result if isinstance(result, PairLoss) else PairLoss(result, {})
-    for name, value in {"loss": loss.loss, **loss.diagnostics}.items():
+    for name, given in {"loss": loss.loss, **loss.diagnostics}.items():
+        value = given[0] if isinstance(given, tuple) else given
         is_array = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
         if not is_array or value.shape != shape:
             got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
@@ -108,13 +114,18 @@ def as_pair_loss(result: Any, function: Callable[..., Any], shape: tuple[int, ..
 def _scores(params: Params, hidden: Any, micro: MicroBatch, model: ForwardConfig) -> Fields:
     """Return a reward model's scores of each answer."""
     row, start, size = map(jnp.asarray, micro.rows.places)
-    score = model.model.sequence_scores
+    counts = micro.fields["weights"].sum(axis=1) > 0
+
+    def score(start: Array, size: Array) -> Array:
+        scores = model.model.sequence_scores(params, hidden, row, start, size)
+        return jnp.where(counts, scores, 0.0)  # a loss may have no gradient in padding
+
     if "second_start" not in micro.fields:
-        return {"scores": score(params, hidden, row, start, size)}
+        return {"scores": score(start, size)}
     second = micro.fields["second_start"]
     return {
-        "chosen_scores": score(params, hidden, row, start, second),
-        "rejected_scores": score(params, hidden, row, start + second, size - second),
+        "chosen_scores": score(start, second),
+        "rejected_scores": score(start + second, size - second),
     }
 
 

@@ -33,10 +33,10 @@ from jaxrl_llm.training.microbatches import (
     Fields,
     MicroBatch,
     empty_total,
+    finished_metrics,
     layout_and_dtypes,
     merge_metrics,
     merge_microbatches,
-    with_extremes,
 )
 from jaxrl_llm.training.objective import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
@@ -285,7 +285,7 @@ class Learner:
         apply.result()
         state, applied = self.apply(state, grads, statistics)
         policy = merge_microbatches(parts, batch)
-        return state, with_extremes(metrics) | applied | ({"policy": policy} if policy else {})
+        return state, finished_metrics(metrics) | applied | ({"policy": policy} if policy else {})
 
     @functools.cached_property
     def _rest(self) -> Params:

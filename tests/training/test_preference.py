@@ -377,6 +377,30 @@ def test_kto_is_trls(models):
     assert_allclose(metrics["loss"], theirs_loss.item(), rtol=1e-5)
     for array, value in torch_gradients(theirs).items():
         assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    for kind, name in (("desirable", "chosen"), ("undesirable", "rejected")):
+        (shown,) = stub._metrics["train"][f"rewards/{name}"]
+        assert_allclose(metrics[f"rewards/{kind}"], shown, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"), [({}, 2 * MOST), ({"fsdp": 2}, 2 * 2 * MOST)], ids=str
+)
+def test_the_rewards_of_a_kind_are_means_over_its_rows(models, sizes, tokens):
+    """However the rows are cut, and absent where there are none of the kind."""
+    items = passes(models, reference="policy").annotate(
+        make_items(pairs=False), width=2 * MOST, size=PAIRS
+    )
+    batch, others = preference_batch(items, 2 * MOST), np.linspace(-20, 5, PAIRS)
+    rewards = BETA * (batch["ref_logps"] - others)
+    loss = bind(preferences.apo_zero_labelled, beta=BETA)
+    run = build(models["policy"], one_mesh(**sizes), loss=loss, tokens=tokens)
+    for desirable in (0, 1, 5, 6):
+        labels = np.arange(PAIRS) < desirable
+        _, metrics = run(batch.add(labels=labels, ref_logps=others.astype(np.float32)))
+        for kind, own in (("desirable", rewards[labels]), ("undesirable", rewards[~labels])):
+            assert (f"rewards/{kind}" in metrics) == (len(own) > 0)
+            if len(own):
+                assert_allclose(metrics[f"rewards/{kind}"], own.mean(), rtol=1e-4)
 
 
 def test_a_reward_models_loss_is_trls(models, pairs):

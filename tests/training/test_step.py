@@ -287,6 +287,46 @@ def test_garbage_off_the_mask_has_no_effect(learner, params):
     assert bits(state.params) == bits(clean.params)
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_users_functions_return_off_the_mask_is_not_read(mesh, params, poison):
+    """Loss, metrics and parameters are those without the poison.
+
+    It is a factor, so that the gradient there is 0 times it; one answer has no token on the mask.
+    """
+    batch = make_batch()
+    batch["mask"][1] = False
+
+    def updated(factor, least):
+        def off(mask):
+            return jnp.where(mask, 1.0, factor)
+
+        def loss(logprobs, entropy, old_logprobs, advantages, mask):
+            means = (logprobs * advantages + 0.1 * entropy).sum(1, where=mask)
+            means /= jnp.maximum(mask.sum(1), least)
+            ratio = jnp.exp(logprobs - old_logprobs) * off(mask)
+            terms = -ratio * advantages - entropy * ratio + means[:, None]
+            return TokenLoss(terms, {"seen": entropy * off(mask)})
+
+        learner = dataclasses.replace(
+            learn(mesh, params, None, optax.sgd(0.1)),
+            objective=PolicyObjective(
+                loss=loss,
+                kl=lambda logprobs, entropy, mask: logprobs * entropy * off(mask),
+                entropy=True,
+                corrected=True,
+            ),
+            reduce=lambda mask: sequence_mean_token_mean(mask) * off(mask),
+        )
+        given = batch.add(correction=np.where(batch["mask"], 0.5, factor).astype(np.float32))
+        coefs = {"kl_coef": 0.1, "entropy_coef": 0.1}
+        state, metrics = learner.update(learner.init(params), given, coefs)
+        return jax.device_get(metrics), jax.device_get(state.params)
+
+    clean, poisoned = updated(1.0, 1), updated(poison, 0)
+    assert all(map(np.isfinite, clean[0].values())) and clean[0]["grad_norm"] > 0.01
+    chex.assert_trees_all_close(poisoned, clean, rtol=1e-5, atol=1e-7)
+
+
 def test_only_fields_that_are_asked_for_travel(mesh):
     objective = PolicyObjective(loss=ppo_clip, kl=lambda logprobs, ref_logprobs: ref_logprobs)
     assert objective.asks_for() == {"old_logprobs", "advantages", "ref_logprobs"}
