@@ -3,7 +3,7 @@
 import logging
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import fields_of_model
+from jaxrl_llm.config.fields import asks_for, fields_of_model
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.teacher import TeacherConfig
 from jaxrl_llm.config.train import TrainConfig
@@ -28,13 +28,19 @@ def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
             raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
 
 
-def check_scores_are_used(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
-    """Refuse keys that change scores and rewards where no function asks for them."""
+def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFunctions) -> None:
+    """Refuse keys that change scores and rewards where no function asks for them afterwards.
+
+    The group filter and the penalty are called before, and see the scores as they were.
+    """
+    later = functions.advantage, functions.answer_filter, functions.pairs, *functions.corrections
+    asked = {name for function in later if function for name in asks_for(function)}
+    asked = asked.union(*(update.objective.asks_for() for update in functions.updates.values()))
     for name in ("penalty", "kl_reward"):
-        if getattr(algorithm, name) and not needs & {"scores", "rewards"}:
+        if getattr(algorithm, name) and not asked & {"scores", "rewards"}:
             raise ConfigError(
                 f"algorithm.{name} changes the scores and rewards, but no function asks for "
-                "them: remove it, or name an advantage that does"
+                "them afterwards: remove it, or name an advantage that does"
             )
 
 

@@ -72,7 +72,6 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
         objective = dataclasses.replace(policy, on_policy=True)
         updates["actor"] = updates["actor"]._replace(objective=objective)
     check_producers(config, needs)
-    check_scores_are_used(config.algorithm, needs)
     check_skipped_pass(config.algorithm, needs)
     check_refresh(config, needs)
     if is_of_tokens:
@@ -82,6 +81,7 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     functions = AlgorithmFunctions(
         **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
     )
+    check_scores_are_used(config.algorithm, functions)
     check_router_replay(config, functions)
     check_functions(config, functions)
     return functions
