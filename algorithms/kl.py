@@ -188,17 +188,19 @@ def adaptive(
     target: float = 0.1,
     horizon: int = 10_000,
 ) -> Float32[Array, ""]:
-    """Steer the KL divergence to a target: β ← β (1 + clip(KL / target − 1, ±0.2) B / horizon).
+    """Steer the KL divergence to a target: β ← β (1 + clip(KL / target − 1, ±0.2) K).
 
-    Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593, section 2.2), whose K_β = 0.1 is
-    B / horizon here.
+    Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593, section 2.2), whose K = 0.1 is
+    min(B / horizon, 1) here. Without the minimum, as in TRL and verl, a step of more than five
+    horizons makes β negative, which is a reward for leaving the reference.
 
     Args:
         coef: the coefficient β of the step that has just ended.
         observed_kl: mean KL estimate of that step, in nats.
         batch_size: sequences in that step.
         target: the KL divergence to hold, in nats.
-        horizon: sequences over which a lasting error of 20 % or more moves β by about 20 %.
+        horizon: sequences over which a lasting error of 20 % or more moves β by about 20 %; a
+            longer step moves it by no more.
 
     Returns:
         The coefficient of the next step.
@@ -212,4 +214,4 @@ def adaptive(
     if target <= 0 or horizon <= 0:
         raise ValueError(f"got target {target} and horizon {horizon}, expected positive numbers")
     error = jnp.clip(jnp.asarray(observed_kl, jnp.float32) / target - 1.0, -0.2, 0.2)
-    return jnp.asarray(coef, jnp.float32) * (1.0 + error * batch_size / horizon)
+    return jnp.asarray(coef, jnp.float32) * (1.0 + error * jnp.minimum(batch_size / horizon, 1.0))

@@ -115,6 +115,14 @@ def test_adaptive_coefficient(observed, want):
     assert_allclose(traced, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("answers", [1, 9_999, 10_000, 50_000, 60_000, 10**6])
+def test_an_adaptive_coefficient_stays_positive_and_moves_by_a_fifth_at_most(answers):
+    share = min(answers / 10_000, 1)
+    for observed, move in ((0.0, -0.2), (0.09, -0.1), (0.1, 0.0), (0.11, 0.1), (1e9, 0.2)):
+        got = kl.adaptive(0.5, observed, answers)
+        assert_allclose(got, 0.5 * (1 + move * share), rtol=1e-5)
+
+
 def test_adaptive_coefficient_holds_a_target():
     """Where the KL divergence answers to the coefficient, it settles at the target."""
     coef = 0.01

@@ -286,9 +286,9 @@ def test_functions_given_from_python_run_in_workers(make):
 TOLD = [
     ("raise", "failed", "error: KeyError: 'no such\\nkey xxx"),
     ("stop", "failed", "error: StopIteration"),
-    ("nan", "failed", "error: expected a finite number as reward, got nan"),
-    ("inf", "failed", "error: expected a finite number as reward, got inf"),
-    ("word", "failed", "error: expected a finite number as reward, got 'much'"),
+    ("nan", "failed", "error: expected a finite number (float32) as reward, got nan"),
+    ("inf", "failed", "error: expected a finite number (float32) as reward, got inf"),
+    ("word", "failed", "error: expected a finite number (float32) as reward, got 'much'"),
     ("object", "failed", "error: expected text or plain data as result, got a Odd"),
     ("nested", "failed", "a Odd is not plain data"),
     ("set", "failed", "got a set"),
