@@ -5,6 +5,7 @@ their mean divides by the lengths itself. Δ = log π(y) − log π_ref(y) of an
 and l the rejected one, z = β (Δ_w − Δ_l). A loss has one number for each pair.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ class PairLoss(NamedTuple):
     """
 
     loss: Float32[Array, " P"]
-    diagnostics: dict[str, Float32[Array, " P"] | tuple[Float32[Array, " P"], Bool[Array, " P"]]]
+    diagnostics: Mapping[str, Float32[Array, " P"] | tuple[Float32[Array, " P"], Bool[Array, " P"]]]
 
 
 def dpo(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.servers import ServerError, lock_of, post
-from jaxrl_llm.workers.answers import described, finite_number
+from jaxrl_llm.workers.answers import finite_number, short_repr
 
 SWITCHES = ("use_activation", "activation")
 """What vLLM calls the key that leaves a score as the model gives it; the newer name first."""
@@ -128,7 +128,7 @@ async def _score(url: str, body: dict[str, Any]) -> float:
         (entry,) = response.json()["data"]
         (score,) = entry["probs"]
         if (number := finite_number(score)) is None:
-            raise ValueError(f"got {described(score)}")
+            raise ValueError(f"got {short_repr(score)}")
         return number
     except (LookupError, TypeError, ValueError) as error:
         raise ServerError(

@@ -33,7 +33,7 @@ from jaxrl_llm.rewards.worker import BUILTIN_MODULE, UNSCORED, AsyncCalls, Rewar
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.workers.answers import described, finite_number, shorten
+from jaxrl_llm.workers.answers import finite_number, short_repr, shorten
 from jaxrl_llm.workers.limits import Limits, passed_environment
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def with_components(score: Scoring, reward: RewardConfig) -> Scoring:
             wrong = [n for n in reported if finite_number(given.extra[n]) is None]
             if wrong:
                 error = f"invalid: expected a finite number (float32) as {wrong[0]}, got "
-                error += described(given.extra[wrong[0]])
+                error += short_repr(given.extra[wrong[0]])
                 scores[row] = _failed(rollouts, row, "reward.function", error, reward.on_error)
         return scores
 

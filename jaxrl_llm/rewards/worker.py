@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.workers.answers import (
-    described,
     finite_number,
     memory_limit,
+    short_repr,
     shorten,
     to_plain,
 )
@@ -156,12 +156,12 @@ def returned_outcome(value: Any) -> Outcome:
         return failed_outcome("invalid", f"expected a dict with 'score', got keys {list(extra)}")
     given = extra.pop("score")
     if (score := finite_number(given)) is None:
-        message = f"expected a finite number (float32) as score, got {described(given)}"
+        message = f"expected a finite number (float32) as score, got {short_repr(given)}"
         return failed_outcome("invalid", message)
     try:
         extra = json.loads(json.dumps(extra, default=to_plain))
     except Exception as error:  # also of a class of the user's
-        return failed_outcome("invalid", f"expected plain data, got {described(value)}: {error}")
+        return failed_outcome("invalid", f"expected plain data, got {short_repr(value)}: {error}")
     return Outcome(None, "", score, extra)
 
 

@@ -15,7 +15,7 @@ from jaxrl_llm.rollout.episode import Episode, EpisodePiece, ToolRecord
 from jaxrl_llm.rollout.episode_log import ChainTurn, EpisodeLog
 from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.rollout.types import Completion, EpisodeLimits, Request, SamplingParams
-from jaxrl_llm.workers.answers import described, finite_number
+from jaxrl_llm.workers.answers import finite_number, short_repr
 
 Generate = Callable[[Request], Awaitable[Completion]]
 """Samples one turn; in `lockstep` order together with those of other episodes."""
@@ -139,7 +139,7 @@ class Chat:
         number = None if value is None else finite_number(value)
         if number is None and value is not None:
             raise BrokenEpisode(
-                f"chat.score: got {described(value)}, expected a finite number (float32) or None"
+                f"chat.score: got {short_repr(value)}, expected a finite number (float32) or None"
             )
         self._log.score = number
 
@@ -293,7 +293,7 @@ class Chat:
         added = finite_number(value)
         if not 0 <= number < self.turn or added is None:
             raise BrokenEpisode(
-                f"chat.reward: got {described(value)} for turn {number}, expected a finite number "
+                f"chat.reward: got {short_repr(value)} for turn {number}, expected a finite number "
                 f"(float32) for one of the {self.turn} turns that have been drawn"
             )
         self._log.rewards[number] += added

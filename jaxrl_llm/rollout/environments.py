@@ -176,7 +176,7 @@ def gymnasium(
                 text, reward = f"error: {error}", 0.0
                 continue
             observation, gained, terminated, truncated, _ = env.step(action)
-            text, reward, ended = shown(observation), gained, terminated or truncated
+            text, reward, ended = shown(observation), float(gained), terminated or truncated
         return reward
     finally:
         env.close()

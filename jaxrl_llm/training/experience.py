@@ -14,7 +14,7 @@ from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.sampling import without_lone
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.answers import described, finite_number
+from jaxrl_llm.workers.answers import finite_number, short_repr
 
 
 class ScoreError(RunError):
@@ -75,7 +75,7 @@ def _components(scores: Sequence[Score], names: Sequence[str], usable: np.ndarra
             return score.extra.get(FUNCTION_COMPONENT, score.score)
         component = score.extra.get(name, score.score if name == "score" else None)
         if (value := finite_number(component)) is None:
-            reported = f"{name}={described(component)}" if name in score.extra else [*score.extra]
+            reported = f"{name}={short_repr(component)}" if name in score.extra else [*score.extra]
             raise ScoreError(
                 f"reward.components names {name!r}, but the reward function reported "
                 f"{reported or 'a bare number'}: expected a finite number under that name"

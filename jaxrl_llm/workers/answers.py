@@ -28,10 +28,10 @@ def shorten(text: str, limit: int = 300) -> str:
     return f"{text[:half]}…{text[-half:]}"
 
 
-def described(value: Any, limit: int = 100) -> str:
+def short_repr(value: Any, limit: int = 100) -> str:
     """Return the `repr` of a value, if it has one, in at most `limit` characters.
 
-    >>> described([1, 2]), described(10**5000)
+    >>> short_repr([1, 2]), short_repr(10**5000)
     ('[1, 2]', 'an int')
     """
     try:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool, Observation
 from jaxrl_llm.workers.answers import (
-    described,
     finite_number,
     memory_limit,
+    short_repr,
     shorten,
     to_plain,
 )
@@ -180,7 +180,7 @@ def checked_number(value: Any, name: str) -> float:
     1.0
     """
     if (number := finite_number(value)) is None:
-        raise ResultError(f"expected a finite number (float32) as {name}, got {described(value)}")
+        raise ResultError(f"expected a finite number (float32) as {name}, got {short_repr(value)}")
     return number
 
 

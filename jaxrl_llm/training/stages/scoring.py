@@ -93,13 +93,9 @@ def build_scoring(
         batch = lay_out(rollouts, **{"max_tokens": longest, **groups, **layout})
         return check_chains(batch, refused)
 
-    warn_of_rounding = rounding_warner()
-
-    def add_scores(batch: Batch, scores: list[Score], **layout: Any) -> Batch:
-        arguments = {"components": config.reward.components, **groups, **layout}
-        warn_of_rounding(scores, arguments["samples"])
-        return with_scores(batch, scores, **arguments)
-
+    add_scores = functools.partial(
+        add_looked_at, rounding_warner(), components=config.reward.components, **groups
+    )
     # elsewhere than on the devices, and not together with other processes
     in_background = (
         reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
@@ -126,6 +122,17 @@ def build_scoring(
         score_validation=score_validation,
         in_background=in_background,
     )
+
+
+def add_looked_at(
+    look: Callable[[Sequence[Score], int], None],
+    batch: Batch,
+    scores: Sequence[Score],
+    **arguments: Any,
+) -> Batch:
+    """Add scores to a batch by `with_scores`, once they have been looked at."""
+    look(scores, arguments["samples"])
+    return with_scores(batch, scores, **arguments)
 
 
 def rounding_warner() -> Callable[[Sequence[Score], int], None]:
