@@ -135,7 +135,7 @@ class Chat:
         return self._log.score
 
     @score.setter
-    def score(self, value: float | None) -> None:
+    def score(self, value: Any) -> None:
         number = None if value is None else finite_number(value)
         if number is None and value is not None:
             raise BrokenEpisode(
@@ -279,11 +279,11 @@ class Chat:
         limit = self.limits.observation_tokens
         self._pending += [self.contents.take(message, limit) for message in several]
 
-    def reward(self, value: float, *, turn: int | None = None) -> None:
+    def reward(self, value: Any, *, turn: int | None = None) -> None:
         """Add to the reward of a turn.
 
         Args:
-            value: finite.
+            value: a finite number, of Python, numpy or torch.
             turn: its number, from 0; None is the newest one.
 
         Raises:

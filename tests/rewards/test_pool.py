@@ -18,6 +18,8 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.data.preference_rows import normalize_row
 from jaxrl_llm.rewards import pool as pool_module
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
@@ -431,3 +433,32 @@ def test_workers_end_when_their_owner_is_killed(functions_file, reply):
         assert not ended(worker)
         owner.kill()
     wait_until(lambda: ended(worker))
+
+
+# --------------------------------------------------------------- numbers beside reward functions
+
+
+HUGE, SPEC = 10**400, FunctionSpec("gsm8k")
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+STEPS = {"prompt": "a", "completions": ["b", "c"]}
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: normalize_row(PAIR | {"margin": HUGE}, "row 3"), "row 3: field 'margin'"),
+        (lambda: normalize_row(PAIR | {"score_chosen": 1e39}, "row 3"), "row 3: field 'score_cho"),
+        (
+            lambda: normalize_row(STEPS | {"labels": [1, HUGE]}, "row 3"),
+            r"row 3: field 'labels\[1\]",
+        ),
+        (lambda: RewardConfig(on_error=HUGE), "on_error"),
+        (
+            lambda: RewardPool(FunctionSpec("gsm8k"), workers=0, timeout_s=1, on_error=HUGE),
+            "on_error",
+        ),
+    ],
+)
+def test_numbers_that_float32_can_not_hold_are_named_by_key_or_row(use, message):
+    with pytest.raises(ValueError, match=message):
+        use()

@@ -431,9 +431,23 @@ async def rewards_nan(chat):
     chat.reward(float("nan"))
 
 
+async def rewards_digits(chat):
+    """Give a reward that no float can hold."""
+    await chat.generate()
+    chat.reward(10**400)
+
+
+async def scores_digits(chat):
+    """Set a score that no float can hold."""
+    await chat.generate()
+    chat.score = 10**5000
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
+        (rewards_digits, r"got 1000.* for turn 0, expected a finite number"),
+        (scores_digits, r"chat\.score: got an int, expected a finite number"),
         (speaks_twice, "nothing told since the last turn, expected chat.append"),
         (speaks_at_once, "got a second call while a turn is drawn"),
         (rewards_nan, r"got nan for turn 0, expected a finite number"),

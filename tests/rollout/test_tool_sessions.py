@@ -21,6 +21,7 @@ from tests.waiting import wait_until
 
 FUNCTIONS = '''
 import asyncio, os, signal, stat, sys, time
+from fractions import Fraction
 import numpy as np
 from jaxrl_llm.rollout.observation import BrokenTool, Observation
 
@@ -56,6 +57,8 @@ class Odd: pass
 loop = []; loop.append(loop)
 RESULTS = {
     "nan": Observation("a", reward=float("nan")), "inf": Observation("a", reward=np.inf),
+    "digits": Observation("a", reward=10**400), "many digits": Observation("a", reward=10**5000),
+    "wide": Observation("a", reward=np.float64(1e39)), "fraction": Fraction(10**400),
     "word": Observation("a", reward="much"), "object": Odd(), "nested": {"a": [Odd()]},
     "set": {1}, "bytes": bytearray(b"a"), "loop": loop, "none": None, "number": 3, "true": True,
     "numpy": np.float32(0.5), "data": {"a": [1, np.int64(2)], "b": "é"}, "array": np.ones(3),
@@ -289,6 +292,14 @@ TOLD = [
     ("nan", "failed", "error: expected a finite number (float32) as reward, got nan"),
     ("inf", "failed", "error: expected a finite number (float32) as reward, got inf"),
     ("word", "failed", "error: expected a finite number (float32) as reward, got 'much'"),
+    ("digits", "failed", "error: expected a finite number (float32) as reward, got 1000"),
+    ("many digits", "failed", "error: expected a finite number (float32) as reward, got an int"),
+    (
+        "wide",
+        "failed",
+        "error: expected a finite number (float32) as reward, got np.float64(1e+39)",
+    ),
+    ("fraction", "failed", "error: expected text or plain data as result, got a Fraction: "),
     ("object", "failed", "error: expected text or plain data as result, got a Odd"),
     ("nested", "failed", "a Odd is not plain data"),
     ("set", "failed", "got a set"),
