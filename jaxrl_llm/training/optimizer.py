@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
@@ -27,7 +27,7 @@ from jaxrl_llm.config.functions import (
     signature_of,
 )
 from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.models.arrays import ZEROS, ArrayDecl, Declarations, Params
+from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params, declarer
 from jaxrl_llm.monitoring.activity import activity
 
 OptimizerOf: TypeAlias = Callable[[Declarations, Params], optax.GradientTransformation]
@@ -53,15 +53,10 @@ ELEMENTWISE = re.compile(
 LAYOUT = re.compile("broadcast_in_dim|copy|expand_dims|reshape|squeeze|transpose")
 """Jax's primitives that compute each element by itself, and those that only move elements."""
 
+_array = declarer({"rows": 2, "columns": 2})
 TRIED = {
-    name: ArrayDecl(
-        shape=(2,) * len(axes),
-        axes=tuple(axes),
-        initializer=ZEROS,
-        hf_name=name,
-        hf_axes=tuple((axis,) for axis in axes),
-    )
-    for name, axes in (("matrix", "ab"), ("vector", "a"))
+    "matrix": _array("m", "rows columns", "rows columns"),
+    "vector": _array("v", "rows", "rows"),
 }
 """Arrays on which an optimizer is tried before a model is read."""
 
@@ -118,7 +113,9 @@ def _load_optimizer(
             constant = made(declared, optax.constant_schedule(1.0))
             if not sees_layers(constant, declared):
                 optimizer = by_layer(optimizer, declared)
-            state, _ = _shapes(optimizer, _like(declared))
+            like = _like(declared)
+            state = jax.eval_shape(optimizer.init, like)
+            jax.eval_shape(optimizer.update, like, state, like)
         nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, OTHER_WEIGHTS))
         if others := [type(node) for node in nodes if isinstance(node, OTHER_WEIGHTS)]:
             raise ConfigError(
@@ -189,28 +186,27 @@ def _function_errors(function: Callable[..., Any], key: str) -> Iterator[None]:
 # ---------------------------------------------------------------- arrays as optimizers know them
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class Layers(tuple[Any, ...]):
     """The arrays of a stack, one per layer, or what an optimizer has of them."""
 
     declared: ArrayDecl
 
     @classmethod
-    def of(cls, arrays: Iterable[Any], declared: ArrayDecl) -> "Layers":
-        """Return arrays as those of a declared one."""
+    def of(cls, declared: ArrayDecl, arrays: Iterable[Any]) -> "Layers":
+        """Return arrays, or what an optimizer has of them, as those of a declared one."""
         layers = cls(arrays)
         layers.declared = declared
         return layers
 
-    def tree_flatten_with_keys(self) -> Any:
-        """Return the arrays, each by its index."""
-        keys = map(jax.tree_util.SequenceKey, range(len(self)))
-        return tuple(zip(keys, self, strict=True)), self.declared
 
-    @classmethod
-    def tree_unflatten(cls, declared: ArrayDecl, arrays: Iterable[Any]) -> "Layers":
-        """Return the node again."""
-        return cls.of(arrays, declared)
+jax.tree_util.register_pytree_with_keys(
+    Layers,
+    lambda layers: (
+        [(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(layers)],
+        layers.declared,
+    ),
+    Layers.of,
+)
 
 
 def by_layer(
@@ -241,7 +237,7 @@ def _show(declared: Declarations, params: Params) -> Any:
         if not decl.counts_layers and decl.layer_shape == decl.shape:
             return array
         each = array if decl.counts_layers else (array,)
-        return Layers.of((layer.reshape(decl.layer_shape) for layer in each), decl)
+        return Layers.of(decl, (layer.reshape(decl.layer_shape) for layer in each))
 
     return jax.tree.map(layers, declared, params)
 
@@ -251,7 +247,7 @@ def _is_layers(node: Any) -> bool:
 
 
 def _is_uniform(layers: Layers) -> bool:
-    """Say whether an optimizer has the same of each layer; else its state keeps the node."""
+    """Say whether an optimizer has the same of each layer; else its state has them in a list."""
     shapes = [jax.tree.map(lambda array: (array.shape, array.dtype), layer) for layer in layers]
     return all(shape == shapes[0] for shape in shapes)
 
@@ -266,8 +262,10 @@ def _stack(tree: Any) -> Any:
         return jnp.stack(layers) if declared.counts_layers else layers[0]
 
     def joined(node: Any) -> Any:
-        if not _is_layers(node) or not _is_uniform(node):
+        if not _is_layers(node):
             return node
+        if not _is_uniform(node):
+            return list(node)
         return jax.tree.map(functools.partial(join, declared=node.declared), *node)
 
     return jax.tree.map(joined, tree, is_leaf=_is_layers)
@@ -275,17 +273,17 @@ def _stack(tree: Any) -> Any:
 
 def _unstack(like: Any, stacked: Any) -> Any:
     """Return the inverse of `_stack` for one node."""
-    if not _is_layers(like) or not _is_uniform(like):
+    if not _is_layers(like):
         return stacked
+    if not _is_uniform(like):
+        return Layers.of(like.declared, stacked)
     if not like.declared.counts_layers:
         stacked = jax.tree.map(lambda array: array[None], stacked)
-    return Layers.of(
-        (
-            jax.tree.map(lambda shape, array, i=i: array[i].reshape(shape.shape), layer, stacked)
-            for i, layer in enumerate(like)
-        ),
-        like.declared,
+    layers = (
+        jax.tree.map(lambda shape, array, i=i: array[i].reshape(shape.shape), layer, stacked)
+        for i, layer in enumerate(like)
     )
+    return Layers.of(like.declared, layers)
 
 
 def muon_numbers(declared: Declarations) -> Callable[[Any], Any]:
@@ -312,20 +310,20 @@ def muon_numbers(declared: Declarations) -> Callable[[Any], Any]:
 def sees_layers(optimizer: optax.GradientTransformation, declared: Declarations) -> bool:
     """Say whether an optimizer of stacks does what it does when it sees the array of each layer.
 
-    It does where it takes the same decisions about both, i.e. computes with the same primitives,
-    and either computes each element by itself or gives the same numbers for small arrays, about
-    which it takes the same decisions, too. Where that can't be told, the answer is no.
+    It does where it takes the same decisions about both, i.e. computes by the same primitives with
+    the same constants, and either computes each element by itself or gives the same numbers for
+    small arrays, for which the primitives are these, too. Where that can't be told, it does not.
     """
     if all(not d.counts_layers and d.layer_shape == d.shape for d in jax.tree.leaves(declared)):
         return True
-    names, by_element = _primitives(optimizer, declared)
-    if names != _primitives(optimizer, _resized(declared, layers=1), show=True)[0]:
+    names, constants, by_element = _operations(optimizer, declared)
+    if [names, constants] != [*_operations(optimizer, _resized(declared, layers=1), show=True)][:2]:
         return False
-    if by_element:
-        return True
+    if by_element or "random_bits" in names:  # what is random differs anyway
+        return by_element
     small = _resized(declared, layers=2, most=4)
-    alone = _resized(small, layers=1)
-    if not _primitives(optimizer, small)[0] == names == _primitives(optimizer, alone, show=True)[0]:
+    alone = _operations(optimizer, _resized(small, layers=1), show=True)
+    if not names == alone[0] == _operations(optimizer, small)[0]:
         return False
     return _gives_same_updates(optimizer, small)
 
@@ -354,39 +352,32 @@ def _resized(declared: Declarations, layers: int, most: int | None = None) -> De
     return jax.tree.map(resized, declared)
 
 
-def _shapes(optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
-    """Return the state and the updates of an optimizer, as shapes."""
-    state = jax.eval_shape(optimizer.init, params)
-    return state, jax.eval_shape(optimizer.update, params, state, params)[0]
-
-
-def _primitives(
+def _operations(
     optimizer: optax.GradientTransformation, declared: Declarations, *, show: bool = False
-) -> tuple[list[str], bool]:
-    """Return with what an optimizer computes, and whether each element by itself."""
+) -> tuple[list[str], list[Any], bool]:
+    """Return the primitives of an update, its constants, and whether each is of single elements."""
 
     def run(params: Params) -> Any:
         return optimizer.update(params, optimizer.init(params), params)
 
     params = _like(declared)
     shown = jax.eval_shape(functools.partial(_show, declared), params) if show else params
-    equations = list(_equations(jax.make_jaxpr(run)(shown).jaxpr))
+    jaxpr = jax.make_jaxpr(run)(shown)
+    equations = [e for e in _equations(jaxpr.jaxpr) if not LAYOUT.fullmatch(e.primitive.name)]
+    inputs = [x for equation in equations for x in equation.invars if isinstance(x, Literal)]
+    constants = list(map(str, (*jaxpr.consts, *(literal.val for literal in inputs))))
     names = [equation.primitive.name for equation in equations]
-    names = [name for name in names if not LAYOUT.fullmatch(name)]
-    return names, all(map(_is_elementwise, equations))
+    return names, constants, all(map(_is_elementwise, _equations(jaxpr.jaxpr)))
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        inner = [x for x in jax.tree.leaves(list(equation.params.values())) if _is_jaxpr(x)]
+        values = jax.tree.leaves(list(equation.params.values()))
+        inner = [x for x in values if isinstance(x, ClosedJaxpr | Jaxpr)]
         for part in inner:
             yield from _equations(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
         if not inner or equation.primitive.name in ("scan", "while"):
             yield equation
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
 def _is_elementwise(equation: Any) -> bool:
@@ -408,11 +399,9 @@ def _gives_same_updates(optimizer: optax.GradientTransformation, declared: Decla
     params, *gradients = (jax.tree.map(draw, declared) for _ in range(3))
 
     def run(optimizer: optax.GradientTransformation) -> Any:
-        state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
-        now, updates = params, []
+        state, update, updates = jax.jit(optimizer.init)(params), jax.jit(optimizer.update), []
         for gradient in gradients:
-            step, state = update(gradient, state, now)
-            now: Any = optax.apply_updates(now, step)
+            step, state = update(gradient, state, params)
             updates.append(step)
         return jax.tree.map(lambda *each: np.stack(each), *jax.device_get(updates))
 

@@ -48,7 +48,7 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.layouts import begin_process, open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
@@ -104,7 +104,7 @@ class PreferenceRun:
 
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
-    distributed.initialize()
+    begin_process()
     with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
         quiet_libraries()
         check_trackers(config)

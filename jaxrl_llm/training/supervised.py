@@ -41,7 +41,7 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.check_functions import check_divergence
-from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
+from jaxrl_llm.training.layouts import begin_process, open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_functions import find_divergence
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.microbatches import Fields
@@ -63,7 +63,7 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         config: of the run.
         hints: whether to print what can be done with the model.
     """
-    distributed.initialize()
+    begin_process()
     with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
         quiet_libraries()
         check_trackers(config)
