@@ -2,6 +2,7 @@
 
 import inspect
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -9,13 +10,22 @@ import optax.contrib
 import pytest
 from optax.contrib import MuonDimensionNumbers as Muon
 
+from jaxrl_llm.algorithms.losses import ppo_clip
+from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.update import Learner
 from tests.specs import tiny_spec
 
 SPEC = tiny_spec(
@@ -45,6 +55,7 @@ ARRAYS = {  # of a layer, as the model has it: its shape, and Muon's axes
     f"{SPARSE}.router": ((8, 4), Muon(0, 1)),
 }
 RATE, STEPS = 0.1, 3
+RATES = FunctionSpec("constant_schedule", {"value": RATE})
 
 REFUSED = {
     "lbfgs": "missing 3 required keyword-only arguments",
@@ -56,7 +67,7 @@ REFUSED = {
     "schedule_free_adamw": "trains other weights than those to evaluate and save",
     "schedule_free_sgd": "trains other weights than those to evaluate and save",
     # optax's own functions of a number, not of a schedule
-    "optimistic_adam": "does not support learning rate schedules",
+    "optimistic_adam": "does not work",
     "rprop": "does not work",
     "scale_by_rprop": "does not work",
     "sm3": "does not work",
@@ -87,9 +98,8 @@ def arrays(tree):
     return named
 
 
-def ours(spec, **more):
-    schedule = FunctionSpec("constant_schedule", {"value": RATE})
-    config = OptimConfig(optimizer=spec, schedule=schedule, grad_clip=None, **more)
+def ours(spec):
+    config = OptimConfig(optimizer=spec, schedule=RATES, grad_clip=None)
     return make_optimizer(config)[0](DECLARED, stacks(0))
 
 
@@ -105,11 +115,11 @@ def updates(optimizer, view):
     return made
 
 
-def differences(spec, expected):
-    """Where a config's optimizer does not do what another one does to arrays of single layers."""
-    wrong, mine = [], map(arrays, updates(ours(spec), lambda tree: tree))
-    for i, (got, theirs) in enumerate(zip(mine, updates(expected, arrays), strict=True)):
-        for name, layers in theirs.items():
+def differences(spec):
+    """Where a config's optimizer does not do what optax's does to arrays of single layers."""
+    wrong, mine = [], [*map(arrays, updates(ours(spec), lambda tree: tree))]
+    for i, (got, expected) in enumerate(zip(mine, updates(theirs(spec), arrays), strict=True)):
+        for name, layers in expected.items():
             for layer, array in layers.items():
                 most = 1e-3 * np.abs(array).max()
                 if not np.allclose(got[name][layer], array, rtol=0, atol=most):
@@ -121,16 +131,16 @@ def numbers(tree):
     return {name: ARRAYS[name][1] for name in tree}
 
 
-def theirs(name):
-    module, _, function = name.partition(":")
-    more = {"muon_weight_dimension_numbers": numbers} if function == "muon" else {}
-    function = getattr(optax.contrib if module == "optax.contrib" else optax, function)
-    return function(optax.constant_schedule(RATE), **more)
+def theirs(spec):
+    module, _, name = spec.fn.partition(":")
+    more = {"muon_weight_dimension_numbers": numbers} if name == "muon" else {}
+    function = getattr(optax.contrib if module == "optax.contrib" else optax, name)
+    return function(optax.constant_schedule(RATE), **spec.kwargs, **more)
 
 
 @pytest.mark.parametrize("name", ["optax:adamw", "optax:lamb", "optax.contrib:muon"])
 def test_it_is_shown_arrays_as_the_model_has_them(name):
-    assert not differences(FunctionSpec(name), theirs(name))
+    assert not differences(FunctionSpec(name))
 
 
 @pytest.mark.slow
@@ -143,8 +153,9 @@ def test_every_optimizer_of_optax_is_that_of_single_layers_or_is_refused():
             if not is_public or "learning_rate" not in inspect.signature(function).parameters:
                 continue
             name = f"{module.__name__}:{own}"
+            spec = FunctionSpec(name, {"key": jax.random.key(0)} if own == "noisy_sgd" else {})
             try:
-                wrong += differences(FunctionSpec(name), theirs(name))
+                wrong += differences(spec)
                 reason = "it is accepted"
             except ConfigError as error:
                 reason = str(error)
@@ -155,17 +166,15 @@ def test_every_optimizer_of_optax_is_that_of_single_layers_or_is_refused():
     assert not wrong
 
 
-def zero(tree):
-    return jax.tree.map(np.zeros_like, tree)
-
-
 def test_a_mask_by_dimensions_spares_norms_and_biases():
     def matrices(params):
         return jax.tree.map(lambda x: x.ndim > 1, params)
 
     optimizer = ours(FunctionSpec("adamw", {"weight_decay": 0.5, "mask": matrices}))
     params = stacks(0)
-    step, _ = optimizer.update(zero(params), optimizer.init(params), params)
+    step, _ = jax.jit(
+        lambda p: optimizer.update(jax.tree.map(jax.numpy.zeros_like, p), optimizer.init(p), p)
+    )(params)
     moved = {
         name for name, layers in arrays(step).items() if any(np.any(x) for x in layers.values())
     }
@@ -193,7 +202,7 @@ def test_layers_may_be_told_apart():
 
 def test_what_computes_by_element_is_given_the_stacks():
     """AdamW's program is the one that it was: nothing is taken apart, and nothing is added."""
-    config = OptimConfig(schedule=FunctionSpec("constant_schedule", {"value": RATE}))
+    config = OptimConfig(schedule=RATES)
     mine = make_optimizer(config)[0](DECLARED, stacks(0))
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: RATE))
     texts = [
@@ -201,3 +210,37 @@ def test_what_computes_by_element_is_given_the_stacks():
         for o in (mine, plain)
     ]
     assert texts[0] == texts[1]
+
+
+def test_a_mesh_changes_no_update():
+    """Also where stages hold layers; what the optimizer has of an array lies where that does."""
+    spec = tiny_spec(layers=2, hidden_size=8)
+    declared = declare(spec)
+    mesh = make_mesh({"stage": 2, "fsdp": 2, "tensor": 2})
+    layout = shardings(declared, mesh)
+    params = init_params(spec, key=jax.random.key(0))
+    gradient = jax.tree.map(lambda x: np.asarray(jax.numpy.sin(7 * x)), params)
+
+    def updated(name, mesh, layout):
+        placed = jax.tree.map(jax.device_put, (params, gradient), (layout, layout))
+        config = OptimConfig(optimizer=FunctionSpec(name), schedule=RATES)
+        learner = Learner(
+            PolicyObjective(loss=ppo_clip),
+            ForwardConfig(model=model_of(spec)),
+            make_optimizer(config)[0](declared, placed[0]),
+            reduce=token_mean,
+            shape=row_shape(8, 8, sequences=1),
+            mesh=mesh,
+            params_like=placed[0],
+        )
+        state, _ = learner.apply(learner.init(placed[0]), placed[1], None)
+        for leaf in jax.tree.leaves(state.opt_state):
+            for like in jax.tree.leaves(state.params):
+                if like.shape == leaf.shape and like.ndim > 2:
+                    assert leaf.sharding == like.sharding
+        return jax.device_get((state.params, state.opt_state))
+
+    one = make_mesh({}, jax.devices()[:1])
+    for name in ("optax:adafactor", "optax.contrib:muon"):
+        expected = updated(name, one, shardings(declared, one))
+        chex.assert_trees_all_close(updated(name, mesh, layout), expected, rtol=1e-4, atol=1e-5)
