@@ -81,10 +81,10 @@ def overlaps_training(config: TrainConfig, layouts: Layouts) -> bool:
 def begin_process() -> None:
     """Join the other processes and open the devices, before a function of a user's needs them."""
     distributed.initialize()
-    open_devices()
+    all_devices()
 
 
-def open_devices() -> Sequence[Any]:
+def all_devices() -> Sequence[Any]:
     """Return all devices that jax has.
 
     Raises:
@@ -141,7 +141,7 @@ def open_layout(
     Raises:
         ConfigError: the devices don't make up this mesh, or a rule is none.
     """
-    devices = open_devices() if devices is None else devices
+    devices = all_devices() if devices is None else devices
     end = None if sizes.devices is None else sizes.first_device + sizes.devices
     chosen = devices[sizes.first_device : end]
     if not chosen or (end or 0) > len(devices):

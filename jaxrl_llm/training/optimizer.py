@@ -2,7 +2,7 @@
 
 Our models stack the arrays of their layers; an optimizer is written for arrays as a model has
 them, one per layer. Where that makes no difference, as for AdamW, it is given the stacks. Else it
-is given trees with `Layers` in place of stacks, and its updates and state are stacked again.
+is given trees with `LayerArrays` in place of stacks, and its updates and state are stacked again.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ def _load_optimizer(
             optimizer = made(declared, schedule)
             # a schedule may begin at 0, where no two optimizers differ
             constant = made(declared, optax.constant_schedule(1.0))
-            if not sees_layers(constant, declared):
-                optimizer = by_layer(optimizer, declared)
+            if not _may_see_stacks(constant, declared):
+                optimizer = _per_layer(optimizer, declared)
             like = _like(declared)
             state = jax.eval_shape(optimizer.init, like)
             jax.eval_shape(optimizer.update, like, state, like)
@@ -186,13 +186,13 @@ def _function_errors(function: Callable[..., Any], key: str) -> Iterator[None]:
 # ---------------------------------------------------------------- arrays as optimizers know them
 
 
-class Layers(tuple[Any, ...]):
+class LayerArrays(tuple[Any, ...]):
     """The arrays of a stack, one per layer, or what an optimizer has of them."""
 
     declared: ArrayDecl
 
     @classmethod
-    def of(cls, declared: ArrayDecl, arrays: Iterable[Any]) -> "Layers":
+    def of(cls, declared: ArrayDecl, arrays: Iterable[Any]) -> "LayerArrays":
         """Return arrays, or what an optimizer has of them, as those of a declared one."""
         layers = cls(arrays)
         layers.declared = declared
@@ -200,28 +200,28 @@ class Layers(tuple[Any, ...]):
 
 
 jax.tree_util.register_pytree_with_keys(
-    Layers,
+    LayerArrays,
     lambda layers: (
         [(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(layers)],
         layers.declared,
     ),
-    Layers.of,
+    LayerArrays.of,
 )
 
 
-def by_layer(
+def _per_layer(
     optimizer: optax.GradientTransformation, declared: Declarations
 ) -> optax.GradientTransformation:
     """Return an optimizer of stacks that shows another one the array of each layer.
 
     The shapes that it shows are those of `ArrayDecl.layer_axes`. Its state has stacks in the places
-    of `Layers`, so that it lies on a mesh and in a checkpoint as the parameters do.
+    of `LayerArrays`, so that it lies on a mesh and in a checkpoint as the parameters do.
     """
 
-    def init(params: Params) -> Any:
+    def init(params: Any) -> Any:
         return _stack(optimizer.init(_show(declared, params)))
 
-    def update(updates: Params, state: Any, params: Any = None) -> tuple[Params, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         shown = None if params is None else _show(declared, params)
         like = jax.eval_shape(optimizer.init, jax.eval_shape(lambda: _show(declared, updates)))
         updates, state = optimizer.update(
@@ -237,16 +237,16 @@ def _show(declared: Declarations, params: Params) -> Any:
         if not decl.counts_layers and decl.layer_shape == decl.shape:
             return array
         each = array if decl.counts_layers else (array,)
-        return Layers.of(decl, (layer.reshape(decl.layer_shape) for layer in each))
+        return LayerArrays.of(decl, (layer.reshape(decl.layer_shape) for layer in each))
 
     return jax.tree.map(layers, declared, params)
 
 
 def _is_layers(node: Any) -> bool:
-    return isinstance(node, Layers)
+    return isinstance(node, LayerArrays)
 
 
-def _is_uniform(layers: Layers) -> bool:
+def _is_uniform(layers: LayerArrays) -> bool:
     """Say whether an optimizer has the same of each layer; else its state has them in a list."""
     shapes = [jax.tree.map(lambda array: (array.shape, array.dtype), layer) for layer in layers]
     return all(shape == shapes[0] for shape in shapes)
@@ -276,14 +276,14 @@ def _unstack(like: Any, stacked: Any) -> Any:
     if not _is_layers(like):
         return stacked
     if not _is_uniform(like):
-        return Layers.of(like.declared, stacked)
+        return LayerArrays.of(like.declared, stacked)
     if not like.declared.counts_layers:
         stacked = jax.tree.map(lambda array: array[None], stacked)
     layers = (
         jax.tree.map(lambda shape, array, i=i: array[i].reshape(shape.shape), layer, stacked)
         for i, layer in enumerate(like)
     )
-    return Layers.of(like.declared, layers)
+    return LayerArrays.of(like.declared, layers)
 
 
 def muon_numbers(declared: Declarations) -> Callable[[Any], Any]:
@@ -307,7 +307,7 @@ def muon_numbers(declared: Declarations) -> Callable[[Any], Any]:
     return lambda params: jax.tree.map(numbers, declared, params)
 
 
-def sees_layers(optimizer: optax.GradientTransformation, declared: Declarations) -> bool:
+def _may_see_stacks(optimizer: optax.GradientTransformation, declared: Declarations) -> bool:
     """Say whether an optimizer of stacks does what it does when it sees the array of each layer.
 
     It does where it takes the same decisions about both, i.e. computes by the same primitives with
@@ -406,7 +406,7 @@ def _gives_same_updates(optimizer: optax.GradientTransformation, declared: Decla
         return jax.tree.map(lambda *each: np.stack(each), *jax.device_get(updates))
 
     with activity("trying the optimizer"), jax.default_matmul_precision("highest"):
-        stacked, layered = map(run, (optimizer, by_layer(optimizer, declared)))
+        stacked, layered = map(run, (optimizer, _per_layer(optimizer, declared)))
     return all(
         np.isfinite(y).all() and y.any() and np.allclose(x, y, rtol=0, atol=1e-3 * np.abs(y).max())
         for x, y in zip(*map(jax.tree.leaves, (stacked, layered)), strict=True)
