@@ -120,6 +120,37 @@ class ArrayDecl:
         return self.axes[:1] == ("layers",)
 
     @property
+    def layer_axes(self) -> tuple[tuple[str, ...], ...]:
+        """Name the dimensions of the array of one layer, as a model without stacks has it.
+
+        Axes that a checkpoint merges are one dimension, such as the heads and their width; they
+        stand in our order, inputs before outputs. The experts of a layer are one array.
+
+        >>> decl = ArrayDecl(shape=(3, 8, 2, 4), axes=("layers", "embed", "heads", "head_dim"),
+        ...                  initializer=NORMAL, hf_name="l.{layers}.q.weight",
+        ...                  hf_axes=(("heads", "head_dim"), ("embed",)))
+        >>> decl.layer_axes, decl.layer_shape
+        ((('embed',), ('heads', 'head_dim')), (8, 8))
+        """
+        lead = max(len(self.stacked), self.counts_layers)
+        own, groups = self.axes[lead:], (group for group in self.hf_axes if group != ("layers",))
+        merged = tuple(sorted(groups, key=lambda group: self.axes.index(group[0])))
+        if sum(merged, ()) != own:  # what is merged does not lie side by side
+            merged = tuple((axis,) for axis in own)
+        return tuple((axis,) for axis in self.axes[self.counts_layers : lead]) + merged
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Give the sizes of `layer_axes`."""
+        sizes = dict(zip(self.axes, self.shape, strict=True))
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self.layer_axes)
+
+    @property
+    def counts_layers(self) -> bool:
+        """Say whether the first axis counts arrays of layers, of whatever name: blocks, mergers."""
+        return self.is_stack or self.stacked[:1] not in ((), ("experts",))
+
+    @property
     def hf_shape(self) -> tuple[int, ...]:
         """Give the shape of one Hugging Face array, of which ours may be a part."""
         return tuple(math.prod(size for _, size in group) for group in self.hf_groups)

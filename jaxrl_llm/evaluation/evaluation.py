@@ -51,7 +51,7 @@ from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.layouts import open_layout
+from jaxrl_llm.training.layouts import begin_process, open_layout
 
 METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores outside 0 to 1"
 
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 def run_evaluation(config: EvaluateConfig) -> Report:
     """Sample, score, print and write; return the contents of metrics.json."""
-    distributed.initialize()
+    begin_process()
     with distributed.abort_together():
         if config.has_episodes:
             check_episode_functions(config)

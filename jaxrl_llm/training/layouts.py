@@ -78,6 +78,29 @@ def overlaps_training(config: TrainConfig, layouts: Layouts) -> bool:
     return overlaps
 
 
+def begin_process() -> None:
+    """Join the other processes and open the devices, before a function of a user's needs them."""
+    distributed.initialize()
+    all_devices()
+
+
+def all_devices() -> Sequence[Any]:
+    """Return all devices that jax has.
+
+    Raises:
+        ConfigError: it can't open the platform that it is to use.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin is not installed
+        reason = str(error).strip() or "its plugin is not installed; install it, or name another"
+        settings: Any = jax.config
+        raise ConfigError(
+            f"JAX_PLATFORMS={settings.jax_platforms}: jax can't open this platform: "
+            f"{reason.splitlines()[0]}"
+        ) from error
+
+
 def open_layouts(
     config: MeshConfig, devices: Sequence[Any] | None = None, *, has_own_axes: bool = False
 ) -> Layouts:
@@ -118,7 +141,7 @@ def open_layout(
     Raises:
         ConfigError: the devices don't make up this mesh, or a rule is none.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = all_devices() if devices is None else devices
     end = None if sizes.devices is None else sizes.first_device + sizes.devices
     chosen = devices[sizes.first_device : end]
     if not chosen or (end or 0) > len(devices):

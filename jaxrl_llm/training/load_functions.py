@@ -28,7 +28,7 @@ from jaxrl_llm.config.sections.optim import OptimConfig
 from jaxrl_llm.data.teacher_prompts import TOLD
 from jaxrl_llm.training.advantage_sum import AdvantageSum
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
-from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.optimizer import OptimizerOf, make_optimizer
 from jaxrl_llm.training.preference_objective import (
     ANSWER_FIELDS,
     OF_LABELLED,
@@ -48,7 +48,7 @@ class UpdateSpec(NamedTuple):
 
     objective: PolicyObjective | ValueObjective | PreferenceObjective
     reduce: Function
-    optimizer: Any
+    optimizer: OptimizerOf
     schedule: Callable[[int], Any]
     max_skipped: int
 

@@ -48,7 +48,7 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.layouts import begin_process, open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
@@ -59,7 +59,7 @@ from jaxrl_llm.training.load_model import (
 )
 from jaxrl_llm.training.microbatches import BucketPrograms, finished_metrics
 from jaxrl_llm.training.objective import COEFS
-from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 from jaxrl_llm.training.preference_data import (
     PreferenceData,
     load_preference_loss,
@@ -104,7 +104,7 @@ class PreferenceRun:
 
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
-    distributed.initialize()
+    begin_process()
     with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
         quiet_libraries()
         check_trackers(config)
@@ -130,7 +130,7 @@ def run_prefer(config: PreferConfig) -> None:
 def _open(
     config: PreferConfig,
     loss: Callable[..., Any],
-    optimizer: Any,
+    optimizer: OptimizerOf,
     schedule: Callable[[Any], Any],
     folder: RunFolder,
     stack: contextlib.ExitStack,
@@ -159,7 +159,7 @@ def _open(
     learner = Learner(
         StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss),
         forward,
-        optimizer,
+        optimizer(model.model.declare(), model.like),
         reduce=token_mean if of_steps else sequence_mean_token_mean,
         shape=shape,
         mesh=layout.mesh,

@@ -179,7 +179,7 @@ def learner_of(
     return Learner(
         update.objective,
         settings,
-        update.optimizer,
+        update.optimizer(settings.model.declare(), params_like),
         reduce=update.reduce,
         shape=shape,
         mesh=layout.mesh,

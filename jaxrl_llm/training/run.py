@@ -36,6 +36,7 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import copy_on_device
 from jaxrl_llm.training.build import build_stages, read_checked_rows
+from jaxrl_llm.training.layouts import begin_process
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
@@ -312,7 +313,7 @@ def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
 ) -> tuple[AlgorithmFunctions, RunFolder]:
     """Check what needs no model, and hold the run's folder."""
-    distributed.initialize()
+    begin_process()
     stack.enter_context(distributed.abort_together((Preempted,)))
     quiet_libraries()
     stack.enter_context(ACTIVITIES.reported())

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
@@ -42,12 +41,12 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.check_functions import check_divergence
-from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
+from jaxrl_llm.training.layouts import begin_process, open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_functions import find_divergence
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.microbatches import Fields
 from jaxrl_llm.training.objective import COEFS, PolicyObjective
-from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.teacher_model import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainState, check_skipped
@@ -64,7 +63,7 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         config: of the run.
         hints: whether to print what can be done with the model.
     """
-    distributed.initialize()
+    begin_process()
     with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
         quiet_libraries()
         check_trackers(config)
@@ -93,7 +92,7 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
 
 def _train(
     config: SftConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: OptimizerOf,
     schedule: Callable[[Any], Any],
     folder: RunFolder,
     stack: contextlib.ExitStack,
@@ -179,7 +178,7 @@ def _save(step: int, state: TrainState, opened: ResumedRun) -> None:
 
 def _start(
     config: SftConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: OptimizerOf,
     folder: RunFolder,
     stack: contextlib.ExitStack,
 ) -> tuple[Learner, Fields, ResumedRun, Model, Any]:
@@ -212,7 +211,7 @@ def _start(
     learner = Learner(
         objective,
         forward,
-        optimizer,
+        optimizer(model.model.declare(), model.like),
         reduce=token_mean,
         shape=shape,
         mesh=layout.mesh,

@@ -382,19 +382,15 @@ def check_skipped(skipped: int, limit: int, key: str = "optim") -> None:
 def _state_shardings(
     optimizer: optax.GradientTransformation, params_like: Any, mesh: Mesh
 ) -> TrainState:
-    scalar: Any = replicated(mesh)
+    """Place what an optimizer has of a parameter, in its shape, where that lies."""
+    everywhere: Any = replicated(mesh)
+    places = dict(jax.tree_util.tree_flatten_with_path(params_like)[0])
 
-    def masked(leaf: Any) -> bool:  # what an optimizer for some of the parameters has of the others
-        return isinstance(leaf, optax.MaskedNode)
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        ends = (places.get(path[start:]) for start in range(len(path)))
+        like = next((like for like in ends if like is not None), None)
+        return everywhere if like is None or like.shape != leaf.shape else like.sharding
 
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, like: leaf if masked(leaf) else like.sharding,
-        jax.eval_shape(optimizer.init, params_like),
-        params_like,
-        transform_non_params=lambda _: scalar,
-        is_leaf=masked,
-    )
-    return TrainState(
-        jax.tree.map(lambda like: like.sharding, params_like), opt_state, scalar, scalar
-    )
+    opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params_like))
+    shardings = jax.tree.map(lambda like: like.sharding, params_like)
+    return TrainState(shardings, opt_state, everywhere, everywhere)

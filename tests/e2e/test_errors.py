@@ -5,12 +5,14 @@ import json
 import re
 import shutil
 
+import jax
 import pyarrow.parquet
 import pytest
 
 from jaxrl_llm import export
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.sft import main as sft_main
+from jaxrl_llm.train import main as train_main
 from tests.guarded import RUN
 
 pytestmark = pytest.mark.guards(*RUN)
@@ -55,6 +57,21 @@ def failed(result, status, pattern):
 def test_configs_that_cannot_be_run(run, override, pattern):
     # A micro-batch holds the longest sequence of all the cases.
     refused(run("batch.max_tokens_per_device=512", override), 2, pattern)
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no backend 'cuda'")])
+def test_a_platform_that_jax_lacks_is_no_fault_of_the_optimizer(
+    workshop, error, monkeypatch, capsys
+):
+    def devices(*_):
+        raise error
+
+    monkeypatch.setattr("jax.devices", devices)
+    for main, config in ((sft_main, "sft.yaml"), (train_main, "train.yaml")):
+        words = ["--config", str(workshop.root / config), f"run_dir={workshop.folder()}"]
+        assert main(words) == 2
+        printed = capsys.readouterr().err
+        assert f"error: JAX_PLATFORMS={jax.config.jax_platforms}: jax can't open" in printed
 
 
 @pytest.mark.parametrize("program", [{"config": "sft.yaml", "main": sft_main}, {}])

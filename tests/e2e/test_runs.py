@@ -13,6 +13,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.sft import main as sft_main
+from tests.guarded import RUN
 
 
 def trained(result):
@@ -193,6 +194,18 @@ def test_more_steps_continue_a_finished_run(run, finished, copy_of, workshop, sa
     assert longer.learned[:5] == finished.learned
     whole = run(*words, "steps=6").ok()
     assert whole.learned == longer.learned
+    same(workshop.params(folder), workshop.params(whole.run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*RUN, "jaxrl_llm/training/optimizer.py")
+@pytest.mark.parametrize("optimizer", ["optax.contrib:muon", "lamb"])
+def test_a_run_with_an_optimizer_of_matrices_continues_bit_for_bit(run, workshop, same, optimizer):
+    words = [f"optim.optimizer={optimizer}", "optim.schedule.value=1e-2", "checkpoint.every=2"]
+    folder = run(*words, "steps=2").ok().run_dir
+    ended = run(*words, "steps=4", run_dir=folder).ok()
+    whole = run(*words, "steps=4").ok()
+    assert whole.learned == ended.learned
     same(workshop.params(folder), workshop.params(whole.run_dir))
 
 

@@ -50,7 +50,7 @@ def adamw(params, gradients):
 
 def test_the_first_moment_may_be_bfloat16(tmp_path):
     keywords = {"mu_dtype": "bfloat16", "weight_decay": DECAY}
-    optimizer, _ = make_optimizer(
+    optimizer_of, _ = make_optimizer(
         OptimConfig(
             optimizer=FunctionSpec("adamw", keywords),
             schedule=FunctionSpec("constant_schedule", {"value": RATE}),
@@ -69,7 +69,7 @@ def test_the_first_moment_may_be_bfloat16(tmp_path):
     learner = Learner(
         PolicyObjective(loss=lambda logprobs: -logprobs),
         ForwardConfig(model=model_of(SPEC)),
-        optimizer,
+        optimizer_of(declare(SPEC), params),
         reduce=token_mean,
         shape=RowShape(rows=8, length=8, sequences=8),
         mesh=mesh,

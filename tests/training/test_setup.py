@@ -20,6 +20,7 @@ from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
+from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.model import model_of
@@ -236,9 +237,16 @@ def optim(optimizer="adamw", schedule=None, **more):
     return OptimConfig(optimizer=optimizer, schedule=schedule, **more)
 
 
+def made(config):
+    """The optimizer and the schedule, of a model of one vector `a`."""
+    optimizer_of, schedule = make_optimizer(config)
+    vector = {"a": declarer({"norm": 2})("a", "norm", "norm")}
+    return optimizer_of(vector, {"a": jnp.zeros(2)}), schedule
+
+
 def test_an_optimizer_with_schedule_and_clipping():
     linear = FunctionSpec("linear_schedule", dict(init_value=0, end_value=1, transition_steps=10))
-    optimizer, schedule = make_optimizer(optim("sgd", linear, grad_clip=1.0))
+    optimizer, schedule = made(optim("sgd", linear, grad_clip=1.0))
     assert [float(schedule(step)) for step in (0, 5, 20)] == [0.0, 0.5, 1.0]
     params = {"a": jnp.zeros(2)}
     state = optimizer.init(params)
@@ -250,7 +258,7 @@ def test_an_optimizer_with_schedule_and_clipping():
 
 
 def test_null_does_not_clip():
-    optimizer, _ = make_optimizer(optim("sgd", grad_clip=None))
+    optimizer, _ = made(optim("sgd", grad_clip=None))
     params = {"a": jnp.zeros(2)}
     updates, _ = optimizer.update({"a": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["a"], [-0.3, -0.4], rtol=1e-6)
@@ -258,18 +266,19 @@ def test_null_does_not_clip():
 
 def test_keywords_reach_the_optimizer():
     spec = FunctionSpec("adamw", {"weight_decay": 0.5, "b1": 0.0})
-    optimizer, _ = make_optimizer(optim(spec, grad_clip=None))
-    params = {"a": jnp.ones(1)}
-    updates, _ = optimizer.update({"a": jnp.zeros(1)}, optimizer.init(params), params)
-    np.testing.assert_allclose(updates["a"], [-0.05], rtol=1e-6)
+    optimizer, _ = made(optim(spec, grad_clip=None))
+    params = {"a": jnp.ones(2)}
+    updates, _ = optimizer.update({"a": jnp.zeros(2)}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["a"], [-0.05, -0.05], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw", "adam", "sgd", "lion", "adafactor", "optax.contrib:muon", "optax.lamb"]
-)
-def test_optimizers_of_optax(name):
-    optimizer, _ = make_optimizer(optim(name))
-    assert isinstance(optimizer, optax.GradientTransformation)
+def adversarial(learning_rate):
+    """Stands in every second step where the loss is largest nearby."""
+    return optax.contrib.sam(optax.sgd(learning_rate), optax.contrib.normalize())
+
+
+def fast_and_slow(learning_rate):
+    return optax.lookahead(optax.sgd(learning_rate), sync_period=5, slow_step_size=0.5)
 
 
 def test_the_default_is_usable():
@@ -290,6 +299,12 @@ def test_the_default_is_usable():
         (FunctionSpec("scale_by_learning_rate", {"flip_sign": 3}), "optim.optimizer.flip_sign: "),
         (FunctionSpec("builtins:dict"), "optim.optimizer: 'builtins:dict' is not an optax optimi"),
         (FunctionSpec("lbfgs"), "optim.optimizer: 'lbfgs' does not work: "),
+        (FunctionSpec("optax.contrib:schedule_free_adamw"), "optim.optimizer: 'optax.contrib:sch"),
+        (
+            FunctionSpec("own", given=adversarial),
+            "optim.optimizer: 'own' trains other weights than",
+        ),
+        (FunctionSpec("own", given=fast_and_slow), "optim.optimizer: "),
         (FunctionSpec("no_package.mod:f"), "optim.optimizer: can't import 'no_package.mod'"),
     ],
 )

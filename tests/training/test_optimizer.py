@@ -1,0 +1,246 @@
+"""What an optimizer is shown, against the same one on arrays that nobody stacked."""
+
+import inspect
+
+import chex
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from optax.contrib import MuonDimensionNumbers as Muon
+
+from jaxrl_llm.algorithms.losses import ppo_clip
+from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.spec import LoraSpec
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.update import Learner
+from tests.specs import tiny_spec
+
+SPEC = tiny_spec(
+    layers=3,
+    hidden_size=8,
+    head_dim=4,
+    tied_embeddings=False,
+    qkv_bias=True,
+    moe=MoeSpec(experts=4, experts_per_token=2, ff_width=6, dense_layers=1),
+    lora=LoraSpec(rank=2, alpha=4.0, targets=("query", "output")),
+)
+DENSE, SPARSE = SPEC.stacks
+DECLARED = declare(SPEC)
+ARRAYS = {  # of a layer, as the model has it: its shape, and Muon's axes
+    "embed": ((8, 8), None),
+    "final_norm": ((8,), None),
+    "head": ((8, 8), None),
+    f"{DENSE}.attention_norm": ((8,), None),
+    f"{DENSE}.gate": ((8, 6), Muon(0, 1)),
+    f"{SPARSE}.expert_down": ((4, 6, 8), Muon(1, 2)),
+    f"{SPARSE}.mlp_norm": ((8,), None),
+    f"{SPARSE}.output": ((8, 8), Muon(0, 1)),
+    f"{SPARSE}.output_lora_a": ((8, 2), Muon(0, 1)),
+    f"{SPARSE}.query": ((8, 8), Muon(0, 1)),
+    f"{SPARSE}.query_bias": ((8,), None),
+    f"{SPARSE}.query_lora_b": ((2, 8), Muon(0, 1)),
+    f"{SPARSE}.router": ((8, 4), Muon(0, 1)),
+}
+RATE, STEPS = 0.1, 3
+RATES = FunctionSpec("constant_schedule", {"value": RATE})
+
+REFUSED = {
+    "lbfgs": "missing 3 required keyword-only arguments",
+    "momo": "missing 1 required keyword-only argument: 'value'",
+    "momo_adam": "missing 1 required keyword-only argument: 'value'",
+    "sophia": "obj_fn must be provided",
+    "dpsgd": "needs a value for l2_norm_clip",
+    "schedule_free": "needs a value for base_optimizer",
+    "schedule_free_adamw": "trains other weights than those to evaluate and save",
+    "schedule_free_sgd": "trains other weights than those to evaluate and save",
+    # optax's own functions of a number, not of a schedule
+    "optimistic_adam": "does not work",
+    "rprop": "does not work",
+    "scale_by_rprop": "does not work",
+    "sm3": "does not work",
+}
+
+
+def stacks(seed):
+    """Arrays as our models hold them; each layer's has another scale."""
+    rng = np.random.default_rng(seed)
+    tree = {}
+    for name in ARRAYS:
+        group, _, own = name.rpartition(".")
+        declared = DECLARED[group][own] if group else DECLARED[own]
+        array = rng.standard_normal(declared.shape).astype(np.float32)
+        if group:
+            array *= np.arange(1, len(array) + 1).reshape(-1, *(1,) * (array.ndim - 1))
+        (tree.setdefault(group, {}) if group else tree)[own] = array
+    return tree
+
+
+def arrays(tree):
+    """The same as a model without stacks has them: a tree of its names."""
+    named = {}
+    for name, (shape, _) in ARRAYS.items():
+        group, _, own = name.rpartition(".")
+        each = tree[group][own] if group else [tree[own]]
+        named[name] = {i: np.asarray(array).reshape(shape) for i, array in enumerate(each)}
+    return named
+
+
+def ours(spec):
+    config = OptimConfig(optimizer=spec, schedule=RATES, grad_clip=None)
+    return make_optimizer(config)[0](DECLARED, stacks(0))
+
+
+def updates(optimizer, view):
+    """The updates of a few gradients, after which the parameters are as the optimizer wants."""
+    params, made = view(stacks(0)), []
+    init, update = jax.jit(optimizer.init), jax.jit(optimizer.update)
+    state = init(params)
+    for seed in range(1, STEPS + 1):
+        step, state = update(view(stacks(seed)), state, params)
+        params = jax.tree.map(np.add, params, jax.device_get(step))
+        made.append(step)
+    return made
+
+
+def differences(spec):
+    """Where a config's optimizer does not do what optax's does to arrays of single layers."""
+    wrong, mine = [], [*map(arrays, updates(ours(spec), lambda tree: tree))]
+    for i, (got, expected) in enumerate(zip(mine, updates(theirs(spec), arrays), strict=True)):
+        for name, layers in expected.items():
+            for layer, array in layers.items():
+                most = 1e-3 * np.abs(array).max()
+                if not np.allclose(got[name][layer], array, rtol=0, atol=most):
+                    wrong.append((spec.fn, f"update {i}", name, layer))
+    return wrong
+
+
+def numbers(tree):
+    return {name: ARRAYS[name][1] for name in tree}
+
+
+def theirs(spec):
+    module, _, name = spec.fn.partition(":")
+    more = {"muon_weight_dimension_numbers": numbers} if name == "muon" else {}
+    function = getattr(optax.contrib if module == "optax.contrib" else optax, name)
+    return function(optax.constant_schedule(RATE), **spec.kwargs, **more)
+
+
+@pytest.mark.parametrize("name", ["optax:adamw", "optax:lamb", "optax.contrib:muon"])
+def test_it_is_shown_arrays_as_the_model_has_them(name):
+    assert not differences(FunctionSpec(name))
+
+
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/training/optimizer.py", "models/arrays.py")
+def test_every_optimizer_of_optax_is_that_of_single_layers_or_is_refused():
+    wrong = []
+    for module in (optax, optax.contrib):
+        for own, function in vars(module).items():
+            is_public = inspect.isfunction(function) and not own.startswith("_")
+            if not is_public or "learning_rate" not in inspect.signature(function).parameters:
+                continue
+            name = f"{module.__name__}:{own}"
+            spec = FunctionSpec(name, {"key": jax.random.key(0)} if own == "noisy_sgd" else {})
+            try:
+                wrong += differences(spec)
+                reason = "it is accepted"
+            except ConfigError as error:
+                reason = str(error)
+                if not reason.startswith(f"optim.optimizer: {name!r} "):
+                    wrong.append(reason)
+            if REFUSED.get(own, "it is accepted") not in reason:
+                wrong.append((name, reason))
+    assert not wrong
+
+
+def test_a_mask_by_dimensions_spares_norms_and_biases():
+    def matrices(params):
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    optimizer = ours(FunctionSpec("adamw", {"weight_decay": 0.5, "mask": matrices}))
+    params = stacks(0)
+    step, _ = jax.jit(
+        lambda p: optimizer.update(jax.tree.map(jax.numpy.zeros_like, p), optimizer.init(p), p)
+    )(params)
+    moved = {
+        name for name, layers in arrays(step).items() if any(np.any(x) for x in layers.values())
+    }
+    assert moved == {name for name, (shape, _) in ARRAYS.items() if len(shape) > 1}
+
+
+def test_layers_may_be_told_apart():
+    """By their paths: the first of each stack stands still, and the state holds nothing of it."""
+
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "frozen" if getattr(path[-1], "idx", None) == 0 else "trained", params
+        )
+
+    def optimizer(learning_rate):
+        adam = optax.adam(learning_rate)
+        return optax.partition({"trained": adam, "frozen": optax.set_to_zero()}, labels)
+
+    mine = ours(FunctionSpec("mine", given=optimizer))
+    for step in updates(mine, lambda tree: tree):
+        for name, layers in arrays(step).items():
+            if "." in name:
+                assert [i for i, layer in layers.items() if np.any(layer)] == [*layers][1:], name
+
+
+def test_what_computes_by_element_is_given_the_stacks():
+    """AdamW's program is the one that it was: nothing is taken apart, and nothing is added."""
+    config = OptimConfig(schedule=RATES)
+    mine = make_optimizer(config)[0](DECLARED, stacks(0))
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: RATE))
+    texts = [
+        str(jax.make_jaxpr(lambda p, o=o: o.update(p, o.init(p), p))(stacks(0)))
+        for o in (mine, plain)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_mesh_changes_no_update():
+    """Also where stages hold layers; what the optimizer has of an array lies where that does."""
+    spec = tiny_spec(layers=2, hidden_size=8)
+    declared = declare(spec)
+    mesh = make_mesh({"stage": 2, "fsdp": 2, "tensor": 2})
+    layout = shardings(declared, mesh)
+    params = init_params(spec, key=jax.random.key(0))
+    gradient = jax.tree.map(lambda x: np.asarray(jax.numpy.sin(7 * x)), params)
+
+    def updated(name, mesh, layout):
+        placed = jax.tree.map(jax.device_put, (params, gradient), (layout, layout))
+        config = OptimConfig(optimizer=FunctionSpec(name), schedule=RATES)
+        learner = Learner(
+            PolicyObjective(loss=ppo_clip),
+            ForwardConfig(model=model_of(spec)),
+            make_optimizer(config)[0](declared, placed[0]),
+            reduce=token_mean,
+            shape=row_shape(8, 8, sequences=1),
+            mesh=mesh,
+            params_like=placed[0],
+        )
+        state, _ = learner.apply(learner.init(placed[0]), placed[1], None)
+        for leaf in jax.tree.leaves(state.opt_state):
+            for like in jax.tree.leaves(state.params):
+                if like.shape == leaf.shape and like.ndim > 2:
+                    assert leaf.sharding == like.sharding
+        return jax.device_get((state.params, state.opt_state))
+
+    one = make_mesh({}, jax.devices()[:1])
+    for name in ("optax:adafactor", "optax.contrib:muon"):
+        expected = updated(name, one, shardings(declared, one))
+        chex.assert_trees_all_close(updated(name, mesh, layout), expected, rtol=1e-4, atol=1e-5)
