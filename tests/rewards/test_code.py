@@ -133,7 +133,7 @@ def test_long_output_is_compared_to_its_end():
         ("```\na\n```", "a"),
         ("```Python\na\n```\n```json\nb\n```\n", "a"),
         ("```json\nb\n```\ntext\n```python\na\n```", "a"),
-        ("  ```python\n  a\n  ```", "  a"),
+        ("  ```python\n  a\n  ```", "a"),
         ("```python\na = '''\n````\n'''\n```", "a = '''\n````\n'''"),
         ("```python\na", None),
         ("no code", None),
