@@ -364,7 +364,7 @@ def _imports() -> dict[str, str]:
     ('from collections import deque', 'import copy', False)
     """
     imports: dict[str, str] = {}
-    for module in (*MODULES, "typing"):
+    for module in ("typing", *MODULES):  # Counter is that of collections
         given = vars(importlib.import_module(module))
         public = given.get("__all__", [name for name in given if not name.startswith("_")])
         imports |= {name: f"from {module} import {name}" for name in public}
