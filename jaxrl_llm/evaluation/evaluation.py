@@ -40,7 +40,7 @@ from jaxrl_llm.monitoring.compiling import reporting_compilation
 from jaxrl_llm.monitoring.dumps import answer_rows
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import check_sources, make_function_scoring
+from jaxrl_llm.rewards.scoring import check_reward_rows, make_function_scoring
 from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import loaded_engine
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -143,15 +143,15 @@ def new_results_folder(out: str | None) -> Path:
 
 
 def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
-    """Read the rows, whose sources the reward function knows.
+    """Read the rows, which the reward function can score.
 
     Raises:
-        ConfigError: a file can't be read, or no reward function knows a source.
+        ConfigError: a file can't be read, or the reward function can't score a row.
     """
     with config_errors_at("data"):
         rows = load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows]
     check_agent_rows(config, rows, "data")
-    check_sources(config.reward.function, {row["data_source"] for row in rows})
+    check_reward_rows(config.reward.function, rows, "data")
     return rows
 
 

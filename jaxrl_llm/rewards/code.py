@@ -1,10 +1,15 @@
 """Answers that are programs: the tests of a row, and what runs them."""
 
+import builtins
+import functools
+import importlib
 import json
 import math
+import re
 import secrets
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
@@ -13,7 +18,61 @@ from jaxrl_llm.sandbox.limits import read_limits
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.types import CodeResult, Interpreter
 
-LANGUAGES = ("", "py", "python", "python3")
+PYTHON = ("py", "py3", "python", "python3")
+"""Labels of blocks that hold programs; a block without a label may hold one, too."""
+
+MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
+"""What the graders of verl and of LiveCodeBench import before a program, with all names in it.
+
+- https://github.com/volcengine/verl/blob/main/verl/utils/reward_score/prime_code/testing_util.py
+- https://github.com/LiveCodeBench/LiveCodeBench/blob/main/lcb_runner/evaluation/testing_util.py
+"""
+
+HARNESS = """
+import builtins, io, json, os, sys, types
+
+def run_program(source, after, call, name, imports):
+    sys.setrecursionlimit(600_000)
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
+    for statement in imports:
+        names = {}
+        try:
+            exec(statement, names)
+        except ImportError:
+            continue
+        for key in names.keys() - {"__builtins__"}:
+            vars(builtins).setdefault(key, names[key])
+    if "/dev/stdin" in source:
+        builtins.open = io.open = open_stdin
+    module = sys.modules[name] = types.ModuleType(name)
+    try:
+        exec(compile(source, "<program>", "exec", dont_inherit=True), vars(module))
+        if call and not {call, "Solution"} & vars(module).keys():
+            raise NameError(f"name {call!r} is not defined")
+        json.JSONEncoder.default = plain_number
+        exec(compile(after, "<test>", "exec", dont_inherit=True), vars(module))
+    except RecursionError as error:
+        raise error.with_traceback(None) from None
+
+def open_stdin(file, *rest, _open=io.open, **more):
+    return _open(os.dup(0) if str(file) == "/dev/stdin" else file, *rest, **more)
+
+def plain_number(encoder, value):
+    if type(value).__module__ == "numpy" and value.shape == ():
+        return value.item()
+    if hasattr(value, "as_integer_ratio"):
+        above, below = value.as_integer_ratio()
+        return above if below == 1 else above / below
+    raise TypeError(f"a {type(value).__name__} is no JSON")
+"""
+"""Runs a program in a module of its own, as graders do: names that it lacks are looked up among
+those of `MODULES`, integers of any length can be printed, recursion may be deep, `/dev/stdin` can
+be opened, and a function may return numbers of NumPy. Lines of tracebacks are the program's."""
+
 WALL_S = 4.0
 """Of one test, where the config says nothing: `reward.timeout_s` is for all tests of an answer."""
 
@@ -30,12 +89,14 @@ class ProgramTest(NamedTuple):
         expected: what must be printed, or returned as JSON; None where it is enough to get to the
             end.
         marker: printed by `after` before what counts; empty where all that is printed counts.
+        call: the function that the program must define.
     """
 
     after: str
     stdin: str = ""
     expected: Any = None
     marker: str = ""
+    call: str = ""
 
 
 def python_tests(
@@ -51,6 +112,9 @@ def python_tests(
     **limits: Any,
 ) -> dict[str, Any]:
     """Score the last block of Python in a reply by the tests of the row.
+
+    It runs as in the graders of verl and LiveCodeBench: names of `MODULES` and of `typing` are
+    there without an import, and `__name__` is `__main__` only where its output is compared.
 
     A program that meets a limit fails that test and all after it, so that one which never ends
     takes the time of one test.
@@ -79,14 +143,18 @@ def python_tests(
     passed, error = 0, "no block of Python"
     if code is not None:
         bounds = read_limits(limits, wall_s=WALL_S)
-        longest = max(len(str(test.expected)) for test in tests)
+        with _long_integers():
+            longest = max(len(str(test.expected)) for test in tests)
         bounds = bounds._replace(output_bytes=max(bounds.output_bytes, 8 * longest))
+        run = functools.partial(_run_test, code=code, is_monty=sandbox == "monty")
         try:
             opened = open_interpreter(sandbox, bounds, url=url)
         except ConnectionError as away:  # a worker that has just started tries the server first
             raise Unscored(f"python_tests: {away}") from away
         with opened as interpreter:
-            passed, error = _count_passed(interpreter, code, tests, stop=not partial)
+            passed, error = _count_passed(
+                functools.partial(run, interpreter), tests, stop=not partial
+            )
     acc = float(passed == len(tests))
     score = passed / len(tests) if partial else acc
     counts = {"passed": float(passed), "tests": float(len(tests))}
@@ -114,23 +182,96 @@ def check_python_tests(keywords: Mapping[str, Any]) -> None:
 
 
 def last_python_block(text: str) -> str | None:
-    """Return the code in the last fenced block of Python, or of no named language.
+    """Return the code in the last fenced block of Python, else in the last one without a label.
 
-    >>> last_python_block("```python\\nx = 1\\n```\\nor\\n```json\\n{}\\n```")
+    Fences are Markdown's, also in a list and behind text on their line; labels may have attributes.
+    A fence in a string of the program does not end it, one at the end of a line of code does. A
+    block that is never closed was cut off, and does not count.
+
+    >>> last_python_block("```python\\nx = 1\\n```\\nprints\\n```\\n1\\n```")
     'x = 1'
     >>> last_python_block("```python\\nx = 1")
     """
-    code, block, language = None, [], None
-    for line in text.splitlines():
-        fence = line.strip()
-        if language is None and fence.startswith("```"):
-            block, language = [], fence.strip("`").strip().lower()
-        elif language is not None and fence == "```":
-            code = "\n".join(block) if language in LANGUAGES else code
-            language = None
-        else:
-            block.append(line)
-    return code
+    lines = re.split("\r\n|[\r\n]", text)
+    last: dict[bool, str] = {}
+    number, knows_strings = 0, True
+    while number < len(lines):
+        marks, label = _opening(lines[number])
+        number += 1
+        if not marks:
+            continue
+        is_python = label in PYTHON
+        may_be_python = is_python or not label
+        code, end = _read_block(lines, number, marks, knows_strings and may_be_python)
+        if code is None and end == len(lines) and knows_strings:  # a string that does not end
+            knows_strings = False
+            code, end = _read_block(lines, number, marks, knows_strings)
+        if code is not None and may_be_python:
+            last[is_python] = _dedent(code)
+        number = end
+    return last.get(True, last.get(False))
+
+
+def _opening(line: str) -> tuple[str, str]:
+    """Return the marks of a fence that opens a block, and its label; empty ones for another line.
+
+    >>> _opening("1. ~~~~ {.Python}"), _opening("Run it: ```py"), _opening("It is ```x```.")
+    (('~~~~', 'python'), ('```', 'py'), ('', ''))
+    """
+    before, marks, info = _split_fence(line)
+    words = re.findall(r"^[\s{.]*([\w+#-]*)", info)
+    label = words[0].lower()
+    is_first = re.fullmatch(r"\s*(([-*+]|\d{1,9}[.)])\s+)?", before) is not None
+    return (marks, label) if marks and (is_first or label in PYTHON) else ("", "")
+
+
+def _split_fence(line: str) -> tuple[str, str, str]:
+    """Return what is before the last marks of a fence in a line, these, and what is behind."""
+    mark = "`" if "`" in line else "~"
+    start, marks, info = line.rpartition(mark * 3)
+    before = start.rstrip(mark)
+    if not marks or mark in info:
+        return line, "", ""
+    return before, line[len(before) : len(line) - len(info)], info
+
+
+def _read_block(
+    lines: list[str], first: int, marks: str, knows_strings: bool
+) -> tuple[list[str] | None, int]:
+    """Return the lines of a block, None if nothing closes it, and the line from which to go on."""
+    quote = ""
+    for number in range(first, len(lines)):
+        line = lines[number]
+        before, found, info = _split_fence(line)
+        if found and not (knows_strings and _quote_after(before, quote)):
+            if found.startswith(marks) and not info.strip():
+                return [*lines[first:number], *filter(str.strip, [before])], number + 1
+            if _opening(line)[1] in PYTHON:
+                return None, number
+        quote = _quote_after(line, quote) if knows_strings else ""
+        quote = quote if len(quote) == 3 else ""
+    return None, len(lines)
+
+
+def _quote_after(code: str, quote: str) -> str:
+    """Return what begins the string or comment that is open behind code; `quote` is before it."""
+    for token in re.findall(r"""\\.|"{3}|'{3}|["'#]""", code):
+        if token[0] == "\\" or quote == "#":
+            continue
+        if not quote:
+            quote = token
+        elif token.startswith(quote):
+            quote = ""
+    return quote
+
+
+def _dedent(lines: list[str]) -> str:
+    """Return lines without the indentation of the first one that is code."""
+    blank = " \t"
+    code = (line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    first = next(code, "")
+    indent = len(first) - len(first.lstrip(blank))
+    return "\n".join(x[min(indent, len(x) - len(x.lstrip(blank))) :] for x in lines)
 
 
 def read_tests(ground_truth: Any) -> list[ProgramTest]:
@@ -153,16 +294,20 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     tests = ground_truth
     if isinstance(tests, str):
         try:
-            tests = json.loads(tests)
-        except ValueError as error:
+            with _long_integers():
+                tests = json.loads(tests)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"python_tests: ground_truth is no JSON: {error}") from error
     statements = tests.get("assert_case") if isinstance(tests, Mapping) else tests
     if isinstance(statements, list) and all(isinstance(text, str) for text in statements):
         read = [_statement(text) for text in statements]
-    elif isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+    elif isinstance(tests, Mapping) and all(
+        isinstance(tests.get(key), list) for key in ("inputs", "outputs")
+    ):
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
         name = tests.get("fn_name")
-        read = [_call(name, *pair) if name else _text(*pair) for pair in pairs]
+        with _long_integers():
+            read = [_call(name, *pair) if name else _text(*pair) for pair in pairs]
     else:
         raise ValueError(
             "python_tests: expected inputs and outputs or a list of assert statements as "
@@ -187,7 +332,7 @@ def _text(given: Any, expected: Any) -> ProgramTest:
 
 def _call(name: str, given: Any, expected: Any) -> ProgramTest:
     if isinstance(given, str):
-        given = [json.loads(line) for line in given.splitlines()]
+        given = [json.loads(line) for line in given.split("\n") if line.strip()]
     if isinstance(expected, str):
         with suppress(ValueError):
             expected = json.loads(expected)
@@ -197,16 +342,59 @@ def _call(name: str, given: Any, expected: Any) -> ProgramTest:
         f"try:\n    _ = Solution().{name}\nexcept NameError:\n    _ = {name}\n"
         f"print({marker!r} + json.dumps(_(*json.loads({json.dumps(given)!r}))))"
     )
-    return ProgramTest(after, expected=expected, marker=marker)
+    return ProgramTest(after, expected=expected, marker=marker, call=name)
+
+
+@contextmanager
+def _long_integers() -> Iterator[None]:
+    """Let integers of more than 4,300 digits be read and written."""
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(most)
+
+
+@functools.cache
+def _imports() -> dict[str, str]:
+    """Return the names that graders import before a program, each with the import it comes from.
+
+    >>> _imports()["deque"], _imports()["copy"], "pow" in _imports()
+    ('from collections import deque', 'import copy', False)
+    """
+    imports: dict[str, str] = {}
+    for module in ("typing", *MODULES):  # Counter is that of collections
+        given = vars(importlib.import_module(module))
+        public = given.get("__all__", [name for name in given if not name.startswith("_")])
+        imports |= {name: f"from {module} import {name}" for name in public}
+    imports |= {module: f"import {module}" for module in MODULES}
+    return {name: text for name, text in imports.items() if name not in vars(builtins)}
+
+
+def _run_test(
+    interpreter: Interpreter, test: ProgramTest, *, code: str, is_monty: bool
+) -> CodeResult:
+    """Run a program and a test behind it, with what graders import of what the program names."""
+    words = {*re.findall(r"\w+", code)}
+    if "class Solution" not in code:
+        words.discard(test.call)  # which the program must define itself
+    imports = [text for name, text in _imports().items() if name in words]
+    if is_monty:  # has no modules that are made while it runs, and lacks some that are imported
+        tries = (f"try:\n    {text}\nexcept ImportError:\n    pass\n" for text in imports)
+        return interpreter.run(f"{''.join(tries)}{code}\n\n{test.after}\n", stdin=test.stdin)
+    name = "solution" if test.marker else "__main__"
+    given = (code, test.after, test.call, name, imports)
+    return interpreter.run(f"{HARNESS}\nrun_program{given!r}\n", stdin=test.stdin)
 
 
 def _count_passed(
-    interpreter: Interpreter, code: str, tests: Iterable[ProgramTest], *, stop: bool
+    run: Callable[[ProgramTest], CodeResult], tests: Iterable[ProgramTest], *, stop: bool
 ) -> tuple[int, str]:
     """Return how many tests a program passes, and how it failed the first other one."""
     passed, first = 0, ""
     for number, test in enumerate(tests):
-        result = interpreter.run(f"{code}\n\n{test.after}\n", stdin=test.stdin)
+        result = run(test)
         if result.failure == "unavailable":
             raise Unscored(f"python_tests: {result.reason}")
         error = result.reason if result.failure else _difference(test, result)
@@ -230,7 +418,8 @@ def _difference(test: ProgramTest, result: CodeResult) -> str:
     if test.expected is None and not output.strip():
         return ""
     try:
-        value = json.loads(output)
+        with _long_integers():
+            value = json.loads(output)
     except (ValueError, RecursionError):
         return "it returned what is no JSON"
     options = [test.expected]
@@ -246,7 +435,7 @@ def same_text(got: str, expected: str) -> bool:
     (True, False)
     """
     got_lines, expected_lines = (
-        [x.split() for x in t.splitlines() if x.strip()] for t in (got, expected)
+        [x.split() for x in t.split("\n") if x.strip()] for t in (got, expected)
     )
     return len(got_lines) == len(expected_lines) and all(
         len(a) == len(b) and all(map(_same_word, a, b))

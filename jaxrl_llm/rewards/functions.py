@@ -4,12 +4,15 @@ Each returns `{"score": …, "acc": …, "pred": …}`: the reward, whether the 
 0.0), and the answer that was read, in a canonical spelling so that votes can be counted, or None.
 """
 
+import functools
 import re
 import string
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from jaxrl_llm.rewards.code import python_tests as python_tests
+from jaxrl_llm.rewards.competition_math import answer_text
 from jaxrl_llm.rewards.competition_math import geo3k as geo3k
 from jaxrl_llm.rewards.competition_math import last_boxed as last_boxed
 from jaxrl_llm.rewards.competition_math import math as math
@@ -32,14 +35,14 @@ def _result(right: bool, pred: str | None) -> Result:
 
 
 def arithmetic(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
 ) -> Result:
     """Score a reply that must be one integer, alone or behind the reply's last "=".
 
     Args:
         data_source: not used.
         solution_str: the reply.
-        ground_truth: the integer, as text.
+        ground_truth: the integer.
         extra_info: not used.
 
     Returns:
@@ -53,18 +56,20 @@ def arithmetic(
     >>> arithmetic("arithmetic", "46 or 47", "46", None)
     {'score': 0.0, 'acc': 0.0, 'pred': None}
     """
-    expected = int(ground_truth)
+    reference = answer_text("arithmetic", ground_truth)
+    if not _INTEGER.fullmatch(reference):
+        raise ValueError(f"arithmetic: expected an integer as ground truth, got {ground_truth!r}")
     match = _INTEGER.fullmatch(solution_str.rpartition("=")[2].strip())
     if match is None:
         return _result(False, None)
     value = int(match.group())
-    return _result(value == expected, str(value))
+    return _result(value == int(reference), str(value))
 
 
 def gsm8k(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None,
     *,
     flexible: bool = False,
@@ -77,7 +82,7 @@ def gsm8k(
     Args:
         data_source: not used.
         solution_str: the reply.
-        ground_truth: the reference number, as text.
+        ground_truth: the reference number.
         extra_info: not used.
         flexible: take the last number in the whole reply, with or without a "####" before it.
         tail_chars: how much of the reply's end the strict rule looks at.
@@ -95,7 +100,7 @@ def gsm8k(
     >>> gsm8k("openai/gsm8k", "So she has 1,200 left.", "1200", None, flexible=True)["pred"]
     '1200'
     """
-    reference = ground_truth.strip()
+    reference = answer_text("gsm8k", ground_truth)
     if not re.fullmatch(_NUMBER, reference):
         raise ValueError(f"gsm8k: expected a number as ground truth, got {ground_truth!r}")
     if flexible:
@@ -162,7 +167,7 @@ def reasoning_gym(
 
 
 def last_answer(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
 ) -> Result:
     """Score an episode whose last turn must be the reference, but for spaces around it.
 
@@ -181,8 +186,9 @@ def last_answer(
     >>> last_answer("look_up", told, "k", None)["score"]
     0.0
     """
+    reference = answer_text("last_answer", ground_truth)
     pred = (extra_info or {}).get("last_answer", solution_str).strip()
-    return _result(pred == ground_truth.strip(), pred)
+    return _result(pred == reference, pred)
 
 
 def search_em(
@@ -201,7 +207,7 @@ def search_em(
     Args:
         data_source: not used.
         solution_str: the reply, or all of the episode.
-        ground_truth: the reference answer, several, or Search-R1's `{"target": […]}`.
+        ground_truth: the reference answer, a list of them, or Search-R1's `{"target": […]}`.
         extra_info: `last_answer`, the text of the last turn; without it, the reply is the turn.
         format_score: for a wrong answer that is written as it should be.
 
@@ -217,12 +223,12 @@ def search_em(
     True
     """
     targets = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
-    targets = [targets] if isinstance(targets, str) else targets
-    if not isinstance(targets, list | tuple) or not all(isinstance(t, str) for t in targets):
+    targets = targets if isinstance(targets, list | tuple) else [targets]
+    if not targets:
         raise ValueError(
-            "search_em: expected a text, texts or {'target': texts} as ground truth, got"
-            f" {ground_truth!r}"
+            f"search_em: expected a text or more as ground truth, got {ground_truth!r}"
         )
+    targets = [t if isinstance(t, str) else answer_text("search_em", t) for t in targets]
     said = (extra_info or {}).get("last_answer", solution_str)
     answers = _ANSWER.findall(said)
     if not answers:
@@ -316,12 +322,51 @@ def by_source(
     >>> by_source("arithmetic", "7", "7", None)["score"]
     1.0
     """
+    function = function_of_source(data_source)
+    return function(data_source, solution_str, ground_truth, extra_info)
+
+
+def function_of_source(data_source: str) -> Callable[..., Result]:
+    """Return the reward function that belongs to a `data_source`.
+
+    Raises:
+        ValueError: there is none; the message lists the known sources.
+
+    >>> function_of_source("openai/gsm8k").__name__
+    'gsm8k'
+    """
     if data_source.startswith(GENERATED):
-        return reasoning_gym(data_source, solution_str, ground_truth, extra_info)
+        return reasoning_gym
     if data_source not in SOURCES:
         raise ValueError(
             f"no reward function for data_source {data_source!r}; known: "
             f"{', '.join(sorted(SOURCES))}, {GENERATED}…. "
             "Name your own function in the reward's `fn`"
         )
-    return SOURCES[data_source](data_source, solution_str, ground_truth, extra_info)
+    return SOURCES[data_source]
+
+
+READ_FIRST = (arithmetic, gsm8k, math, math_dapo, geo3k, last_answer, search_em, python_tests)
+"""The functions that read the ground truth, and refuse one, before they look at the reply."""
+
+
+def check_ground_truth(function: Callable[..., Any], data_source: str, ground_truth: Any) -> None:
+    """Refuse a ground truth that a reward function of this module can't use.
+
+    Args:
+        function: the reward function, with its keywords bound; others than those of this module
+            take anything.
+        data_source: of the row.
+        ground_truth: of the row.
+
+    Raises:
+        ValueError: it can't use it, or `by_source` knows no function for the row.
+
+    >>> check_ground_truth(by_source, "openai/gsm8k", [3])
+    Traceback (most recent call last):
+    ValueError: gsm8k: expected a text or a number as ground truth, got [3]
+    """
+    if function is by_source:
+        function = function_of_source(data_source)
+    if (function.func if isinstance(function, functools.partial) else function) in READ_FIRST:
+        function(data_source, "", ground_truth, {"num_turns": 2})

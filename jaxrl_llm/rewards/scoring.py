@@ -17,7 +17,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
-from jaxrl_llm.rewards.functions import GENERATED, SOURCES
+from jaxrl_llm.rewards.functions import check_ground_truth
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
     ASKING,
@@ -29,7 +29,13 @@ from jaxrl_llm.rewards.runner import (
     check_reward_function,
 )
 from jaxrl_llm.rewards.tasks import RewardTasks
-from jaxrl_llm.rewards.worker import BUILTIN_MODULE, UNSCORED, AsyncCalls, RewardItem
+from jaxrl_llm.rewards.worker import (
+    BUILTIN_MODULE,
+    UNSCORED,
+    AsyncCalls,
+    RewardItem,
+    load_reward_function,
+)
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.sharding import distributed
@@ -338,13 +344,25 @@ def check_scoring(reward: ScoringConfig, function: FunctionSpec) -> None:
         )
 
 
-def check_sources(function: FunctionSpec | None, sources: Iterable[str]) -> None:
-    """Refuse data sources for which `by_source` knows no function, before anything is sampled."""
-    if function and function.fn == "by_source":
-        unknown = sorted(s for s in {*sources} - SOURCES.keys() if not s.startswith(GENERATED))
-        if unknown:
-            raise ConfigError(
-                f"reward.function: by_source knows no function for data_source {unknown[0]!r}, "
-                f"only for {', '.join(SOURCES)}, {GENERATED}…; "
-                "name one of these, or one of your own"
-            )
+def check_reward_rows(
+    function: FunctionSpec | None, rows: Iterable[Mapping[str, Any]], key: str
+) -> None:
+    """Refuse rows that a reward function of ours can't score, before anything is sampled.
+
+    Args:
+        function: the config's.
+        rows: of one split.
+        key: which names their files, for messages.
+
+    Raises:
+        ConfigError: `by_source` knows no function for a row's data source, or a function can't use
+            its ground truth.
+    """
+    if function is None:
+        return
+    loaded = load_reward_function(function)
+    for number, row in enumerate(rows):
+        try:
+            check_ground_truth(loaded, row["data_source"], row["reward_model"]["ground_truth"])
+        except ValueError as error:
+            raise ConfigError(f"{key}, row {number}: {error}") from error

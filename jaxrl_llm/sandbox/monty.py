@@ -7,6 +7,7 @@ sessions are no processes at all.
 
 import ast
 import functools
+import io
 import math
 import time
 from collections.abc import Callable
@@ -162,7 +163,7 @@ def _pool() -> Any:
 
 
 def _reader(stdin: str, printed: Callable[[str, str], None]) -> Callable[..., str]:
-    lines = iter(stdin.splitlines())
+    lines = (line.removesuffix("\n") for line in io.StringIO(stdin, newline=None))
 
     def read_line(prompt: object = "") -> str:
         printed("stdout", str(prompt))

@@ -5,6 +5,8 @@ Whatever happens here, the code may have done: whoever reads the answers believe
 
 import ast
 import atexit
+import builtins
+import io
 import json
 import linecache
 import os
@@ -29,6 +31,7 @@ def serve_code(requests: int, answers: int, *, keep_state: bool) -> NoReturn:
         keep_state: whether the code finds the names that earlier code has bound.
     """
     own, runs = os.getpid(), 0
+    builtins.exit = builtins.quit = sys.exit  # which the module `site` would define
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     with os.fdopen(requests, "rb") as lines:
         for line in lines:
@@ -116,7 +119,7 @@ def _frames_of_code(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _execute(code: str, name: str, names: dict[str, Any]) -> None:
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    linecache.cache[name] = (len(code), None, io.StringIO(code, newline=None).readlines(), name)
     tree = ast.parse(code, name)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):

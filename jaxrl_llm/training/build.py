@@ -19,7 +19,7 @@ from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
-from jaxrl_llm.rewards.scoring import check_sources
+from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
@@ -213,18 +213,18 @@ def check_longest_sequence(config: TrainConfig, model: Model) -> int:
 
 @activity("reading the data")
 def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Read the rows to train and to validate on, and check their columns and data sources."""
+    """Read the rows to train and to validate on, and check that they can be scored."""
     data = config.data
 
     def read(paths: Sequence[str], key: str) -> Sequence[Row]:
         with config_errors_at(key):
             rows = load_rows(data.dataset, paths, check=check_prompt_row)
         check_agent_rows(config.rollout, rows, key)
+        check_reward_rows(config.reward.function, rows, key)
         return rows
 
     train = read(data.train, "data.train")
     validation = read(data.validation, "data.validation") if data.validation else []
-    check_sources(config.reward.function, {row["data_source"] for row in (*train, *validation)})
     check_teacher_sources(config, (row["data_source"] for row in train))
     return train, validation
 

@@ -1,8 +1,11 @@
 """The reward function `python_tests`: what is read, what is run, and what is scored."""
 
 import json
+import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
@@ -89,6 +92,29 @@ def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test(code, er
         assert result["error"].startswith(f"test 0: {error}")
 
 
+def test_monty_has_what_it_can_of_the_names_that_graders_import():
+    code = "from __future__ import annotations\n\n\ndef f(xs: List[int]):\n    return {}"
+    tests = {"fn_name": "f", "inputs": ["[1, 1, 2]"], "outputs": ["2"]}
+    for value in ("Counter(xs)[1]", "deque(xs).pop()", "max(-inf, math.floor(sqrt(xs[0] + 3)))"):
+        assert score(code.format(value), tests)["error"] == ""
+    named = {"fn_name": "gcd", "inputs": ["4\n6"], "outputs": ["2"]}
+    assert score("def gcd(a, b):\n    return 2", named)["score"] == 1.0
+    assert score("# gcd", named)["error"].startswith("test 0: NameError")
+
+
+@needs_landlock
+def test_a_program_has_its_own_lines_and_only_its_own_names():
+    tests = {"inputs": [""], "outputs": [""]}
+    line = "import sys\nx = Counter()\nprint(sys._getframe().f_lineno)"
+    assert score(line, tests, sandbox="process")["error"] == r"test 0: got '3\n'"
+    names = (
+        "print([n for n in globals() if not n.startswith('__')], __name__)\nprint(Counter, copy)"
+    )
+    got = score(names, tests, sandbox="process")["error"]
+    assert "[] __main__" in got
+    assert "<class 'collections.Counter'> <module 'copy'" in got
+
+
 @needs_landlock
 def test_programs_as_people_write_them_run_in_cpython():
     code = """
@@ -126,22 +152,104 @@ def test_long_output_is_compared_to_its_end():
     assert score(swap, tests)["score"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("```python\na\n```\n```py\nb\n```", "b"),
-        ("```\na\n```", "a"),
-        ("```Python\na\n```\n```json\nb\n```\n", "a"),
-        ("```json\nb\n```\ntext\n```python\na\n```", "a"),
-        ("  ```python\n  a\n  ```", "  a"),
-        ("```python\na = '''\n````\n'''\n```", "a = '''\n````\n'''"),
-        ("```python\na", None),
-        ("no code", None),
-        ("```bash\nls\n```", None),
-    ],
-)
-def test_the_last_whole_block_of_python_is_the_answer(text, code):
-    assert last_python_block(text) == code
+BLOCKS = {
+    "```python\na\n```\n```py\nb\n```": "b",
+    "```\na\n```": "a",
+    "```Python\na\n```\n```json\nb\n```\n": "a",
+    "```json\nb\n```\ntext\n```python\na\n```": "a",
+    "  ```python\n  a\n  ```": "a",
+    "```python\na = '''\n````\n'''\n```": "a = '''\n````\n'''",
+    "```python\na": None,
+    "```python\na\n```\n```python\nb": "a",
+    "no code": None,
+    "```bash\nls\n```": None,
+    # what the program prints, or a draft, is not the program
+    "```python\na\n```\nprints\n```\nb\n```": "a",
+    "```\na\n```\n```\nb\n```": "b",
+    "```\na\n```\n```python\nb\n```\n```\nc\n```": "b",
+    # labels
+    "```PY\na\n```": "a",
+    "```python3 \na\n```": "a",
+    "``` python\na\n```": "a",
+    '```python title="a.py"\na\n```': "a",
+    "```{.python .numbered}\na\n```": "a",
+    "```{python}\na\n```": "a",
+    "```python:main.py\na\n```": "a",
+    "```pythonic\na\n```": None,
+    # fences
+    "~~~python\na\n~~~": "a",
+    "~~~\na\n```\n~~~": "a\n```",
+    "````python\n'''\n```\n'''\n````": "'''\n```\n'''",
+    "```python\na\n`````": "a",
+    "````python\na\n```": None,
+    "```python\na```\nb": "a",
+    "```python\nif a:\n    b\n    ```": "if a:\n    b",
+    "It is ```python\na\n```": "a",
+    "It is ```x```.\n```python\na\n```": "a",
+    "```markdown\nSo:\n```python\na\n```\n```": "a",
+    "```python\na\n```python\nb\n```": "b",
+    # lists
+    "1. So:\n\n   ```python\n   if a:\n       b\n   ```\n2. Done": "if a:\n    b",
+    "- ```python\n  a\n    b\n  ```": "a\n  b",
+    "10) ~~~~ python\n    a\n    ~~~~": "a",
+    "   ```python\nif a:\n    b\n   ```": "if a:\n    b",
+    "```python\n    # so\nif a:\n    b\n```": "    # so\nif a:\n    b",
+    "```python\n\n\tif a:\n\t\tb\n```": "\nif a:\n\tb",
+    # fences in strings and comments, and marks that are none
+    '```python\ndef f():\n    """\n    ```python\n    f()\n    ```\n    """\n```': (
+        'def f():\n    """\n    ```python\n    f()\n    ```\n    """'
+    ),
+    "```python\n'''\n```\n'''\na\n```\n": "'''\n```\n'''\na",
+    "```python\na  # ```\nb\n```": "a  # ```\nb",
+    "```python\na = '```'\nb\n```": "a = '```'\nb",
+    "```python\na = '\\'```'\n```": "a = '\\'```'",
+    "```python\nit = \"'''\"\n```\n'''": "it = \"'''\"",
+    "```python\na = '''\n```\nNo:\n```python\nb\n```": "b",
+    # lines
+    "```python\r\na\r\n```\r\n": "a",
+    "```python\na = '\u2028\x0c\x1c\x85'\n```": "a = '\u2028\x0c\x1c\x85'",
+    "```python\n\x0c\na\n```": "\x0c\na",
+}
+
+
+def test_the_last_whole_block_of_python_is_the_answer():
+    wrong = {text: got for text, code in BLOCKS.items() if (got := last_python_block(text)) != code}
+    assert not wrong
+
+
+PARTS = ("```", "~~~~", "python", "\n", "\r", " ", "'''", '"', "#", "\\", "1. ", "a", "{", "\u2028")
+
+
+@given(st.text() | st.lists(st.sampled_from(PARTS)).map("".join))
+@settings(max_examples=300)
+def test_any_text_has_a_block_or_none(text):
+    block = last_python_block(text)
+    assert block is None or set(block) <= set(text) | {"\n"}
+
+
+@given(st.text(st.characters(exclude_characters="`~\"'\r", exclude_categories=["Cs"]), min_size=1))
+def test_a_program_without_marks_is_found_as_it_is(program):
+    program = f"x\n{program}"
+    for text in (f"```python\n{program}\n```", f"~~~py\r\n{program}\r\n~~~\r\n```\n7\n```"):
+        assert last_python_block(text) == program
+
+
+def test_a_block_is_found_in_a_time_that_grows_as_its_answer():
+    hostile = (
+        "```python\n'''\n",
+        "`",
+        "``` ",
+        "```python\n",
+        "- ",
+        "\\",
+        "'''\n```\n",
+        " ",
+        "~~~\n",
+    )
+    began = time.monotonic()
+    for part in hostile:
+        last_python_block("```python\n" + part * (30_000 // len(part)) + "x`\n")
+    assert time.monotonic() - began < 10
 
 
 def test_an_episode_is_scored_by_its_last_turn():
@@ -153,7 +261,19 @@ def test_an_episode_is_scored_by_its_last_turn():
 
 @pytest.mark.parametrize(
     "tests",
-    ["{", "7", {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, [1]],
+    [
+        "{",
+        "[" * 10**5,
+        "7",
+        7,
+        None,
+        {},
+        [],
+        {"inputs": 1, "outputs": 1},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [], "outputs": []},
+        [1],
+    ],
 )
 def test_a_row_without_tests_is_an_error(tests):
     with pytest.raises(ValueError):

@@ -2,17 +2,22 @@
 
 import itertools
 import re
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jaxrl_llm.rewards.competition_math import same_answer
 from jaxrl_llm.rewards.functions import (
     SOURCES,
     arithmetic,
     by_source,
     geo3k,
     gsm8k,
+    last_answer,
     last_boxed,
     math,
     math_dapo,
@@ -95,7 +100,7 @@ def test_gsm8k_large_numbers_are_compared_exactly():
 
 @pytest.mark.parametrize("truth", ["", "many", "4 2", "#### 42"])
 def test_gsm8k_refuses_a_reference_that_is_no_number(truth):
-    with pytest.raises(ValueError, match=r"expected a number as ground truth, got '.*'"):
+    with pytest.raises(ValueError, match=r"expected a .* as ground truth, got '.*'"):
         gsm8k("openai/gsm8k", "#### 42", truth, None)
 
 
@@ -145,6 +150,53 @@ def test_last_boxed(text, expected):
 def test_math(answer, truth, right):
     got = math("MATH", rf"Thus \boxed{{1}}, no: $\boxed{{{answer}}}$", truth, None)
     assert got["score"] == got["acc"] == float(right)
+
+
+TINY = [
+    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
+    (r"\frac{1}{20!}", r"\frac{1}{21!}"),
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
+    (r"\binom{100}{50}^{-1}", r"\binom{100}{49}^{-1}"),
+    (r"\frac{2^{2005}+1}{3\cdot 2^{2006}}", r"\frac{1}{3\cdot2^{2006}}"),
+    (r"x=2^{-99}", r"2^{-98}"),
+    (r"(2^{-99}, 1)", r"(2^{-98}, 1)"),
+    (r"[2^{-99}, 1)", r"[2^{-98}, 1)"),
+    (r"\{2^{-99}, 1\}", r"\{2^{-98}, 1\}"),
+    (r"\pm 2^{-99}", r"\pm 2^{-98}"),
+    (r"\begin{pmatrix} 2^{-99} \\ 1 \end{pmatrix}", r"\begin{pmatrix} 2^{-98} \\ 1 \end{pmatrix}"),
+    (r"1.5 \cdot 10^{-20}", r"2.5 \cdot 10^{-20}"),
+    ("0.0000001", "0.0000002"),
+    ("0.0000001", "10^{-8}"),
+    (r"2^{-99}", "0"),
+]
+"""Numbers that Math-Verify, which rounds, takes for equal."""
+
+OTHERS = [
+    *[("2516", "2516_8"), ("1358", "2516_8"), ("101_2", "101_3"), ("2516_8", "2516")],
+    *[(r"3\,000", r"5\,000"), ("1 000", "2 000"), ("0.33", r"\frac13"), (r"50\%", r"51\%")],
+]
+SAME = [
+    *[("3.", "3"), ("3", "3."), ("June 20", r"\text{June 20}"), (r"\text{June }20", "June 20")],
+    *[("2516_{8}", "2516_8"), ("1a_{16}", "1A_{16}"), (r"3\,000", "3000"), ("1 000 000", "10^6")],
+    *[("3{,}000", "3,000"), (r"10,\!000", "10000"), ("0.333333", r"\frac13"), ("0.6666667", "2/3")],
+    *[("0.5^{99}", "2^{-99}"), ("5 cm", r"5\text{ cm}"), (r"50\%", "0.5"), ("50", r"50\%")],
+    *[(r"\frac{2^{2005}}{3\cdot 2^{2006}}", r"\frac16"), (r"\frac{2004!}{2003!}", "2004")],
+    *[(r"2.998\cdot10^8", "299800000"), ("x=3", "3"), (r"(\frac12, 3]", "(0.5, 3]")],
+    *[(r"\pm 3", "3, -3"), ("3.14159265", r"\pi"), (r"\{2, 1\}", r"\{1, 2\}"), ("12.50", "12.5")],
+]
+
+
+def test_numbers_are_the_same_if_they_are_equal_and_not_if_they_only_round_alike():
+    wrong = []
+    for pairs, right in ((TINY + [pair[::-1] for pair in TINY] + OTHERS, False), (SAME, True)):
+        wrong += [pair for pair in pairs if same_answer(*pair) != right]
+    assert not wrong
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 120), st.integers(0, 120))
+def test_powers_of_two_are_equal_as_fractions_are(a, b, m, n):
+    spelled = [rf"\frac{{{x}}}{{2^{{{e}}}}}" for x, e in ((a, m), (b, n))]
+    assert same_answer(*spelled) == (Fraction(a, 2**m) == Fraction(b, 2**n))
 
 
 def test_math_reads_the_box_only():
@@ -223,10 +275,41 @@ def test_search_em_takes_the_last_turn_of_an_episode():
     assert by_source("searchR1_2wikimultihopqa", told, {"target": ["rome"]}, {})["acc"] == 1.0
 
 
-@pytest.mark.parametrize("truth", [None, 3, {"answer": "x"}, {"target": None}, [1]])
+@pytest.mark.parametrize("truth", [None, True, {"answer": "x"}, {"target": None}, [], ["x", [1]]])
 def test_search_em_refuses_other_references(truth):
-    with pytest.raises(ValueError, match="search_em: expected a text, texts or"):
+    with pytest.raises(ValueError, match="search_em: expected a text"):
         search_em("nq", "<answer>x</answer>", truth, None)
+
+
+NUMBERS = [
+    (7, "7"),
+    (-7, "-7"),
+    (7.0, "7"),
+    (3.5, "3.5"),
+    (1e-7, "0.0000001"),
+    (1e22, "1" + "0" * 22),
+]
+NUMBERS += [(np.int64(7), "7"), (np.float64(3.5), "3.5"), (np.float32(0.1), "0.1")]
+NUMBERS += [(Decimal("7.50"), "7.5"), (10**40 + 1, "1" + "0" * 39 + "1"), (0, "0"), (0.0, "0")]
+
+
+def test_a_column_of_numbers_is_as_good_as_one_of_texts():
+    replies = {gsm8k: "#### {}", math: r"\boxed{{{}}}", math_dapo: "Answer: {}", last_answer: "{}"}
+    replies |= {geo3k: r"<think></think>\boxed{{{}}}", search_em: "<answer>{}</answer>"}
+    wrong = []
+    for (truth, text), (function, form) in itertools.product(NUMBERS, replies.items()):
+        right, other = (function("", form.format(t), truth, None)["acc"] for t in (text, "8.25"))
+        if (right, other) != (1.0, 0.0):
+            wrong.append((function.__name__, truth, right, other))
+    assert not wrong
+    assert arithmetic("", "7", 7, None)["acc"] == arithmetic("", "7", 7.0, None)["acc"] == 1.0
+
+
+@pytest.mark.parametrize("function", [arithmetic, gsm8k, math, math_dapo, geo3k, last_answer])
+def test_what_is_no_answer_is_refused_whatever_the_reply_is(function):
+    for truth in (None, True, float("nan"), float("inf"), Decimal("NaN"), [], [7], {"a": 7}, " "):
+        with pytest.raises(ValueError, match=rf"^{function.__name__}: expected .* ground truth"):
+            function("", "7", truth, None)
 
 
 def test_by_source_dispatches():

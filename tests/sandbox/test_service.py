@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.rewards.code import python_tests
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.types import CodeLimits
 
@@ -203,3 +204,13 @@ def test_a_server_that_is_not_there_is_refused_at_the_start():
     limits = LIMITS._replace(wall_s=0.1)
     with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/run_code: ConnectError"):
         open_interpreter("service", limits, url="http://127.0.0.1:9")
+
+
+def test_programs_of_a_reward_find_there_what_graders_import(server):
+    code = "class Solution:\n    def f(self, xs: List[int]):\n        return Counter(xs)[1]"
+    calls = {"fn_name": "f", "inputs": ["[1, 1]"], "outputs": ["2"]}
+    reads = {"inputs": ["3"], "outputs": ["3"]}
+    programs = [(code, calls), ("print(open('/dev/stdin').read())\nexit()", reads)]
+    for code, tests in programs:
+        reply, given = f"```python\n{code}\n```", {"url": server.url, "wall_s": 20.0}
+        assert python_tests("", reply, tests, None, sandbox="service", **given)["error"] == ""

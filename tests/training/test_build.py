@@ -1,6 +1,8 @@
 """What `build_stages` builds from a config, and what it refuses before anything runs."""
 
 import functools
+import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import check_sources
+from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.resolve import resolve_functions
@@ -79,11 +81,48 @@ def test_the_engine_holds_its_cache_only_while_it_samples():
     assert engine.calls == ["wake", "sample", "sleep"]
 
 
-def test_a_data_source_without_a_reward_function_is_refused_before_sampling():
-    check_sources(config_of().reward.function, ["arithmetic", "reasoning_gym/aiw"])
-    with pytest.raises(ConfigError, match="knows no function for data_source 'mystery', only for"):
-        check_sources(config_of().reward.function, ["arithmetic", "mystery"])
-    check_sources(config_of(reward={"function": "arithmetic"}).reward.function, ["mystery"])
+@pytest.mark.parametrize(
+    ("function", "source", "truth"),
+    [
+        ("by_source", "mystery", "3"),
+        ("by_source", "openai/gsm8k", [3]),
+        ("by_source", "MATH", float("nan")),
+        ("by_source", "MATH", " "),
+        ("by_source", "math_dapo", True),
+        ("by_source", "hiyouga/geometry3k", {"answer": "3"}),
+        ("by_source", "code", None),
+        ("by_source", "search", {"target": []}),
+        ("by_source", "search", ["Rome", None]),
+        ("by_source", "arithmetic", 3.5),
+        ("arithmetic", "mystery", True),
+        ({"fn": "math_dapo", "turn_bonus": 0.1}, "mystery", math.inf),
+        ({"fn": "gsm8k", "flexible": True}, "mystery", "many"),
+        ({"fn": "python_tests", "sandbox": "process"}, "mystery", 3),
+        ({"fn": "python_tests", "sandbox": "process"}, "mystery", {"inputs": 1, "outputs": 1}),
+        ({"fn": "python_tests", "sandbox": "process"}, "mystery", '{"inputs": [1]}'),
+    ],
+)
+def test_rows_that_can_not_be_scored_are_refused_before_sampling(function, source, truth):
+    chosen = config_of(reward={"function": function}).reward.function
+    good = {"arithmetic": 3, "reasoning_gym/aiw": "3", "calculator": Decimal(3), "grid": [1]}
+    if function == "by_source":
+        rows = [reward_row(*row) for row in good.items()]
+        check_reward_rows(chosen, rows, "data.train")
+    else:
+        rows = []
+    with pytest.raises(ConfigError, match=rf"^data\.train, row {len(rows)}: "):
+        check_reward_rows(chosen, [*rows, reward_row(source, truth)], "data.train")
+
+
+def reward_row(source, truth):
+    return {"data_source": source, "reward_model": {"ground_truth": truth}}
+
+
+def test_rows_for_a_reward_function_of_ones_own_may_have_anything(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(**item):\n    return 1.0")
+    own = config_of(reward={"function": f"{tmp_path}/mine.py:score"}).reward.function
+    for chosen in (own, None):
+        check_reward_rows(chosen, [reward_row("mystery", [math.nan])], "data.train")
 
 
 @pytest.mark.parametrize(
