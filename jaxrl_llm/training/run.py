@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.train import TrainConfig, processes_can_train
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
@@ -33,6 +33,7 @@ from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.runs.summary import closing_lines
+from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import copy_on_device
 from jaxrl_llm.training.build import build_stages, read_checked_rows
@@ -312,8 +313,8 @@ def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
 ) -> tuple[AlgorithmFunctions, RunFolder]:
     """Check what needs no model, and hold the run's folder."""
-    distributed.initialize()
-    stack.enter_context(distributed.abort_together((Preempted,)))
+    join(config, processes_can_train)
+    stack.enter_context(ending_together())
     quiet_libraries()
     stack.enter_context(ACTIVITIES.reported())
     with activity("checking the config"):
@@ -331,7 +332,7 @@ def _build(
     """Make what the run needs, and build it where it stands; it takes over the stack."""
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    stack.enter_context(distributed.abort_together((Preempted,)))
+    stack.enter_context(ending_together())
     stack.enter_context(context.reporting_failure())
     watchdog = stack.enter_context(open_watchdog(config))
     path = folder.path

@@ -13,7 +13,7 @@ import optax
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
-from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sft import SftConfig, SftTeacherConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
@@ -39,6 +39,7 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.runs.summary import closing_lines
+from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.check_functions import check_divergence
@@ -64,8 +65,8 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         config: of the run.
         hints: whether to print what can be done with the model.
     """
-    distributed.initialize()
-    with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
+    join(config)
+    with ending_together(), ACTIVITIES.reported():
         quiet_libraries()
         check_trackers(config)
         optimizer, schedule = make_optimizer(config.optim)
@@ -79,7 +80,7 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
             raise ConfigError(
                 f"export_to: {config.export_to!r} exists; remove it or name another one"
             )
-        with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
+        with contextlib.ExitStack() as stack, ending_together():
             folder = stack.enter_context(run_folder(config.run_dir, config))
             params, model, base, display = _train(config, optimizer, schedule, folder, stack)
             source = config.model.path
