@@ -1,13 +1,11 @@
 """One run by several processes: they join with the same config, and end together."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.load import as_tree, dotted_items
-from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.sources import user_functions
 from jaxrl_llm.runs.versions import package_versions
 from jaxrl_llm.sharding import distributed
@@ -44,7 +42,8 @@ def join(config: Any, *rules: Callable[[Any, int], Iterator[str]]) -> None:
             shown = "; ".join(differing[:SHOWN])
             more = f"; {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
             raise ConfigError(f"{shown}{more}: all processes of a run need the same")
-    check(config, *(functools.partial(rule, processes=len(everyone)) for rule in rules))
+    if lines := [line for rule in rules for line in rule(config, len(everyone))]:
+        raise ConfigError(*lines)
 
 
 def _differences(theirs: Mapping[str, Any], first: Mapping[str, Any], number: int) -> list[str]:

@@ -116,7 +116,7 @@ def open_layout(
         has_own_axes: as for `own_rules`.
 
     Raises:
-        ConfigError: the devices don't make up this mesh, or a rule is none.
+        ConfigError: the devices don't make up this mesh, leave a process out, or a rule is none.
     """
     devices = jax.devices() if devices is None else devices
     end = None if sizes.devices is None else sizes.first_device + sizes.devices
@@ -125,6 +125,11 @@ def open_layout(
         raise ConfigError(
             f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices}, but "
             f"there are {len(devices)} devices"
+        )
+    if left_out := {d.process_index for d in devices} - {d.process_index for d in chosen}:
+        raise ConfigError(
+            f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices} has no "
+            f"device of process {min(left_out)}: name devices of every process, or start one"
         )
     with config_errors_at(f"mesh.{name}"):
         along = {

@@ -385,8 +385,7 @@ def warm_start(config: TrainConfig) -> None:
         mesh = dataclasses.replace(sft.mesh, rules=config.mesh.rules)
         sft = dataclasses.replace(sft, model=own, mesh=mesh)
     recipe = recipe_of(sft)
-    # another recipe must not continue this one's checkpoints
-    text = json.dumps(recipe, sort_keys=True)
+    text = json.dumps(recipe, sort_keys=True)  # another one has checkpoints of its own
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(text)[:8]}")
     with _errors_of_warm_start(), activity("making the base model"):
         build_once(path, recipe, lambda: run_sft(sft, hints=False))
