@@ -7,6 +7,7 @@ Python objects travel through the coordination service, without the devices.
 """
 
 import atexit
+import collections
 import contextlib
 import importlib.metadata
 import itertools
@@ -38,7 +39,10 @@ PART_BYTES = 2**20  # of one message: the service's messages are bounded
 THREADS_PER_DEVICE = 16  # of the CPU; most of them sleep
 FOREVER_MS = 7 * 24 * 3600 * 1000  # a process that is gone ends the others
 
+LONGEST_WAIT_MS = 600 * 1000
+
 _numbers = itertools.count()
+_visits = collections.Counter[str]()
 _own_keys: list[tuple[int, str]] = []
 _ending = threading.Event()
 
@@ -222,6 +226,23 @@ def all_gather(item: T) -> list[T]:
     while _own_keys and _own_keys[0][0] < turn:  # everyone is here, so has read what came before
         _client().key_value_delete(_own_keys.pop(0)[1])
     return items
+
+
+def wait_for_all(place: str) -> None:
+    """Wait until all processes have come to a place, each as often as this one; from any thread.
+
+    A collective whose program one process still compiles waits for it 30 seconds on CPUs. So all
+    wait here before they first run it; ten minutes at most, as the collective would fail, too.
+
+    Args:
+        place: Its name.
+
+    >>> wait_for_all("compiled decode 8 x 16")
+    """
+    if process_count() > 1:
+        _visits[place] += 1
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _client().wait_at_barrier(f"jaxrl_llm/{place}/{_visits[place]}", LONGEST_WAIT_MS)
 
 
 def run_on_first(make: Callable[[], T]) -> T:

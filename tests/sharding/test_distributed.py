@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed, rendezvous
 from jaxrl_llm.sharding.mesh import make_mesh
 
@@ -298,8 +300,26 @@ def program():
         else:
             raise AssertionError("no error arrived")
 
+    for delay in (0.3, 0.0):  # each as often as the other
+        time.sleep(delay * me)
+        began = time.monotonic()
+        distributed.wait_for_all("a place")
+        assert time.monotonic() - began > delay * (1 - me) / 2
+
+    with use_compilation_cache(Path(sys.argv[1]) / "programs"):
+        assert [hits_of(placed["a"]) for _ in range(2)] == [0, 1]
     checkpoint(Path(sys.argv[1]), mesh)
     print("well")
+
+
+def hits_of(array):
+    """Return how many programs on all devices are found that this process has kept."""
+    counter = CompileCounter()
+    jax.clear_caches()
+    jax.block_until_ready(jax.jit(lambda x: (x - x.sum()) ** 3)(array))
+    hits = counter.metrics()["perf/compilation_cache_hits"]
+    counter.close()
+    return hits
 
 
 def like(mesh, *parts):
@@ -324,7 +344,9 @@ def checkpoint(folder, mesh):
 
 
 def start(number, address, folder):
-    env = os.environ | {
+    tests_own = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(tests_own)}
+    env |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
         "JAX_COORDINATOR_ADDRESS": address,
