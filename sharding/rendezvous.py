@@ -179,9 +179,10 @@ def _listener(me: Membership) -> socket.socket:
             )
         except OSError as error:
             if time.monotonic() > until:
+                why = os.strerror(error.errno or 0)
                 raise ValueError(
-                    f"{me}: it can't listen at port {port} ({error.strerror}); name a free port of "
-                    "this machine in JAX_COORDINATOR_ADDRESS, or end what listens there"
+                    f"{me}: it can't listen at port {port} ({why}); name a free port of this "
+                    "machine in JAX_COORDINATOR_ADDRESS, or end what listens there"
                 ) from error
             time.sleep(0.5)
 
@@ -271,7 +272,7 @@ def _knock(me: Membership, hello: Mapping[str, Any]) -> Link:
             )
         if now - began > word_at:
             word_at += WORD_S
-            _say(f"{me} waits for process 0: nobody listens there yet ({why})")
+            _say(f"{me} waits for process 0 ({why})")
         time.sleep(0.3)
 
 
@@ -291,7 +292,7 @@ def _ask(
             if (answer := _read(connection)) is not None:
                 return answer, connection, ""
     connection.close()
-    return None, connection, "what listens there is something else"
+    return None, connection, "another program listens there"
 
 
 def _go_on(me: Membership, connection: socket.socket, answer: Mapping[str, Any]) -> Link:
