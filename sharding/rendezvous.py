@@ -196,7 +196,8 @@ def _receive_all(
     answer: dict[str, Any] = {}
     while not (answer and 0 in links) and listener.fileno() >= 0:  # this process comes, too
         with contextlib.suppress(OSError):  # nobody comes, or goes again at once
-            answer = _let_in(listener.accept()[0], own, links) or answer
+            problem = _let_in(listener.accept()[0], own, links)
+            answer = answer or problem
         for number in [n for n, link in links.items() if _is_gone(link.connection)]:
             links.pop(number).connection.close()
         waited, missing = time.monotonic() - began, sorted({*range(me.total)} - {*links})
@@ -227,17 +228,21 @@ def _let_in(
         connection.close()
         return {}
     connection.setblocking(False)
+    _keep_alive(connection)
     number, name = hello["number"], hello["name"]
     before = links.pop(number, None)
     links[number] = Link(connection, name)
-    if before is not None and not _is_gone(before.connection):
-        links[-1] = before  # is answered, too
+    if before is not None and _is_gone(before.connection):
+        before.connection.close()
+        before = None
+    if before is not None:
+        links[-len(links)] = before  # is answered, too
     for fact, theirs in hello["facts"].items():
         if theirs != (ours := own["facts"].get(fact)):
             text = f"process {number} has {fact}={theirs}, process 0 has {ours}"
             return {"wrong": f"{text}; start all of them alike"}
-    if -1 in links:
-        both = f"{links[-1].name} and {name}"
+    if before is not None:
+        both = f"{before.name} and {name}"
         return {"wrong": f"two have the number {number}, {both}; give each its own JAX_PROCESS_ID"}
     return {}
 
@@ -301,6 +306,7 @@ def _go_on(me: Membership, connection: socket.socket, answer: Mapping[str, Any])
             connection.close()
             raise error(f"{me}: {answer[kind]}")
     connection.settimeout(None)
+    _keep_alive(connection)
     return Link(connection, answer["name"])
 
 
@@ -318,9 +324,16 @@ def _read(connection: socket.socket) -> dict[str, Any] | None:
     return None
 
 
+def _keep_alive(connection: socket.socket) -> None:
+    """Let a firewall not take a connection for dead on which nothing is said for hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+
+
 def _is_gone(connection: socket.socket) -> bool:
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return connection.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:

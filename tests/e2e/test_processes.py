@@ -174,7 +174,7 @@ def test_an_error_of_the_first_reaches_all(workshop, two):
     run_dir = workshop.folder()
     run_dir.write_text("in the way")
     for result in two(run_dir=run_dir):
-        assert result.status != 0
+        assert result.status == 2
         assert "run_dir" in result.err
 
 
@@ -218,7 +218,7 @@ def test_a_folder_in_use_is_refused_and_a_signal_to_one_process_saves_all(
     running = start(*words, run_dir=run_dir)
     assert until((run_dir / "versions.json").exists, running[0])
     for result in two(*words, run_dir=run_dir):
-        assert result.status != 0
+        assert result.status == 2
         assert "another process is running in" in result.err
     metrics = run_dir / "metrics.jsonl"
     assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 1, running[0])

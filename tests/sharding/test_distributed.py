@@ -131,7 +131,8 @@ def meet(monkeypatch):
     return run
 
 
-def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys):
+def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys, monkeypatch):
+    monkeypatch.setenv(rendezvous.START_TIMEOUT, "20")
     address = free_address()
 
     def scan():
@@ -146,7 +147,7 @@ def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys):
 
     scanner = threading.Thread(target=scan)
     scanner.start()
-    delays = {2: 0.0, 0: 0.5, 1: 1.0}
+    delays = {2: 0.0, 0: 0.6, 1: 2.0}
     came = meet(
         *({"address": address, "number": n, "total": 3, "after": delays[n]} for n in delays)
     )
