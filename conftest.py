@@ -266,8 +266,10 @@ def _small_disk(folder, size):
         or subprocess.run(mount, check=False, capture_output=True).returncode
     ):
         pytest.skip("needs the right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,7 @@ class PendingProgram:
             jax.monitoring.record_event(BEGUN, label=self.label)
             with _compiling():
                 self._compiled = self._compile()
+            distributed.wait_for_all(f"compiled {self.label}")
             is_done = True
         except Exception as error:  # whoever needs it gets to know
             self._error, is_done = error, True

@@ -6,25 +6,30 @@ global one without communication (`put`), and a global one is gathered to come b
 Python objects travel through the coordination service, without the devices.
 """
 
+import atexit
+import collections
 import contextlib
+import importlib.metadata
 import itertools
 import os
 import pickle
-import re
+import selectors
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 from jax._src.distributed import global_state  # the public API has no way to its client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxrl_llm.sharding import rendezvous
+from jaxrl_llm.sharding.rendezvous import Link, find_membership
+
 T = TypeVar("T")
 
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT = "JAXRL_LLM_HEARTBEAT_TIMEOUT_S"
 HEARTBEAT_TIMEOUT_S = 100  # after which a process that is silent counts as lost
 FAILED = "jaxrl_llm/failed"
@@ -34,63 +39,12 @@ PART_BYTES = 2**20  # of one message: the service's messages are bounded
 THREADS_PER_DEVICE = 16  # of the CPU; most of them sleep
 FOREVER_MS = 7 * 24 * 3600 * 1000  # a process that is gone ends the others
 
+LONGEST_WAIT_MS = 600 * 1000
+
 _numbers = itertools.count()
+_visits = collections.Counter[str]()
 _own_keys: list[tuple[int, str]] = []
 _ending = threading.Event()
-
-
-class Membership(NamedTuple):
-    """Where the first process listens, how many there are, and which of them this is."""
-
-    address: str
-    total: int
-    number: int
-
-
-def find_membership(environment: Mapping[str, str]) -> Membership | None:
-    """Find out which of several processes this is, from its environment.
-
-    That is `JAX_COORDINATOR_ADDRESS` (host:port of the first process), `JAX_NUM_PROCESSES` and
-    `JAX_PROCESS_ID`, or else what Slurm tells each task of a job step with several tasks.
-    jax's own detection reads only the first of these, and gives a Slurm task one device, not all.
-
-    Args:
-        environment: Variables by name.
-
-    Returns:
-        The membership, or None where nothing says that there are several processes.
-
-    Raises:
-        ValueError: Only some of the variables are set, or they contradict each other.
-
-    >>> find_membership({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7",
-    ...                  "SLURM_STEP_NODELIST": "gpu[03-06],x1"})
-    Membership(address='gpu03:61447', total=4, number=1)
-    """
-    given = [name for name in VARIABLES if environment.get(name)]
-    if not given and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        first_node = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
-        assert first_node is not None, "Slurm names at least one node"
-        port = 61440 + int(environment["SLURM_JOB_ID"]) % 4096
-        total, number = (environment[name] for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-        return Membership(f"{first_node[1]}{first_node[2] or ''}:{port}", int(total), int(number))
-    if not given:
-        return None
-    missing = [name for name in VARIABLES if name not in given]
-    if missing:
-        raise ValueError(
-            f"{', '.join(given)} set without {', '.join(missing)}: set all three in every process, "
-            "or none of them to run in one process"
-        )
-    address, total, number = (environment[name] for name in VARIABLES)
-    if not re.fullmatch(r".+:\d+", address):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}, expected host:port")
-    if not (total.isdecimal() and number.isdecimal() and int(number) < int(total)):
-        raise ValueError(
-            f"JAX_NUM_PROCESSES={total!r} and JAX_PROCESS_ID={number!r}; expected a number of "
-            "processes, and for each of them another number from 0 on"
-        )
-    return Membership(address, int(total), int(number))
 
 
 def initialize() -> None:
@@ -99,12 +53,13 @@ def initialize() -> None:
     It comes before anything else that uses jax's devices. Several CPU devices get threads enough: a
     collective holds one until all have come, in whatever order each device took its collectives,
     and XLA's default of one for each device can run out. From then on a process whose
-    `abort_together` sees an error ends the others, and one that dies is noticed by jax: at once
-    where its connection breaks, else by `HEARTBEAT_TIMEOUT_S` without a heartbeat, or by as many
-    seconds as the variable `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` says.
+    `abort_together` sees an error ends the others. So does one that dies, whose connection breaks;
+    where a whole machine is lost, jax notices by `HEARTBEAT_TIMEOUT_S` without a heartbeat, or by
+    as many seconds as the variable `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` says.
 
     Raises:
-        ValueError: The environment is incomplete.
+        ValueError: The environment is incomplete, or the processes can't make up a run; see `meet`.
+        TimeoutError: They did not all come.
     """
     settings: Any = jax.config
     devices = settings.jax_num_cpu_devices
@@ -113,14 +68,20 @@ def initialize() -> None:
     membership = find_membership(os.environ)
     if membership is None or membership.total == 1 or global_state.client is not None:
         return
+    heartbeat_s = rendezvous.seconds_of(HEARTBEAT, HEARTBEAT_TIMEOUT_S)
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    links = rendezvous.meet(membership, versions)
     settings.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing
     jax.distributed.initialize(
         *membership,
         cluster_detection_method="deactivate",
-        heartbeat_timeout_seconds=int(os.environ.get(HEARTBEAT, HEARTBEAT_TIMEOUT_S)),
+        initialization_timeout=rendezvous.start_timeout(),
+        heartbeat_timeout_seconds=heartbeat_s,
     )
     jax.devices()  # the processes tell each other theirs, which takes all of them
     threading.Thread(target=_watch, daemon=True, name="processes").start()
+    atexit.register(_leave, links)
+    threading.Thread(target=_watch_links, args=(links,), daemon=True, name="links").start()
 
 
 def process_count() -> int:
@@ -267,6 +228,23 @@ def all_gather(item: T) -> list[T]:
     return items
 
 
+def wait_for_all(place: str) -> None:
+    """Wait until all processes have come to a place, each as often as this one; from any thread.
+
+    A collective whose program one process still compiles waits for it 30 seconds on CPUs. So all
+    wait here before they first run it; ten minutes at most, as the collective would fail, too.
+
+    Args:
+        place: Its name.
+
+    >>> wait_for_all("compiled decode 8 x 16")
+    """
+    if process_count() > 1:
+        _visits[place] += 1
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _client().wait_at_barrier(f"jaxrl_llm/{place}/{_visits[place]}", LONGEST_WAIT_MS)
+
+
 def run_on_first(make: Callable[[], T]) -> T:
     """Call a function in the first process; the others wait for it.
 
@@ -336,15 +314,23 @@ def _parts(turn: int, sender: int) -> Iterable[bytes]:
 # --------------------------------------------------------------------------- the end
 
 
+def _failed(error: BaseException) -> int:
+    return 1
+
+
 @contextlib.contextmanager
-def abort_together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def abort_together(
+    agreed: tuple[type[BaseException], ...] = (),
+    status: Callable[[BaseException], int] = _failed,
+) -> Iterator[None]:
     """End all processes when this one fails: an error that leaves the block is told to the others.
 
-    They print it and end with status 1, wherever they wait. This process has some seconds to clean
-    up and to report, then it ends, too.
+    They print it and end, wherever they wait. This process has some seconds to clean up and to
+    report, then it ends, too.
 
     Args:
         agreed: Errors that all processes raise at the same place, so that nobody has to be told.
+        status: error -> exit status of all processes.
 
     >>> with abort_together():
     ...     pass
@@ -355,10 +341,8 @@ def abort_together(agreed: tuple[type[BaseException], ...] = ()) -> Iterator[Non
         raise
     except BaseException as error:
         if process_count() > 1 and not _ending.is_set():
-            _ending.set()
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
-                _client().key_value_set(FAILED, f"{process_index()} {text}")
+            _announce(process_index(), status(error), text)
         raise
 
 
@@ -371,11 +355,19 @@ def is_aborting() -> bool:
     return _ending.is_set()
 
 
+def _announce(number: int, status: int, text: str) -> None:
+    """Tell all processes that one has failed; this one knows."""
+    _ending.set()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
+        _client().key_value_set(FAILED, f"{number} {status} {text}")
+
+
 def _watch() -> None:
+    """End this process some time after any of them has failed."""
     while True:
         time.sleep(LOOK_SECONDS)
         try:
-            who, _, text = _client().key_value_try_get(FAILED).partition(" ")
+            who, status, text = _client().key_value_try_get(FAILED).split(" ", 2)
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 continue
@@ -386,6 +378,39 @@ def _watch() -> None:
             sys.stderr.write(f"process {process_index()} ends, as process {who} failed: {text}\n")
         if _ending.is_set() or is_first():  # without the first, jax aborts the others
             time.sleep(GRACE_SECONDS + is_first())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _end(int(status))
+
+
+def _watch_links(links: Mapping[int, Link]) -> None:
+    """End the run when the connection to a process breaks that has not said that it leaves."""
+    with selectors.DefaultSelector() as selector:
+        for number, link in links.items():
+            selector.register(link.connection, selectors.EVENT_READ, number)
+        while selector.get_map():
+            for key, _ in selector.select():
+                selector.unregister(key.fileobj)
+                if not rendezvous.has_left(links[key.data]):
+                    _lose(key.data, links[key.data].name)
+
+
+def _lose(number: int, name: str) -> None:
+    if _ending.is_set():
+        return
+    text = f"{name} is gone without a word; was it killed?"
+    sys.stderr.write(f"process {process_index()} ends, as process {number} failed: {text}\n")
+    if not is_first():  # jax would abort this one in a moment
+        _end(1)
+    with contextlib.suppress(AttributeError):  # the run is over
+        _announce(number, 1, text)
+
+
+def _leave(links: Mapping[int, Link]) -> None:
+    """Say to the others that this process ends as it should."""
+    for link in links.values():
+        rendezvous.leave(link)
+
+
+def _end(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -34,7 +34,7 @@ from jaxrl_llm.cluster.resources import (
 )
 from jaxrl_llm.config.sections.cluster import ClusterConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.sharding.distributed import VARIABLES
+from jaxrl_llm.sharding.rendezvous import VARIABLES
 
 RPC_TIMEOUT_S = 20.0  # for a call to another node
 HEAD_NODE_RESOURCE = "node:__internal_head__"

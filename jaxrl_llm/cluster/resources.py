@@ -15,7 +15,7 @@ from jaxrl_llm.cluster.actors import ProcessEnv, ProcessInfo
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.sections.cluster import ClusterConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding import rendezvous
 
 FORWARDED_PREFIXES = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")
 """Of the environment variables that all processes take over from the launcher."""
@@ -55,7 +55,7 @@ class Requirements(NamedTuple):
         if self.on_cpus:
             env["JAX_NUM_CPU_DEVICES"] = str(self.devices[engine_of is not None])
         if engine_of is not None:  # whatever the variables of the launcher or the node say
-            env |= dict(zip(distributed.VARIABLES, ("localhost:1", "1", "0"), strict=True))
+            env |= dict(zip(rendezvous.VARIABLES, ("localhost:1", "1", "0"), strict=True))
         env |= {name: str(value) for name, value in cluster.env.items()}
         return ProcessEnv(str(Path.cwd()), env)
 

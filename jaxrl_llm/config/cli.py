@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config.complete import complete_words
-from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import PREEMPTED, ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.files import read_config
 from jaxrl_llm.config.functions import renamed_functions
 from jaxrl_llm.config.keys import Section
@@ -19,7 +19,6 @@ from jaxrl_llm.monitoring.activity import ACTIVITIES
 
 Config = TypeVar("Config", bound=Section)
 
-PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,13 +54,11 @@ def config_main(
             return 0
         with ACTIVITIES.reported():
             run(config)
-    except ConfigError as error:
-        return _report(error, 2)
     except Preempted as error:
         sys.stderr.write(f"preempted: {error}\n")
         return PREEMPTED
-    except RunError as error:
-        return _report(error, 1)
+    except (ConfigError, RunError) as error:
+        return _report(error, exit_status(error))
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise

@@ -24,6 +24,19 @@ class Preempted(RunError):
     """A run that was told to end, and has saved where it stands: the same command continues."""
 
 
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
+
+
+def exit_status(error: BaseException) -> int:
+    """Return the status with which a program ends that an error has ended.
+
+    >>> exit_status(ConfigError("seed: expected a number"))
+    2
+    """
+    statuses = {ConfigError: 2, Preempted: PREEMPTED, KeyboardInterrupt: 130}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 1)
+
+
 @contextlib.contextmanager
 def config_errors_at(key: str) -> Iterator[None]:
     """Turn a TypeError, ValueError or OSError into a one-line ConfigError that begins with `key`.

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.keys import STRICT, Number, Section
 from jaxrl_llm.config.rules import check
+from jaxrl_llm.config.sections.agent import episodes_have_one_process
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.batch import BatchConfig
 from jaxrl_llm.config.sections.checkpoint import CheckpointConfig
@@ -109,8 +110,7 @@ class TrainConfig(Section):
             devices_are_of_engines,
             sidecars_fit_devices,
             reward_tasks_divide,
-            vllm_has_one_trainer_or_nodes,
-            agents_have_one_trainer,
+            cluster_can_train,
             stale_answers_are_corrected,
             stale_answers_have_their_engine,
             schedules_are_of_stale_answers,
@@ -307,23 +307,30 @@ def reward_tasks_divide(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def vllm_has_one_trainer_or_nodes(config: TrainConfig) -> Iterator[str]:
-    """Refuse several training processes that each start vLLM."""
-    processes = training_processes(config.cluster) if config.cluster else 1
-    if config.rollout.engine == "vllm" and config.rollout.nodes == 0 and processes > 1:
+def cluster_can_train(config: TrainConfig) -> Iterator[str]:
+    """Refuse a cluster's processes before it is started."""
+    if config.cluster:
+        yield from processes_can_train(config, training_processes(config.cluster))
+
+
+def processes_can_train(config: TrainConfig, processes: int) -> Iterator[str]:
+    """Refuse several training processes where each would do what only one may.
+
+    Args:
+        config: of the run.
+        processes: that train, of a cluster or not.
+    """
+    rollout = config.rollout
+    yield from episodes_have_one_process(rollout, processes, "rollout.")
+    if rollout.engine == "vllm" and rollout.nodes == 0 and processes > 1:
         yield (
             f"rollout.engine is vllm, but there are {processes} training processes: give vLLM "
             "nodes of its own (rollout.nodes), or train by one process"
         )
-
-
-def agents_have_one_trainer(config: TrainConfig) -> Iterator[str]:
-    """Refuse several training processes, of which each would run the tools."""
-    processes = training_processes(config.cluster) if config.cluster else 1
-    if config.rollout.has_episodes and processes > 1:
+    if rollout.staleness and rollout.nodes and processes > 1:
         yield (
-            f"rollout.agent, rollout.tools and rollout.environment need one training process, got "
-            f"{processes} (cluster.nodes · cluster.processes_per_node)"
+            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs one "
+            f"training process, got {processes}"
         )
 
 
@@ -341,15 +348,8 @@ def stale_answers_are_corrected(config: TrainConfig) -> Iterator[str]:
 def stale_answers_have_their_engine(config: TrainConfig) -> Iterator[str]:
     """Refuse engines on nodes of their own where they could not leave answers before their end."""
     rollout = config.rollout
-    if not rollout.staleness or not rollout.nodes:
-        return
-    processes = training_processes(config.cluster) if config.cluster else 1
-    if processes > 1:
-        yield (
-            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs one "
-            f"training process, got {processes} (cluster.nodes · cluster.processes_per_node)"
-        )
-    if rollout.has_episodes and rollout.order == "free":
+    stale = rollout.staleness and rollout.nodes
+    if stale and rollout.has_episodes and rollout.order == "free":
         yield (
             f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs "
             "rollout.order: lockstep, got free: turns in flight could not be left"

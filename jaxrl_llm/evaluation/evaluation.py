@@ -18,6 +18,7 @@ from jaxrl_llm.compilation import compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.sections.agent import episodes_have_one_process
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
@@ -50,8 +51,9 @@ from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
+from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.layouts import begin_process, open_layout
+from jaxrl_llm.training.layouts import all_devices, open_layout
 
 METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores outside 0 to 1"
 
@@ -62,8 +64,9 @@ log = logging.getLogger(__name__)
 
 def run_evaluation(config: EvaluateConfig) -> Report:
     """Sample, score, print and write; return the contents of metrics.json."""
-    begin_process()
-    with distributed.abort_together():
+    join(config, episodes_have_one_process)
+    with ending_together():
+        all_devices()
         if config.has_episodes:
             check_episode_functions(config)
         return _evaluate(config)

@@ -2,10 +2,14 @@
 
 import logging
 import os
+import sys
 import warnings
+from typing import Any
 
 from jaxrl_llm.monitoring.streams import log_to_stderr
 from jaxrl_llm.sharding import distributed
+
+_shown = sys.unraisablehook
 
 
 def quiet_libraries() -> None:
@@ -21,3 +25,13 @@ def quiet_libraries() -> None:
     logging.getLogger("jaxrl_llm").setLevel(
         logging.INFO if distributed.is_first() else logging.WARNING
     )
+    global _shown
+    if sys.unraisablehook is not _show_unraisable:
+        _shown, sys.unraisablehook = sys.unraisablehook, _show_unraisable
+
+
+def _show_unraisable(unraisable: Any) -> None:
+    """Leave out what comes back to orbax after its first error, which the run reports."""
+    late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+    if not late:
+        _shown(unraisable)

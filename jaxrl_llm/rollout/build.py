@@ -20,7 +20,6 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.kernel_choice import choose_cache_kernel, choose_experts
 
@@ -53,11 +52,6 @@ def local_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path
         engine = native_engine(config, model, layout)
         engine.compile_ahead()
         return engine
-    if distributed.process_count() > 1:
-        raise ConfigError(
-            f"rollout.engine is vllm, but the run has {distributed.process_count()} training "
-            "processes: give vLLM nodes of its own (rollout.nodes), or train by one process"
-        )
     from jaxrl_llm.rollout.vllm.engine import VllmEngine
 
     with config_errors_at("rollout"):

@@ -6,15 +6,17 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import filelock
 import jax
+from jax._src import compiler  # the public API has no way to let another process write
+from jax._src.compilation_cache import put_executable_and_time
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxrl_llm.sharding.distributed import process_count
+from jaxrl_llm.sharding.distributed import process_count, process_index
 
 MOST_BYTES = 8 * 2**30
 """Of a user's compiled programs; the least recently used ones go first."""
@@ -60,8 +62,8 @@ def _processor() -> str:
 def use_compilation_cache(own: Path | None = None) -> Iterator[None]:
     """Keep what XLA compiles, where a later process with the same programs finds it.
 
-    It is the user's folder, or the run's own where several processes share a run, of which all read
-    and the first one writes, and where nothing can be kept at home. Small programs are kept, too: a
+    It is the user's folder, or the run's own where several processes share a run, and where nothing
+    can be kept at home. Small programs are kept, too: a
     run has dozens of them. A folder that the user has given to jax is taken as it is, and so is
     each of its settings that the environment makes.
 
@@ -82,12 +84,43 @@ def use_compilation_cache(own: Path | None = None) -> Iterator[None]:
     try:
         for name, value in changed.items():
             jax.config.update(name, value)
-        yield
+        with _keeping_own_programs():
+            yield
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         if changed:
             compilation_cache.reset_cache()  # it stays in the folder that it was first used with
+
+
+@contextlib.contextmanager
+def _keeping_own_programs() -> Iterator[None]:
+    """Let a process that is not the first keep what it compiles for CPUs.
+
+    jax lets the first one write alone, for all. But what a program for CPUs is found by has the
+    place of its process in it, so that nothing of the first one's is ever found by another.
+    """
+    if process_index() == 0 or jax.default_backend() != "cpu":
+        yield
+        return
+    jax_writes, compiler._cache_write = compiler._cache_write, _keep
+    try:
+        yield
+    finally:
+        compiler._cache_write = jax_writes
+
+
+def _keep(
+    key: str, seconds: float, name: str, backend: Any, program: Any, callbacks: Sequence[Any]
+) -> None:
+    """Do as `jax._src.compiler._cache_write` does in the first process."""
+    settings: Any = jax.config
+    if callbacks or seconds < settings.jax_persistent_cache_min_compile_time_secs:
+        return
+    try:
+        put_executable_and_time(key, name, program, backend, int(seconds))
+    except Exception as error:  # as jax: it only takes time
+        log.warning("the compiled program %s is not kept: %s", name, error)
 
 
 def _user_settings() -> dict[str, Any]:

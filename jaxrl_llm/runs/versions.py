@@ -18,6 +18,12 @@ PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain
 """Packages whose versions change a run's results."""
 
 
+def package_versions() -> dict[str, str]:
+    """Return the versions of this library, of Python and of `PACKAGES`."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"jaxrl_llm": __version__, "python": platform.python_version(), **versions}
+
+
 def collect_versions(seed: int) -> dict[str, Any]:
     """Return what a run can be repeated by.
 
@@ -35,11 +41,9 @@ def collect_versions(seed: int) -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     return {
-        "jaxrl_llm": __version__,
+        **package_versions(),
         "git_commit": git("rev-parse", "HEAD"),
         "git_changed_files": git("status", "--porcelain"),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": [d.device_kind for d in jax.devices()],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "compiler_options": {task: compiler_options(task, jax.devices()) or {} for task in Task},

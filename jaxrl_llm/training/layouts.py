@@ -78,14 +78,10 @@ def overlaps_training(config: TrainConfig, layouts: Layouts) -> bool:
     return overlaps
 
 
-def begin_process() -> None:
-    """Join the other processes and open the devices, before a function of a user's needs them."""
-    distributed.initialize()
-    all_devices()
-
-
 def all_devices() -> Sequence[Any]:
     """Return all devices that jax has.
+
+    A run opens them before it calls a function of a user's, which would be blamed otherwise.
 
     Raises:
         ConfigError: it can't open the platform that it is to use.
@@ -139,7 +135,7 @@ def open_layout(
         has_own_axes: as for `own_rules`.
 
     Raises:
-        ConfigError: the devices don't make up this mesh, or a rule is none.
+        ConfigError: the devices don't make up this mesh, leave a process out, or a rule is none.
     """
     devices = all_devices() if devices is None else devices
     end = None if sizes.devices is None else sizes.first_device + sizes.devices
@@ -148,6 +144,11 @@ def open_layout(
         raise ConfigError(
             f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices}, but "
             f"there are {len(devices)} devices"
+        )
+    if left_out := {d.process_index for d in devices} - {d.process_index for d in chosen}:
+        raise ConfigError(
+            f"mesh.{name}: first_device={sizes.first_device} with devices={sizes.devices} has no "
+            f"device of process {min(left_out)}: name devices of every process, or start one"
         )
     with config_errors_at(f"mesh.{name}"):
         along = {

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.compiler_options import Task, compiler_options
-from jaxrl_llm.config.errors import ConfigError, Preempted
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for
 from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.data.generated import prepare_files
@@ -45,10 +45,11 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.runs.summary import closing_lines
+from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.layouts import begin_process, open_layout, packed_shape
+from jaxrl_llm.training.layouts import all_devices, open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
@@ -104,9 +105,10 @@ class PreferenceRun:
 
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
-    begin_process()
-    with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
+    join(config)
+    with ending_together(), ACTIVITIES.reported():
         quiet_libraries()
+        all_devices()
         check_trackers(config)
         loss = load_preference_loss(config)
         optimizer, schedule = make_optimizer(config.optim)
@@ -117,7 +119,7 @@ def run_prefer(config: PreferConfig) -> None:
             raise ConfigError(
                 f"export_to: {config.export_to!r} exists; remove it or name another one"
             )
-        with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
+        with contextlib.ExitStack() as stack, ending_together():
             folder = stack.enter_context(run_folder(config.run_dir, config))
             run = _open(config, loss, optimizer, schedule, folder, stack)
             state, model, base, display = _train(config, run, folder.path)

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.train import TrainConfig, processes_can_train
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.evaluation.policy import Policy
@@ -33,10 +33,11 @@ from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.runs.summary import closing_lines
+from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import copy_on_device
 from jaxrl_llm.training.build import build_stages, read_checked_rows
-from jaxrl_llm.training.layouts import begin_process
+from jaxrl_llm.training.layouts import all_devices
 from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
@@ -313,9 +314,10 @@ def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
 ) -> tuple[AlgorithmFunctions, RunFolder]:
     """Check what needs no model, and hold the run's folder."""
-    begin_process()
-    stack.enter_context(distributed.abort_together((Preempted,)))
+    join(config, processes_can_train)
+    stack.enter_context(ending_together())
     quiet_libraries()
+    all_devices()
     stack.enter_context(ACTIVITIES.reported())
     with activity("checking the config"):
         functions = resolve_functions(config)  # wrong names fail before anything is loaded
@@ -332,7 +334,7 @@ def _build(
     """Make what the run needs, and build it where it stands; it takes over the stack."""
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    stack.enter_context(distributed.abort_together((Preempted,)))
+    stack.enter_context(ending_together())
     stack.enter_context(context.reporting_failure())
     watchdog = stack.enter_context(open_watchdog(config))
     path = folder.path
@@ -385,8 +387,7 @@ def warm_start(config: TrainConfig) -> None:
         mesh = dataclasses.replace(sft.mesh, rules=config.mesh.rules)
         sft = dataclasses.replace(sft, model=own, mesh=mesh)
     recipe = recipe_of(sft)
-    # another recipe must not continue this one's checkpoints
-    text = json.dumps(recipe, sort_keys=True)
+    text = json.dumps(recipe, sort_keys=True)  # another one has checkpoints of its own
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(text)[:8]}")
     with _errors_of_warm_start(), activity("making the base model"):
         build_once(path, recipe, lambda: run_sft(sft, hints=False))

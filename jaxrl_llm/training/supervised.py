@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
-from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.sft import SftConfig, SftTeacherConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
@@ -38,10 +38,11 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.runs.summary import closing_lines
+from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.check_functions import check_divergence
-from jaxrl_llm.training.layouts import begin_process, open_layout, packed_shape, takes_long_rows
+from jaxrl_llm.training.layouts import all_devices, open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_functions import find_divergence
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.microbatches import Fields
@@ -63,9 +64,10 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         config: of the run.
         hints: whether to print what can be done with the model.
     """
-    begin_process()
-    with distributed.abort_together((Preempted,)), ACTIVITIES.reported():
+    join(config)
+    with ending_together(), ACTIVITIES.reported():
         quiet_libraries()
+        all_devices()
         check_trackers(config)
         optimizer, schedule = make_optimizer(config.optim)
         if config.teacher.path is not None:
@@ -78,7 +80,7 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
             raise ConfigError(
                 f"export_to: {config.export_to!r} exists; remove it or name another one"
             )
-        with contextlib.ExitStack() as stack, distributed.abort_together((Preempted,)):
+        with contextlib.ExitStack() as stack, ending_together():
             folder = stack.enter_context(run_folder(config.run_dir, config))
             params, model, base, display = _train(config, optimizer, schedule, folder, stack)
             source = config.model.path

@@ -18,7 +18,7 @@ from jaxrl_llm.cluster.resources import (
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.sharding.distributed import find_membership
+from jaxrl_llm.sharding.rendezvous import find_membership
 
 HEAD = {"Alive": True, "Resources": {"CPU": 4.0}}
 NODE = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}

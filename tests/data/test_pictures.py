@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps, PngImagePlugin
 
 from jaxrl_llm.data.visuals import videos
 from jaxrl_llm.data.visuals.pictures import MAX_PIXELS, PictureError, read_picture, read_size
@@ -120,18 +120,96 @@ def test_of_16_bits_the_upper_ones_count():
     assert (read == (gray >> 8)[..., None]).all()
 
 
-@pytest.mark.parametrize("turn", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_pictures_stand_upright_as_in_transformers(kind, turn, tmp_path):
+def turned(kind, tag, count, value):
+    """Return a picture of 9 x 6 blocks whose EXIF has the tag of orientation in this form."""
+    entry = struct.pack("<HHI", 0x0112, tag, count)
+    inline = len(value) <= 4
+    entry += value.ljust(4, b"\0") if inline else struct.pack("<I", 26)
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x01\0" + entry + b"\0" * 4 + (b"" if inline else value)
+    return encoded(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8)), kind, exif=exif)
+
+
+def forms_of_orientation(n):
+    """Return ways in which writers have an orientation: the type, how many, and the bytes."""
+    return {
+        "SHORT": (3, 1, struct.pack("<H", n)),
+        "LONG": (4, 1, struct.pack("<I", n)),
+        "BYTE": (1, 1, bytes([n % 256])),
+        "two BYTE": (1, 2, bytes([n % 256] * 2)),
+        "SBYTE": (6, 1, struct.pack("<b", n % 128)),
+        "UNDEFINED": (7, 1, bytes([n % 256])),
+        "ASCII": (2, 2, b"%d\0" % (n % 10)),
+        "two SHORT": (3, 2, struct.pack("<HH", n, n)),
+        "SSHORT": (8, 1, struct.pack("<h", -n)),
+        "SLONG": (9, 1, struct.pack("<i", n)),
+        "RATIONAL": (5, 1, struct.pack("<II", 3 * n, 3)),
+        "by zero": (5, 1, struct.pack("<II", n, 0)),
+        "FLOAT": (11, 1, struct.pack("<f", n)),
+        "half": (12, 1, struct.pack("<d", n + 0.5)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.filterwarnings("ignore:Metadata Warning")
+def test_pictures_stand_upright_as_in_transformers(kind):
+    """transformers' `load_image` calls `exif_transpose`."""
+    wrong = []
+    for n in (0, *range(1, 9), 9, 300):
+        for name, form in forms_of_orientation(n).items():
+            data = turned(kind, *form)
+            expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+            read = read_picture(data)
+            if read.tobytes() != expected.tobytes() or read_size(data) != expected.size:
+                wrong.append((name, n))
+    assert not wrong
+
+
+def test_xmp_turns_a_picture_as_in_pillow():
+    text = '<rdf:Description tiff:Orientation="6"/>'
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", text)
+    for data in (encoded(PIXELS, pnginfo=info), encoded(PIXELS, "JPEG", xmp=text.encode())):
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        assert read_picture(data).tobytes() == expected.tobytes()
+        assert read_size(data) == expected.size == (6, 9)
+
+
+def photos():
+    """Return JPEG files with something behind the picture, by what it is."""
+    first, second = Image.fromarray(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8))), WHITE
+    both = encoded(first, "MPO", save_all=True, append_images=[second])
+    alone = encoded(first, "JPEG")
+    entry = both.index(b"0100") + both[both.index(b"0100") :].index(struct.pack("<L", 0x030000))
+    stale = both[: entry + 24] + struct.pack("<L", 2**31) + both[entry + 28 :]
+    preview = (
+        alone[:2] + b"\xff\xe1" + struct.pack(">H", len(second_jpeg := encoded(second, "JPEG")) + 2)
+    )
+    return {
+        "a second picture": both,
+        "a second picture that was cut off": both[: both.rindex(b"\xff\xd8")],
+        "a second picture that moved": stale,
+        "a preview inside": preview + second_jpeg + alone[2:],
+        "a video behind it": alone + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 500,
+        "nothing": alone,
+    }
+
+
+WHITE = Image.new("RGB", (32, 24), "white")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", photos())
+def test_a_photo_is_its_first_picture_as_in_transformers(name, tmp_path):
     from transformers.image_utils import load_image
 
-    exif = Image.Exif()
-    exif[0x0112] = turn
-    data = encoded(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8)), kind, exif=exif)
-    (tmp_path / "a").write_bytes(data)
-    read = read_picture(data)
-    assert (np.asarray(read) == np.asarray(load_image(str(tmp_path / "a")))).all()
-    assert read_size(data) == read.size
+    data = photos()[name]
+    (tmp_path / "a.jpg").write_bytes(data)
+    expected = load_image(Image.open(io.BytesIO(data)))
+    for form in (data, "a.jpg", Image.open(io.BytesIO(data))):
+        assert read_picture(form, folder=tmp_path).tobytes() == expected.tobytes()
+        assert read_size(form, folder=tmp_path) == expected.size == (72, 48)
+    with pytest.raises(PictureError, match="expected a video of 2 to 768 frames, got 1"):
+        open_video(data)
 
 
 # ----------------------------------------------------------------------------------------- refused

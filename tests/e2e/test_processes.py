@@ -23,7 +23,7 @@ MESH = ("mesh.train={data: 2, fsdp: 4}",)
 def start(workshop, monkeypatch):
     """Starts a program as several processes, each with four devices."""
 
-    def run(*overrides, run_dir, count=2, **options):
+    def run(*overrides, run_dir, count=2, own=((), ()), **options):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -34,7 +34,8 @@ def start(workshop, monkeypatch):
                 patch.setenv("JAX_NUM_PROCESSES", str(count))
                 patch.setenv("JAX_PROCESS_ID", str(number))
                 patch.setenv("JAX_NUM_CPU_DEVICES", "4")
-                started.append(workshop.start(*overrides, run_dir=run_dir, **options))
+                words = (*overrides, *own[number]) if number < len(own) else overrides
+                started.append(workshop.start(*words, run_dir=run_dir, **options))
         return started
 
     return run
@@ -118,6 +119,33 @@ def test_a_teacher_on_a_server_is_asked_by_one_process_for_all(workshop, two):
         assert "the last: status 503: lost" in result.err
 
 
+COUNTED = """
+from pathlib import Path
+async def tool(word: str) -> str:
+    \'\'\'Count a call.\'\'\'
+    with Path("calls.log").open("a") as file:
+        file.write("called\\n")
+    return word
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_other_configs_or_with_tools_are_refused(workshop, two):
+    """All of them say the same, and end with status 2; nothing is begun."""
+    differ = ((), ("optim.schedule.value=0.1", "seed=7", "steps=9"))
+    for result in two("optim.schedule.value=0.001", "seed=0", "steps=3", own=differ):
+        assert result.status == 2, result.err
+        assert "process 1 has seed=7, process 0 has 0" in result.err
+        assert "process 1 has steps=9, process 0 has 3" in result.err
+        assert not result.run_dir.exists()
+    (workshop.root / "counted.py").write_text(COUNTED)
+    tools = f"[{workshop.root}/counted.py:tool]"
+    for result in two(f"rollout.tools={tools}"):
+        assert result.status == 2, result.err
+        assert "error: rollout.tools needs one process, got 2" in result.err
+    assert not (workshop.root / "calls.log").exists()
+
+
 FAILING = """
 import os
 def score(data_source, solution_str, ground_truth, extra_info=None):
@@ -146,7 +174,7 @@ def test_an_error_of_the_first_reaches_all(workshop, two):
     run_dir = workshop.folder()
     run_dir.write_text("in the way")
     for result in two(run_dir=run_dir):
-        assert result.status != 0
+        assert result.status == 2
         assert "run_dir" in result.err
 
 
@@ -160,8 +188,10 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on(workshop, two, star
     assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3, second)
     second.kill()
     began = time.monotonic()
-    assert workshop.finish(first, run_dir).status != 0
-    print(f"ended after {time.monotonic() - began:.0f} s")
+    result = workshop.finish(first, run_dir)
+    assert time.monotonic() - began < 20
+    assert result.status == 1
+    assert f"process 0 ends, as process 1 failed: PID {second.pid} on" in result.err
     second.communicate()
     again, _ = (result.ok() for result in two(*words, run_dir=run_dir))
     close(workshop, again, expected)
@@ -188,7 +218,7 @@ def test_a_folder_in_use_is_refused_and_a_signal_to_one_process_saves_all(
     running = start(*words, run_dir=run_dir)
     assert until((run_dir / "versions.json").exists, running[0])
     for result in two(*words, run_dir=run_dir):
-        assert result.status != 0
+        assert result.status == 2
         assert "another process is running in" in result.err
     metrics = run_dir / "metrics.jsonl"
     assert until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 1, running[0])

@@ -1,6 +1,8 @@
 """Checkpoints: exact, atomic, and kept as asked."""
 
 import errno
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.runs.checkpoint import CheckpointError
+from jaxrl_llm.monitoring.logs import quiet_libraries
+from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from tests.runs.states import EXTRA, assert_same, like, make_state, steps
 
@@ -268,3 +271,18 @@ def test_none_and_unknown_steps_are_named(opened, mesh, tmp_path):
     with pytest.raises(CheckpointError) as error:
         checkpoints.restore(like(make_state(mesh)), 5)
     assert str(error.value) == f"no checkpoint of step 5 in {tmp_path}; have [2, 3]"
+
+
+def test_a_full_disk_is_one_error_and_nothing_beside_it(small_disk, tmp_path, monkeypatch):
+    """orbax leaves its other writes alone, which come back to an event loop that is closed."""
+    complaints = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    quiet_libraries()
+    state = {f"w{i}": np.random.default_rng(i).random((64, 64), np.float32) for i in range(40)}
+    with small_disk(tmp_path, "900k") as folder:
+        checkpoints = Checkpoints(folder / "run", keep=None)
+        with pytest.raises(CheckpointError, match=r"can't save step \d in .*: No space left"):
+            for step in range(4):
+                checkpoints.save(step, state, EXTRA)
+        time.sleep(0.2)
+        assert complaints == []

@@ -2,10 +2,14 @@
 
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,8 +18,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from jaxrl_llm.sharding import distributed
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
+from jaxrl_llm.sharding import distributed, rendezvous
 from jaxrl_llm.sharding.mesh import make_mesh
 
 WEIGHTS = np.random.default_rng(0).standard_normal((1024, 768), np.float32)
@@ -40,12 +46,12 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch):
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}])
 def test_one_process(environment):
-    assert distributed.find_membership(environment) is None
+    assert rendezvous.find_membership(environment) is None
 
 
 def test_the_variables_come_before_slurm():
     given = ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert distributed.find_membership(SLURM | given) == ("host:1234", 2, 1)
+    assert rendezvous.find_membership(SLURM | given) == ("host:1234", 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     theirs = SlurmCluster.get_coordinator_address(None, None)
-    assert distributed.find_membership(environment) == (theirs, 8, 3)
+    assert rendezvous.find_membership(environment) == (theirs, 8, 3)
     assert theirs.startswith(f"{host}:")
 
 
@@ -83,11 +89,156 @@ def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
             {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
             "JAX_COORDINATOR_ADDRESS='host', expected host:port",
         ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "host:70000", "JAX_NUM_PROCESSES": "2"}
+            | {"JAX_PROCESS_ID": "0"},
+            "JAX_COORDINATOR_ADDRESS='host:70000', expected host:port",
+        ),
     ],
 )
 def test_an_incomplete_environment_is_refused(environment, message):
     with pytest.raises(ValueError, match=message):
-        distributed.find_membership(environment)
+        rendezvous.find_membership(environment)
+
+
+# --------------------------------------------------------------------- how they meet
+
+
+def free_address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """Lets processes meet, which are threads here; returns what each of them gets or raises."""
+    monkeypatch.setenv(rendezvous.START_TIMEOUT, "1")
+    monkeypatch.setattr(rendezvous, "STRANGER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 0.1)
+
+    def outcome(address, number, total=2, after=0.0, **facts):
+        time.sleep(after)
+        try:
+            return rendezvous.meet(rendezvous.Membership(address, total, number), facts)
+        except (ValueError, TimeoutError) as error:
+            return error
+
+    def run(*processes):
+        with ThreadPoolExecutor(len(processes)) as pool:
+            return list(pool.map(lambda process: outcome(**process), processes))
+
+    return run
+
+
+def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys, monkeypatch):
+    monkeypatch.setenv(rendezvous.START_TIMEOUT, "20")
+    address = free_address()
+
+    def scan():
+        host, port = address.split(":")
+        for _ in range(20):
+            try:
+                with socket.create_connection((host, int(port))) as other:
+                    other.sendall(b"GET / HTTP/1.1\r\n\r\n\n")
+                    return
+            except OSError:
+                time.sleep(0.05)
+
+    scanner = threading.Thread(target=scan)
+    scanner.start()
+    delays = {2: 0.0, 0: 0.6, 1: 2.0}
+    came = meet(
+        *({"address": address, "number": n, "total": 3, "after": delays[n]} for n in delays)
+    )
+    scanner.join()
+    links = dict(zip(delays, came, strict=True))
+    assert {number: set(ends) for number, ends in links.items()} == {0: {1, 2}, 1: {0}, 2: {0}}
+    told = capsys.readouterr().err
+    assert f"process 2 of 3 at {address} waits for process 0" in told
+    assert f"process 0 of 3 at {address} waits for process 1" in told
+    rendezvous.leave(links[1][0])
+    assert rendezvous.has_left(links[0][1])
+    links[2][0].connection.close()
+    assert not rendezvous.has_left(links[0][2])
+    with socket.create_server(("", int(address.split(":")[1]))):  # it is free for jax
+        pass
+    for link in (*links[0].values(), links[1][0]):
+        link.connection.close()
+
+
+HERE = free_address()
+GONE = free_address()
+NOT_MET = {
+    "another address": (
+        [{"number": 0}, {"number": 1, "address": GONE}],
+        [TimeoutError, TimeoutError],
+        f"process 0 of 2 at {HERE}: process 1 did not come in 1 s .*"
+        f"process 1 of 2 at {GONE}: nobody has listened there for 1 s .Connection refused",
+    ),
+    "no such host": (
+        [{"number": 1, "address": "no.invalid:1"}],
+        [TimeoutError],
+        "1 of 2 at no.inv",
+    ),
+    "not this machine's": ([{"number": 0, "address": GONE}], [TimeoutError], "0 of 2"),
+    "too few": (
+        [{"number": 0, "total": 4}, {"number": 2, "total": 4}],
+        [TimeoutError, TimeoutError],
+        "0 of 4 .* process 1, 3 did not come .*2 of 4 .* process 1, 3 did not come",
+    ),
+    "a number twice": (
+        [{"number": 0, "total": 3}, {"number": 1, "total": 3}, {"number": 1, "total": 3}],
+        [ValueError] * 3,
+        "(two have the number 1, PID .* and PID .*JAX_PROCESS_ID.*){3}",
+    ),
+    "0 twice": (
+        [{"number": 0}, {"number": 0, "after": 0.2}],
+        [TimeoutError, ValueError],
+        "0 of 2 at .* can't listen at port .* .Address already in use",
+    ),
+    "two numbers of processes": (
+        [{"number": 0}, {"number": 1, "total": 3}],
+        [ValueError, ValueError],
+        "(process 1 has JAX_NUM_PROCESSES=3, process 0 has 2.*){2}",
+    ),
+    "two versions": (
+        [{"number": 0, "jax": "0.10.2"}, {"number": 1, "jax": "0.11.0"}],
+        [ValueError, ValueError],
+        "(process 1 has jax=0.11.0, process 0 has 0.10.2.*){2}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_MET)
+def test_processes_that_do_not_meet_say_why(meet, name):
+    processes, kinds, message = NOT_MET[name]
+    began = time.monotonic()
+    came = meet(*({"address": HERE} | process for process in processes))
+    assert time.monotonic() - began < 15
+    assert [type(error) for error in came] == kinds
+    assert re.search(message, " ".join(map(str, came)))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n\n"])
+def test_an_address_where_another_program_listens_is_refused(meet, number, says):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer():
+            while True:
+                try:
+                    with other.accept()[0] as connection:
+                        connection.sendall(says)
+                except OSError:
+                    return
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        (error,) = meet({"address": address, "number": number})
+        other.shutdown(socket.SHUT_RDWR)
+    assert isinstance(error, ValueError)
+    assert f"process {number} of 2 at {address}" in str(error)
 
 
 def test_put_and_fetch_in_one_process():
@@ -150,8 +301,26 @@ def program():
         else:
             raise AssertionError("no error arrived")
 
+    for delay in (0.3, 0.0):  # each as often as the other
+        time.sleep(delay * me)
+        began = time.monotonic()
+        distributed.wait_for_all("a place")
+        assert time.monotonic() - began > delay * (1 - me) / 2
+
+    with use_compilation_cache(Path(sys.argv[1]) / "programs"):
+        assert [hits_of(placed["a"]) for _ in range(2)] == [0, 1]
     checkpoint(Path(sys.argv[1]), mesh)
     print("well")
+
+
+def hits_of(array):
+    """Return how many programs on all devices are found that this process has kept."""
+    counter = CompileCounter()
+    jax.clear_caches()
+    jax.block_until_ready(jax.jit(lambda x: (x - x.sum()) ** 3)(array))
+    hits = counter.metrics()["perf/compilation_cache_hits"]
+    counter.close()
+    return hits
 
 
 def like(mesh, *parts):
@@ -176,7 +345,9 @@ def checkpoint(folder, mesh):
 
 
 def start(number, address, folder):
-    env = os.environ | {
+    tests_own = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(tests_own)}
+    env |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
         "JAX_COORDINATOR_ADDRESS": address,

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,6 +31,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.directory import recipe_of
+from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import (
@@ -452,6 +455,26 @@ def test_devices_that_do_not_make_up_a_mesh(sizes, expected):
 )
 def test_rules_that_are_none(rules, expected):
     assert refusal(own_rules, rules).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (MeshSizes(devices=2), r"^mesh\.critic: .* devices=2 has no device of process 1:"),
+        (MeshSizes(first_device=3), r"^mesh\.critic: first_device=3 .* of process 0:"),
+        (MeshSizes(first_device=1, devices=2), None),
+    ],
+)
+def test_a_mesh_has_devices_of_every_process(sizes, expected, monkeypatch):
+    """An array that is moved to a mesh needs a part in every process that moves it."""
+    devices = [SimpleNamespace(process_index=n // 2, id=n) for n in range(4)]
+    mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
+    monkeypatch.setattr("jaxrl_llm.training.layouts.make_mesh", lambda along, chosen: mesh)
+    if expected is None:
+        assert open_layout(MeshConfig(), "critic", sizes, devices).mesh is mesh
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            open_layout(MeshConfig(), "critic", sizes, devices)
 
 
 def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():

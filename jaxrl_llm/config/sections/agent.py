@@ -1,5 +1,6 @@
 """The keys of episodes: agents, tools, environments, and what bounds them."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -103,3 +104,15 @@ class AgentConfig(Section):
     def has_episodes(self) -> bool:
         """Return whether there is anything but plain answers."""
         return bool(self.agent or self.tools or self.environment)
+
+
+def episodes_have_one_process(
+    config: AgentConfig, processes: int, prefix: str = ""
+) -> Iterator[str]:
+    """Refuse several processes that sample, of which each would run the tools."""
+    if config.has_episodes and processes > 1:
+        given = [name for name in ("agent", "tools", "environment") if getattr(config, name)]
+        yield (
+            f"{prefix}{given[0]} needs one process, got {processes}, of which each would run it: "
+            "start one"
+        )

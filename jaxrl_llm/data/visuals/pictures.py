@@ -8,6 +8,7 @@ import base64
 import binascii
 import contextlib
 import io
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 ON_THEIR_SIDE = (5, 6, 7, 8)
+TURNED_BY = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of Pillow's `info`
+JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # not in pixels, which may hold others
+END_OF_JPEG = b"\xff\xd9"
+WITHOUT_LENGTH = (b"\xff\x01", b"\xff\xd8")
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B"}
 
 
@@ -82,8 +87,7 @@ def read_picture(source: Any, *, folder: Path | None = None) -> Image.Image:
     with open_picture(source, folder=folder) as image:
         turn = TURNS.get(orientation(image))  # before pixels are read: `read_size` knows it so
         with refusing():
-            _check_scans(image)
-            rgb = as_rgb(image)
+            rgb = as_rgb(_alone(image))
             return rgb if turn is None else rgb.transpose(turn)
 
 
@@ -96,7 +100,8 @@ def open_picture(
     Args:
         source: as for `read_picture`.
         folder: as there.
-        frames: whether it may be animated.
+        frames: whether it may be animated. A photo with further pictures behind it (MPO), such as
+            a preview or a map of its gain, is not: the first one is the photo.
 
     Raises:
         PictureError: as there, as far as the header tells.
@@ -105,7 +110,7 @@ def open_picture(
         image = _as_image(source, folder, stack)
         _check_header(image)
         with refusing():
-            animated = getattr(image, "is_animated", False)
+            animated = getattr(image, "is_animated", False) and image.format != "MPO"
         if animated and not frames:
             raise PictureError("it is animated: expected a single picture, or a video")
         yield image
@@ -139,11 +144,15 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return how a picture is turned, by EXIF, from 1 (upright) to 8."""
-    if image.format == "PNG" and not {"exif", "Raw profile type exif"} & {*image.info}:
+    """Return how a picture is turned, by EXIF or XMP, from 1 (upright) to 8.
+
+    As in Pillow's `exif_transpose`, a value that is no such number means upright.
+    """
+    if image.format == "PNG" and not TURNED_BY & {*image.info}:
         return 1  # Pillow would decode all of it to look for EXIF behind the pixels
     with refusing():
-        return int(image.getexif().get(ORIENTATION, 1))
+        value = image.getexif().get(ORIENTATION, 1)
+        return int(value) if value in TURNS else 1
 
 
 def _as_image(source: Any, folder: Path | None, stack: contextlib.ExitStack) -> Image.Image:
@@ -253,16 +262,34 @@ def _check_header(image: Image.Image) -> None:
         raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
 
 
-def _check_scans(image: Image.Image) -> None:
-    """Refuse a JPEG that takes hours to decode: each scan may pass over all of its pixels."""
-    if not isinstance(image, ImageFile.ImageFile) or image.fp is None:
-        return
-    if not image.tile or image.tile[0][0] != "jpeg":
-        return
-    image.fp.seek(0)
-    scans = image.fp.read().count(b"\xff\xda")  # pixels never hold these two bytes
+def _alone(image: Image.Image) -> Image.Image:
+    """Return a JPEG without what lies behind it, such as a preview or a phone's short video.
+
+    Raises:
+        PictureError: it takes hours to decode: each scan may pass over all of its pixels.
+    """
+    if not isinstance(image, ImageFile.ImageFile) or image.fp is None or not image.tile:
+        return image
+    if image.format not in ("JPEG", "MPO"):
+        return image
+    image.fp.seek(image.tile[0][2])
+    data = _first_jpeg(image.fp.read())
+    scans = data.count(b"\xff\xda")  # pixels never hold these two bytes
     if scans > MAX_SCANS:
         raise PictureError(f"expected a JPEG of at most {MAX_SCANS} scans, got {scans}")
+    return Image.open(io.BytesIO(data), formats=("JPEG",))
+
+
+def _first_jpeg(data: bytes) -> bytes:
+    """Return a file up to the end of its first JPEG; one inside of a segment is no end."""
+    at = len(b"\xff\xd8")
+    while marker := JPEG_MARKER.search(data, at):
+        at = marker.end()
+        if marker[0] == END_OF_JPEG:
+            return data[:at]
+        if marker[0] not in WITHOUT_LENGTH:
+            at += int.from_bytes(data[at : at + 2], "big")
+    return data
 
 
 def _check_size(width: int, height: int) -> None:

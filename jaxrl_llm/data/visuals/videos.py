@@ -100,7 +100,7 @@ def _from_file(source: Any, folder: Path | None) -> Video:
     if isinstance(source, str | Path) and Path(source).suffix.lower() in (".mp4", ".webm", ".mkv"):
         raise PictureError("expected frames drawn from the video, or an animated GIF, got a file")
     with open_picture(source, folder=folder, frames=True) as image, refusing():
-        count = getattr(image, "n_frames", 1)
+        count = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
         _check_count(count)
         _check_pixels(count, image.size)
         ends, now = [], 0.0
