@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from jaxrl_llm.data.token_bytes import Vocabulary
-from jaxrl_llm.serving.text import AnswerText
+from jaxrl_llm.data.token_bytes import AnswerText, Vocabulary
 
 ALPHABET = "ab é世🙂\ufffd"
 
@@ -34,7 +33,7 @@ def cut(tokens, ends):
 def streamed(decode, tokens, ends, stops=()):
     words = AnswerText(decode, stops)
     pieces = [words.push(piece) for piece in cut(tokens, ends)]
-    return [*pieces, words.push([], last=True)], words.stopped
+    return [*pieces, words.push([], last=True)], words.stopped_by is not None
 
 
 @given(

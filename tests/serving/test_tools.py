@@ -16,10 +16,9 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.serve import find_call_format
-from jaxrl_llm.serving.answers import AnswerStream
+from jaxrl_llm.serving.answers import AnswerStream, read_answer
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.fields import APIError
-from jaxrl_llm.serving.messages import read_answer
 from jaxrl_llm.serving.requests import ServedModel, parse_chat
 from jaxrl_llm.serving.responses_api import chat_request
 from tests.data.real_templates import build
