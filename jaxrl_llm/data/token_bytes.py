@@ -129,11 +129,11 @@ def special_stop_ids(stops: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
     added = tokenizer.added_tokens_decoder.items()
     special = {token.content: number for number, token in added if token.special}
     for stop in stops:
-        inside = [text for text in special if text and text in stop]
+        inside = [text for text in special if len(text) > 1 and text in stop]
         if inside and stop not in special:
             raise ValueError(
                 f"stop: {stop!r} holds the special token {max(inside, key=len)!r}, which is no text"
-                " of an answer. Give the token alone, or its id in stop_token_ids"
+                " of an answer; expected the token alone, or none"
             )
     return tuple(special[stop] for stop in stops if stop in special)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.data import call_formats as formats
 from jaxrl_llm.data import harmony
 from jaxrl_llm.data.call_text import BEGIN, CLOSE, OPEN, ToolCall, Tools, dump_json
-from jaxrl_llm.data.token_bytes import Decode, decode_after, text_decoder
+from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS, Decode, decode_after, text_decoder
 
 THINK = ("<think>", "</think>")
 CALL_SIGN = re.compile(f"[{BEGIN}-\udfff]")
@@ -138,17 +138,17 @@ def sign_decoder(decode: Decode, by_id: Mapping[int, str], prompt: Sequence[int]
         by_id: the signs.
         prompt: what the text is read after.
     """
-    first = decode_after(prompt, decode)
+    first, end = decode_after(prompt, decode), [*prompt[-CONTEXT_TOKENS:]]
 
     def decode_signs(tokens: Sequence[int]) -> str:
-        text, before = "", list[int]()
+        text, seen = "", list[int]()
         for is_marker, group in itertools.groupby(map(int, tokens), by_id.__contains__):
             run = list(group)
             if is_marker:
                 text += "".join(map(by_id.__getitem__, run))
-                continue
-            text += (decode_after(before, decode) if before else first)(run)
-            before = run
+            else:
+                text += (decode_after([*end, *seen], decode) if seen else first)(run)
+            seen += run
         return text
 
     return decode_signs
