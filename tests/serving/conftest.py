@@ -58,7 +58,9 @@ class Scripted:
         for i, token in enumerate(tokens):
             if token in request.sampling.stop_ids:
                 return tokens[: i + 1], "stop", token
-            text = self.tokenizer.decode(tokens[: i + 1], skip_special_tokens=True)
+            before = self.tokenizer.decode(request.prompt, skip_special_tokens=True)
+            whole = [*request.prompt, *tokens[: i + 1]]
+            text = self.tokenizer.decode(whole, skip_special_tokens=True)[len(before) :]
             for stop in request.sampling.stop:
                 if stop in text:
                     return tokens[: i + 1], "stop", stop
