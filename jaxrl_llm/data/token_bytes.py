@@ -195,7 +195,7 @@ class AnswerText:
         return text[:count]
 
     def _read(self, tokens: Sequence[int], last: bool) -> str:
-        self._after += tokens
+        self._after = [*self._after, *tokens]
         whole = self._decode(self._before + self._after)
         certain = whole if last else whole.rstrip(UNFINISHED)
         if len(whole) - len(certain) > LONGEST_HELD:

@@ -3,6 +3,7 @@
 Pure bookkeeping on the host; it knows pages by number and no devices.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -121,14 +122,18 @@ class SequenceState:
             decode = decode_after(self.request.prompt, decode)
             self.text = AnswerText(decode, self.request.sampling.stop)
             self.text.push(self.tokens[first : first + seen])
-        for count, token in enumerate(self.tokens[first + seen :], seen + 1):
-            self.text.push([token])
-            if self.text.stopped_by is not None:
-                self.finish, self.stopped_by = "stop", self.text.stopped_by
-                del self.tokens[first + count :], self.logprobs[count:], self.versions[count:]
-                del self.top[count:]
-                self.cached = min(self.cached, len(self.tokens) - 1)
-                return
+        before = copy.copy(self.text)
+        self.text.push(self.tokens[first + seen :])
+        if self.text.stopped_by is None:
+            return
+        count = seen
+        while before.stopped_by is None and count < self.generated:  # by which of the new tokens?
+            before.push([self.tokens[first + count]])
+            count += 1
+        self.finish, self.stopped_by = "stop", before.stopped_by or self.text.stopped_by
+        del self.tokens[first + count :], self.logprobs[count:], self.versions[count:]
+        del self.top[count:]
+        self.cached = min(self.cached, len(self.tokens) - 1)
 
     def completion(self, start: int = 0) -> Completion:
         """Return the answer from a token on."""
