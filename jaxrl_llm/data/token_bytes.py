@@ -12,6 +12,9 @@ LONGEST_HELD = 1024
 """So many unfinished characters in a row are none."""
 
 CONTEXT_TOKENS = 6
+"""So many tokens of a prompt are decoded with its answer, or more where they hold no text."""
+
+MOST_CONTEXT = 2048
 
 Decode = Callable[[Sequence[int]], str]
 """From token ids to text."""
@@ -103,7 +106,7 @@ def decode_after(prompt: Sequence[int], decode: Decode) -> Decode:
     size = CONTEXT_TOKENS
     context = [*prompt[-size:]]
     known = decode(context)
-    while len(context) < len(prompt) and (not known or known.startswith(UNFINISHED)):
+    while size < min(len(prompt), MOST_CONTEXT) and known[:1] in ("", UNFINISHED):
         size *= 4
         context = [*prompt[-size:]]
         known = decode(context)
@@ -113,7 +116,7 @@ def decode_after(prompt: Sequence[int], decode: Decode) -> Decode:
         whole = decode([*context, *tokens])
         return whole[len(known if whole.startswith(known) else finished) :]
 
-    return text_of if known else decode
+    return text_of
 
 
 def special_stop_ids(stops: Sequence[str], tokenizer: Any) -> tuple[int, ...]:

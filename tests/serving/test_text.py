@@ -107,6 +107,7 @@ def test_pieces_of_any_tokens_make_up_what_they_decode_to(kind, seed, tokenizer,
 )
 @example([" the", " world"], 0, [1])
 @example(["x", " the", " world"], 2, [1])
+@example([" the"], 2, [])  # the prompt is <s> and ▁, which has no text alone
 def test_an_answer_reads_as_it_does_after_its_prompt(kind, words, cut_at, ends):
     """The oracle is the tokenizer on prompt and answer together, wherever these are parted."""
     tokenizer = {"llama 2": sentencepiece, "qwen3": lambda: build("qwen3")[0], "bert": wordpiece}
