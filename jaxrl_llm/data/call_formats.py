@@ -22,13 +22,12 @@ from jaxrl_llm.data.call_text import (
     ToolCall,
     Tools,
     attempt,
-    blocks_of,
     check_value,
-    closed_block,
     dump_json,
     json_call,
     load_json,
     quote,
+    read_blocks,
 )
 
 HERMES = ("<tool_call>", "</tool_call>")
@@ -49,11 +48,10 @@ def read_hermes(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Qwen2.5, Qwen3, Hermes."""
     expected = '{"name": "...", "arguments": {...}}'
 
-    def read(block: str) -> ToolCall:
-        return json_call(load_json(closed_block(block, HERMES[1]), expected), "arguments")
+    def read(block: str) -> list[ToolCall]:
+        return [attempt(lambda: json_call(load_json(block, expected), "arguments"))]
 
-    text, blocks = blocks_of(marked)
-    return text, [attempt(lambda b=block: read(b)) for block in blocks]
+    return read_blocks(marked, HERMES[1], read)
 
 
 def write_hermes(calls: Sequence[ToolCall]) -> str:
@@ -69,13 +67,15 @@ _PARAMETER = re.compile(
 
 def read_qwen3_coder(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Read `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
-    text, blocks = blocks_of(marked)
-    return text, [attempt(lambda b=block: _qwen3_coder_call(b, tools)) for block in blocks]
+
+    def read(block: str) -> list[ToolCall]:
+        return [attempt(lambda: _qwen3_coder_call(block.strip(), tools))]
+
+    return read_blocks(marked, HERMES[1], read)
 
 
 def _qwen3_coder_call(block: str, tools: Tools) -> ToolCall:
     expected = "<function=...> with a <parameter=...>...</parameter> for each, then </function>"
-    block = closed_block(block, HERMES[1]).strip()
     match = re.fullmatch(r"<function=([^>\n]+)>(.*)</function>", block, re.DOTALL)
     if not match:
         raise BadCall(f"got {quote(block)}, expected {expected}")
@@ -176,25 +176,21 @@ def write_llama3_json(calls: Sequence[ToolCall]) -> str:
 
 def read_pythonic(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Read `[f(a=1), g(b="x")]`: the whole answer, or what stands between markers."""
-    marked = marked.replace(INNER, BEGIN).replace(LAST, END)
-    if BEGIN not in marked:
-        if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", marked):
-            return marked, []
-        return "", _pythonic_calls(marked)
-    text, blocks = blocks_of(marked)
-    calls = [call for block in blocks for call in _pythonic_calls(block)]
-    return text, calls
+    if BEGIN in marked or INNER in marked:
+        blocks = marked.replace(INNER, BEGIN).replace(LAST, END)
+        return read_blocks(blocks, "the end marker", _pythonic_calls)
+    if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(", marked):
+        return marked, []
+    return "", _pythonic_calls(marked)
 
 
 def _pythonic_calls(block: str) -> list[ToolCall]:
     expected = "[name(parameter=value, ...), ...] with literal values"
+    source = block.strip()
     try:
-        source = closed_block(block, "the end marker").strip()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of backslashes in the model's texts
             tree = ast.parse(source, mode="eval").body
-    except BadCall as bad:
-        return [ToolCall("", {}, error=str(bad))]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = f"no list of calls: {error}; expected {expected}"
         return [ToolCall("", {}, error=reason)]
@@ -302,12 +298,11 @@ def write_mistral(calls: Sequence[ToolCall]) -> str:
 def read_deepseek(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Read name, separator, JSON (V3.1); or `function`, separator, name, a fence of JSON (V3)."""
     before, begun, body = marked.partition(BEGIN)
-    inside, closed, after = body.partition(END)
+    inside, _, after = body.partition(END)
     pieces = inside.split(INNER)[1:]
     calls = [attempt(lambda p=piece: _deepseek_call(p)) for piece in pieces]
-    if begun and (not calls or (not closed and calls[-1].error is None)):
-        expected = f"{DEEPSEEK[1]} after them" if calls else "at least one"
-        calls.append(ToolCall("", {}, error=f"the calls break off; expected {expected}"))
+    if begun and not calls:
+        calls.append(ToolCall("", {}, error="the calls break off; expected at least one"))
     return before + after, calls
 
 

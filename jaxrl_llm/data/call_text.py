@@ -48,15 +48,28 @@ def attempt(read: Callable[[], ToolCall]) -> ToolCall:
         return ToolCall("", {}, error="the call is nested too deep; expected a flatter one")
 
 
-def blocks_of(marked: str) -> tuple[str, list[str]]:
-    """Return the text outside of BEGIN … END and what is inside; an open block keeps its BEGIN."""
-    text, *rest = marked.split(BEGIN)
-    blocks = []
-    for part in rest:
+def read_blocks(
+    marked: str, end: str, read: Callable[[str], list[ToolCall]]
+) -> tuple[str, list[ToolCall]]:
+    """Return the text outside of BEGIN … END, and the calls inside.
+
+    The last block of an answer needs no end where it is whole, as vLLM reads it.
+
+    Args:
+        marked: with markers as single characters.
+        end: the marker that ends a block, for the error.
+        read: from a block to its calls.
+    """
+    text, *parts = marked.split(BEGIN)
+    calls = list[ToolCall]()
+    for number, part in enumerate(parts, 1):
         inside, closed, after = part.partition(END)
-        blocks.append(inside if closed else BEGIN + inside)
-        text += after
-    return text, blocks
+        found = read(inside)
+        if not closed and (number < len(parts) or any(call.error for call in found)):
+            reason = f"the call is not closed: expected {end} after {quote(inside)}"
+            found = [ToolCall("", {}, error=reason)]
+        text, calls = text + after, calls + found
+    return text, calls
 
 
 def load_json(text: str, expected: str) -> Any:
@@ -140,17 +153,6 @@ def json_call(value: Any, key: str, optional: Sequence[str] = ()) -> ToolCall:
 def dump_json(value: Any) -> str:
     """Return a value as JSON, every letter as itself."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def closed_block(block: str, end: str) -> str:
-    """Return a block of `blocks_of` that was closed.
-
-    Raises:
-        BadCall: it was not.
-    """
-    if block.startswith(BEGIN):
-        raise BadCall(f"the call is not closed: expected {end} after {quote(block[1:])}")
-    return block
 
 
 def count_common(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -1,10 +1,23 @@
-"""What single tokens stand for: their texts and bytes."""
+"""What tokens stand for: texts and bytes of single ones, and the text of an answer as it comes."""
 
+import functools
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"
 """What a character is decoded to while bytes of it are missing."""
+
+LONGEST_HELD = 1024
+"""So many unfinished characters in a row are none."""
+
+CONTEXT_TOKENS = 6
+"""So many tokens of a prompt are decoded with its answer, or more where they hold no text."""
+
+MOST_CONTEXT = 2048
+
+Decode = Callable[[Sequence[int]], str]
+"""From token ids to text."""
 
 
 class Vocabulary:
@@ -60,3 +73,162 @@ def byte_letters() -> dict[str, int]:
 
 
 BYTE_OF = byte_letters()
+
+
+def text_decoder(tokenizer: Any) -> Decode:
+    """Return the function from token ids to their text, special tokens left out.
+
+    Args:
+        tokenizer: of `transformers`.
+    """
+    return functools.partial(
+        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def decode_after(prompt: Sequence[int], decode: Decode) -> Decode:
+    """Return the function from an answer's tokens to the text that they add to their prompt's.
+
+    Decoded alone, an answer may lose its first space: the decoders of SentencePiece's tokenizers
+    drop it where a text begins. So the prompt's last tokens are decoded with it, as vLLM does.
+
+    Args:
+        prompt: token ids.
+        decode: token ids -> text.
+
+    >>> words = ["hello", " the", " world"]
+    >>> decode = lambda tokens: "".join(words[token] for token in tokens).removeprefix(" ")
+    >>> decode([1, 2]), decode_after([0], decode)([1, 2])
+    ('the world', ' the world')
+    """
+    if not prompt:
+        return decode
+    size = CONTEXT_TOKENS
+    context = [*prompt[-size:]]
+    known = decode(context)
+    while size < min(len(prompt), MOST_CONTEXT) and known[:1] in ("", UNFINISHED):
+        size *= 4
+        context = [*prompt[-size:]]
+        known = decode(context)
+    finished = known.rstrip(UNFINISHED)
+
+    def text_of(tokens: Sequence[int]) -> str:
+        whole = decode([*context, *tokens])
+        return whole[len(known if whole.startswith(known) else finished) :]
+
+    return text_of
+
+
+def special_stop_ids(stops: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids of those stop texts that are special tokens, which no decoded text shows.
+
+    Args:
+        stops: texts that end an answer.
+        tokenizer: of `transformers`.
+
+    Raises:
+        ValueError: a stop text holds a special token beside other text.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token.content: number for number, token in added if token.special}
+    for stop in stops:
+        inside = [text for text in special if len(text) > 1 and text in stop]
+        if inside and stop not in special:
+            raise ValueError(
+                f"stop: {stop!r} holds the special token {max(inside, key=len)!r}, which is no text"
+                " of an answer; expected the token alone, or none"
+            )
+    return tuple(special[stop] for stop in stops if stop in special)
+
+
+class AnswerText:
+    """The text of one answer, as its tokens come: whole characters only, and no stop text.
+
+    A window of the last tokens is decoded, from a border between characters on. What may still
+    become another character, or a stop text, is held back.
+
+    Args:
+        decode: token ids -> text.
+        stops: texts that end the answer and are no part of it.
+        signs: single characters in what `decode` returns that stand for longer texts, and these.
+
+    Attributes:
+        stopped_by: the stop text that ended it, if one did.
+        length: characters so far, with those that are held back.
+
+    >>> words = AnswerText(lambda tokens: bytes(tokens).decode(errors="replace"), ["END"])
+    >>> words.push([0x20, 0xE2, 0x82]), words.push([0xAC, 0x45]), words.push([0x4E, 0x44])
+    (' ', '€', '')
+    >>> words.stopped_by
+    'END'
+    """
+
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], signs: Mapping[str, str] | None = None
+    ) -> None:
+        self._decode, self._stops, self._signs = decode, stops, signs or {}
+        self._before: list[int] = []  # tokens of the window whose text is known
+        self._after: list[int] = []
+        self._known = 0  # characters of the window's text
+        self._held = ""
+        self.length = 0
+        self.stopped_by: str | None = None
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Take the next tokens and return the text that is now certain.
+
+        Args:
+            tokens: any number of them.
+            last: nothing follows: give all.
+        """
+        if self.stopped_by is not None:
+            return ""
+        fresh = self._read(tokens, last)
+        self.length += len(fresh)
+        text = self._held + fresh
+        written = "".join(self._signs.get(letter, letter) for letter in text)
+        starts = {stop: start for stop in self._stops if (start := written.find(stop)) >= 0}
+        if starts:
+            self.stopped_by, self._held = min(starts, key=starts.__getitem__), ""
+            count, rest = self._place(text, starts[self.stopped_by])
+            return text[:count] + rest
+        keep = 0 if last else longest_beginning(written, self._stops)
+        count, _ = self._place(text, len(written) - keep)
+        self._held = text[count:]
+        return text[:count]
+
+    def _read(self, tokens: Sequence[int], last: bool) -> str:
+        self._after = [*self._after, *tokens]
+        whole = self._decode(self._before + self._after)
+        certain = whole if last else whole.rstrip(UNFINISHED)
+        if len(whole) - len(certain) > LONGEST_HELD:
+            certain = whole
+        fresh = certain[self._known :]
+        self._known = max(self._known, len(certain))
+        if len(certain) == len(whole) and (known := len(self._decode(self._after))):
+            self._before, self._after, self._known = self._after, [], known
+        return fresh
+
+    def _place(self, text: str, length: int) -> tuple[int, str]:
+        """Return how many characters fit into a length as written, and what fits of the next."""
+        if not self._signs:
+            return length, ""
+        for count, letter in enumerate(text):
+            word = self._signs.get(letter, letter)
+            if len(word) > length:
+                return count, word[:length]
+            length -= len(word)
+        return len(text), ""
+
+
+def longest_beginning(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` with which a stop text begins.
+
+    >>> longest_beginning("so the EN", ["END"])
+    2
+    """
+    longest = max((len(stop) for stop in stops), default=0)
+    for size in range(min(len(text), longest - 1), 0, -1):
+        if any(stop.startswith(text[len(text) - size :]) for stop in stops):
+            return size
+    return 0

@@ -4,12 +4,19 @@ Where a tokenizer has a format's marker as a token of its own, such as `<tool_ca
 token counts: the same characters drawn as ordinary pieces are text.
 """
 
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data import call_formats as formats
 from jaxrl_llm.data import harmony
-from jaxrl_llm.data.call_text import CLOSE, OPEN, ToolCall, Tools, dump_json
+from jaxrl_llm.data.call_text import BEGIN, CLOSE, OPEN, ToolCall, Tools, dump_json
+from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS, Decode, decode_after, text_decoder
+
+THINK = ("<think>", "</think>")
+CALL_SIGN = re.compile(f"[{BEGIN}-\udfff]")
+ANY_SIGN = re.compile(f"[{OPEN}{BEGIN}-\udfff]")  # a `</think>` alone is text
 
 
 class ParsedAnswer(NamedTuple):
@@ -29,15 +36,6 @@ class ParsedAnswer(NamedTuple):
 Read = Callable[[str, Tools], tuple[str, list[ToolCall]]]
 
 
-def _split_reasoning(marked: str) -> tuple[str, str]:
-    """Return what stands in the think tags, and the rest; the first tag may be in the prompt."""
-    head, closed, tail = marked.partition(CLOSE)
-    before, opened, inside = head.partition(OPEN)
-    if opened:
-        return inside.strip(), before + tail
-    return (head.strip(), tail) if closed else ("", marked)
-
-
 class CallFormat(NamedTuple):
     """How a family of models writes calls.
 
@@ -48,7 +46,8 @@ class CallFormat(NamedTuple):
         write: returns the text of calls.
         first_id: the id of an answer's first call; those of the others are counted on from it.
         bare: with which an answer begins that is a call without a marker; empty: there is none.
-        split: takes an answer whose markers are replaced; returns its reasoning and the rest.
+        split: takes an answer whose markers are replaced; returns its reasoning and the rest. None:
+            reasoning stands in `<think>` and `</think>`.
     """
 
     markers: tuple[str, ...]
@@ -56,24 +55,59 @@ class CallFormat(NamedTuple):
     write: Callable[[Sequence[ToolCall]], str]
     first_id: str = "call_0"
     bare: str = ""
-    split: Callable[[str], tuple[str, str]] = _split_reasoning
+    split: Callable[[str], tuple[str, str]] | None = None
 
-    def parse(self, tokens: Sequence[int], tokenizer: Any, tools: Tools = ()) -> ParsedAnswer:
+    def parse(
+        self,
+        tokens: Sequence[int],
+        tokenizer: Any,
+        tools: Tools = (),
+        *,
+        prompt: Sequence[int] = (),
+    ) -> ParsedAnswer:
         """Take an answer apart.
 
         Args:
             tokens: as drawn; a stop token may be left in.
             tokenizer: a `transformers` tokenizer.
             tools: schemas of the tools, by which arguments without a type of their own are read.
+            prompt: what stood before them. Where it ends in an open `<think>`, the answer begins
+                as reasoning, and is nothing else if it never says `</think>`.
         """
-        markers = ("<think>", "</think>", *self.markers)
-        marked = mark(tokens, tokenizer, markers)
-        reasoning, body = self.split(marked)
-        text, calls = self.read(unmark(body, markers[:2]), tools)
-        if calls or reasoning:
-            text = text.strip()
+        marked = mark(tokens, tokenizer, (*THINK, *self.markers))
+        return self.read_marked(self.opened(prompt, tokenizer) + marked, tools)
+
+    def opened(self, prompt: Sequence[int], tokenizer: Any) -> str:
+        """Return the sign of the `<think>` that a prompt has opened, if it has."""
+        is_open = self.split is None and opens_reasoning(prompt, tokenizer)
+        return OPEN if is_open else ""
+
+    def read_marked(self, marked: str, tools: Tools) -> ParsedAnswer:
+        """Take an answer apart whose markers are replaced.
+
+        Reasoning begins with the first `<think>`, unless a call may have begun before it. Text
+        keeps the spaces at its beginning where it is what the answer begins with.
+        """
+        markers = (*THINK, *self.markers)
+        head, opened, rest = marked.partition(OPEN)
+        is_open = bool(opened) and not self._may_call(head)
+        reasoning, body = "", marked
+        if self.split is not None:
+            reasoning, body = self.split(marked)
+        elif is_open:
+            reasoning, _, tail = rest.partition(CLOSE)
+            body = head + tail
+        text, calls = self.read(unmark(body, THINK), tools)
+        if calls or reasoning or is_open:
+            is_first = ANY_SIGN.split(marked, 1)[0].strip()
+            text = text.rstrip() if is_first else text.strip()
         named = [c if c.id else c._replace(id=self.call_id(i)) for i, c in enumerate(calls)]
-        return ParsedAnswer(unmark(text, markers), tuple(named), unmark(reasoning, markers))
+        reasoning = unmark(reasoning, markers).strip()
+        return ParsedAnswer(unmark(text, markers), tuple(named), reasoning)
+
+    def _may_call(self, text: str) -> bool:
+        is_bare = bool(self.bare) and text.lstrip().startswith(self.bare)
+        return is_bare or CALL_SIGN.search(text) is not None
 
     def call_id(self, number: int) -> str:
         """Return the id of an answer's call by its number, counted from 0."""
@@ -90,19 +124,34 @@ def mark(tokens: Sequence[int], tokenizer: Any, markers: Sequence[str]) -> str:
         markers: in the order of the surrogates.
     """
     by_id, by_text = marker_signs(tokenizer, markers)
-    parts, run = list[str](), list[int]()
-    for token in (*map(int, tokens), None):
-        if token is not None and token not in by_id:
-            run.append(token)
-            continue
-        if run:
-            parts.append(tokenizer.decode(run, skip_special_tokens=True))
-        parts.append("" if token is None else by_id[token])
-        run = []
-    marked = "".join(parts)
+    marked = sign_decoder(text_decoder(tokenizer), by_id)(tokens)
     for text, sign in by_text.items():
         marked = marked.replace(text, sign)
     return marked
+
+
+def sign_decoder(decode: Decode, by_id: Mapping[int, str], prompt: Sequence[int] = ()) -> Decode:
+    """Return the function from token ids to their text, with signs for some of them.
+
+    Args:
+        decode: token ids -> text, of the others.
+        by_id: the signs.
+        prompt: what the text is read after.
+    """
+    first, end = decode_after(prompt, decode), [*prompt[-CONTEXT_TOKENS:]]
+
+    def decode_signs(tokens: Sequence[int]) -> str:
+        text, seen = "", list[int]()
+        for is_marker, group in itertools.groupby(map(int, tokens), by_id.__contains__):
+            run = list(group)
+            if is_marker:
+                text += "".join(map(by_id.__getitem__, run))
+            else:
+                text += (decode_after([*end, *seen], decode) if seen else first)(run)
+            seen += run
+        return text
+
+    return decode_signs
 
 
 def marker_signs(
@@ -132,15 +181,8 @@ def unmark(text: str, markers: Sequence[str]) -> str:
     return text
 
 
-def split_reasoning(tokens: Sequence[int], tokenizer: Any) -> ParsedAnswer:
-    """Take an answer apart in which no calls are looked for.
-
-    Args:
-        tokens: as drawn; a stop token may be left in.
-        tokenizer: a `transformers` tokenizer.
-    """
-    return CallFormat((), lambda text, _: (text, []), lambda _: "").parse(tokens, tokenizer)
-
+NO_CALLS = CallFormat((), lambda text, _: (text, []), lambda _: "")
+"""Answers in which no calls are looked for."""
 
 FORMATS: Mapping[str, CallFormat] = {
     "hermes": CallFormat(formats.HERMES, formats.read_hermes, formats.write_hermes),
@@ -269,7 +311,10 @@ def choose_format(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
     same = next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), None)
     written = tokens[min(len(before), len(tokens)) if same is None else same :]
-    readers = [name for name, form in FORMATS.items() if _gives_back(form, written, tokenizer)]
+    prompt = tokens[: len(tokens) - len(written)]
+    readers = [
+        name for name, form in FORMATS.items() if _gives_back(form, prompt, written, tokenizer)
+    ]
     if len(readers) != 1:
         raise ValueError(
             f"call_format: the chat template writes a call as {tokenizer.decode(written)!r}; got "
@@ -279,7 +324,9 @@ def choose_format(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     return readers[0]
 
 
-def _gives_back(form: CallFormat, tokens: Sequence[int], tokenizer: Any) -> bool:
-    answer = form.parse(tokens, tokenizer)
+def _gives_back(
+    form: CallFormat, prompt: Sequence[int], written: Sequence[int], tokenizer: Any
+) -> bool:
+    answer = form.parse(written, tokenizer, prompt=prompt)
     read = [(call.name, call.arguments, call.error) for call in answer.calls]
     return read == [(PROBE.name, PROBE.arguments, None)] and not answer.text

@@ -18,15 +18,14 @@ from jaxrl_llm.data.probes import REPLY, USER, Turn, probe_turns
 from jaxrl_llm.data.special_texts import SpecialTexts
 from jaxrl_llm.data.tool_calls import (
     FORMATS,
+    NO_CALLS,
     PROBE,
     CallStyle,
     ParsedAnswer,
     ToolCall,
     choose_format,
     find_call_style,
-    opens_reasoning,
     render_chat,
-    split_reasoning,
 )
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class TurnTemplate:
         self.tokenizer = self._tokenizer = tokenizer
         self._special = SpecialTexts(tokenizer)
         self._stops = stops
-        self._tools = list(tools)
+        self.tools = self._tools = list(tools)
         self._kwargs = dict(template_kwargs or {})
         self._is_harmony = is_harmony(tokenizer)
         if call_format is None and (tools or self._is_harmony):
@@ -150,11 +149,8 @@ class TurnTemplate:
             prompt: what stood before them. Where it ends in an open `<think>`, the answer begins
                 as reasoning, and is nothing else if it never says `</think>`.
         """
-        if opens_reasoning(prompt, self._tokenizer):
-            tokens = [*self._ids("<think>"), *tokens]
-        if self.call_format is None:
-            return split_reasoning(tokens, self._tokenizer)
-        return self.call_format.parse(tokens, self._tokenizer, self._tools)
+        form = self.call_format or NO_CALLS
+        return form.parse(tokens, self._tokenizer, self._tools, prompt=prompt)
 
     def message(self, answer: ParsedAnswer) -> dict[str, Any]:
         """Return the assistant's message of an answer; calls that are wrong are left out."""
@@ -186,7 +182,7 @@ class TurnTemplate:
         unwritten = () if self._usual.inside else self._stop_texts
         stream, whole = (
             [p.strip() for p in split.split(text) if p and p.strip() and p not in unwritten]
-            for text in (self._tokenizer.decode(list(tokens)), rendered)
+            for text in (self._decode(list(tokens)), rendered)
         )
         if (close := self._usual.close) not in self._stop_texts:  # a drawn one stands before it
             pairs = zip(stream, [*stream[1:], ""], strict=True)
@@ -304,10 +300,13 @@ class TurnTemplate:
         """The ids of stop tokens by their texts, the tokenizer's own first."""
         added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
         stops = sorted(self._stops, key=lambda token: token != self._tokenizer.eos_token_id)
-        return {added.get(token) or self._tokenizer.decode([token]): token for token in stops}
+        return {added.get(token) or self._decode([token]): token for token in stops}
 
     def _render(self, chat: Sequence[Message], *, generation: bool, **more: Any) -> str:
         return render_chat(self._tokenizer, chat, self._kwargs | more, generation=generation)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

@@ -23,6 +23,7 @@ from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.evaluation.estimators import (
@@ -111,7 +112,7 @@ def _evaluate(config: EvaluateConfig) -> Report:
         )
         stack.callback(engine.close)
         log.info("sampling %d answers to each of %d prompts", config.samples, len(prompts))
-        decode = functools.partial(policy.tokenizer.decode, skip_special_tokens=True)
+        decode = text_decoder(policy.tokenizer)
         sample_all = episodes.sample if episodes else functools.partial(sample, decode=decode)
         rollouts = sample_all(
             engine, prompts, sampling(config, policy), samples=config.samples, seed=(config.seed,)

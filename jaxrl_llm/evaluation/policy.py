@@ -19,6 +19,7 @@ from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import PromptLike, as_prompts
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
 from jaxrl_llm.models.decoder import Decoder
@@ -155,7 +156,7 @@ class Policy:
             sampling,
             samples=n,
             seed=(seed,) if isinstance(seed, int) else seed,
-            decode=functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+            decode=text_decoder(self.tokenizer),
         )
 
     def logprobs(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +88,11 @@ def native_engine(
             )
         kernel = choice.kernel
     log_recomputation(model)
-    detokenize = lazy_detokenizer(config.model.path) if config.rollout.has_episodes else None
+    tokenizer = None
+    if config.rollout.has_episodes:  # loaded when a turn first has a text that stops it
+        tokenizer = functools.partial(load_tokenizer, config.model.path)
     with config_errors_at("rollout"):
-        return NativeEngine(model, settings, layout=layout, kernel=kernel, detokenize=detokenize)
-
-
-def lazy_detokenizer(path: str) -> Callable[[Sequence[int]], str]:
-    """Return the function from token ids to text, for texts that stop a turn of an agent.
-
-    The tokenizer is loaded when a turn first has such a text.
-    """
-    tokenizer = functools.cache(lambda: load_tokenizer(path))
-    return lambda tokens: tokenizer().decode(
-        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+        return NativeEngine(model, settings, layout=layout, kernel=kernel, tokenizer=tokenizer)
 
 
 def log_recomputation(model: Model) -> None:
@@ -164,9 +154,6 @@ def loaded_engine(
             f"the longest prompt and answer have {settings.max_tokens} tokens, but the model has "
             f"{model.max_positions} positions (max_position_embeddings)"
         )
-    detokenize = functools.partial(
-        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
     kernel = None
     if isinstance(model, Decoder):
         spec, is_int8 = model.spec, settings.kv_cache_dtype == "int8"
@@ -174,7 +161,9 @@ def loaded_engine(
         kernel = choose_cache_kernel("auto", spec, layout, settings.dtype, is_int8=is_int8).kernel
     log_recomputation(model)
     with config_errors_at("the engine"):
-        engine = NativeEngine(model, settings, layout=layout, detokenize=detokenize, kernel=kernel)
+        engine = NativeEngine(
+            model, settings, layout=layout, tokenizer=lambda: tokenizer, kernel=kernel
+        )
     try:
         engine.compile_ahead(sequences)
         engine.load(params, version=0)

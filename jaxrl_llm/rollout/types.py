@@ -38,7 +38,8 @@ class SamplingParams:
             positive and multiplied where negative; 1 changes none.
         logit_bias: pairs of a token and what is added to its logit.
         stop_ids: tokens that end the answer; the one that did is part of it.
-        stop: texts that end the answer; the token that completes one is the answer's last.
+        stop: texts that end the answer; the token that completes one is the answer's last. One that
+            is a special token's is as good as its id among `stop_ids`.
         top_logprobs: how many of the likeliest tokens are reported at each step.
     """
 

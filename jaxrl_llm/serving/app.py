@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
-from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
 from jaxrl_llm.rollout.engine import EngineError, ScoringEngine
 from jaxrl_llm.serving.fields import APIError, parse_body
 from jaxrl_llm.serving.limits import (
@@ -53,9 +52,7 @@ class Server:
         self._engine, self._served, self._limits = engine, served, limits
         self._created = int(time.time())
         self._vocabulary = Vocabulary(served.tokenizer)
-        self._decode = functools.partial(
-            served.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        self._decode = text_decoder(served.tokenizer)
         self.limiter = AdmissionLimiter(limits.max_running, limits.max_waiting)
         self.recorder = ServerMetrics(engine, self.limiter)
 

@@ -4,11 +4,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrl_llm.data.call_text import ToolCall, dump_json
-from jaxrl_llm.data.tool_calls import CallFormat, ParsedAnswer
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.tool_calls import ParsedAnswer
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.vision.inputs import Visual
@@ -209,62 +206,6 @@ def parse_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         told = {k: v for k, v in function.items() if v is not None and k != "strict"}
         parsed.append({"type": "function", "function": told})
     return parsed
-
-
-def read_answer(
-    template: TurnTemplate,
-    tokens: Sequence[int],
-    *,
-    prompt: Sequence[int],
-    index: int = 0,
-    stops: Sequence[str] = (),
-) -> ParsedAnswer:
-    """Take a drawn answer apart for a client.
-
-    If one of its calls is wrong, all stay in the text, as in vLLM.
-
-    Args:
-        template: knows the tools and how calls are written.
-        tokens: as drawn, stop token included or not.
-        prompt: what stood before them.
-        index: the answer's number among those to the prompt, from which ids of calls are made.
-        stops: texts that end the answer and are no part of it.
-    """
-    answer, form = template.parse(tokens, prompt=prompt), template.call_format
-    if form is not None and any(call.error is not None for call in answer.calls):
-        whole = form._replace(read=lambda text, _: (text, [])).parse(tokens, template.tokenizer)
-        answer = answer._replace(text=whole.text, calls=())
-    calls = tuple(
-        call._replace(id=call_id(form, prompt, index, number))
-        if form is not None and call.id == form.call_id(number)
-        else call  # the model has written its id
-        for number, call in enumerate(answer.calls)
-    )
-    text, reasoning = (before_stop(part, stops) for part in (answer.text, answer.reasoning))
-    return ParsedAnswer(text, calls, reasoning)
-
-
-def call_id(form: CallFormat, prompt: Sequence[int], index: int, number: int) -> str:
-    """Return the id of a call, which no other turn of the chat has; the same for the same prompt.
-
-    Args:
-        form: ids of some have nine letters or digits.
-        prompt: token ids.
-        index: the answer's number.
-        number: the call's.
-    """
-    drawn = hashlib.sha256(np.asarray([index, number, *prompt], "<i8").tobytes()).hexdigest()
-    return f"call_{drawn[:24]}" if "_" in form.first_id else drawn[: len(form.first_id)]
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return what stands before the first of the stop texts.
-
-    >>> before_stop("a STOP b", ["STOP", "b"])
-    'a '
-    """
-    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
-    return text[: min(starts)] if starts else text
 
 
 def answer_message(answer: ParsedAnswer) -> dict[str, Any]:

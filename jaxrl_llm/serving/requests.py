@@ -1,6 +1,7 @@
 """From the JSON of OpenAI's two APIs to what an engine is asked."""
 
 import functools
+import inspect
 import json
 import math
 import secrets
@@ -135,7 +136,7 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     messages = parse_messages(fields.take("messages", list, []))
     if not messages:
         raise fields.refuse("messages", [], "a list with a message or more")
-    kwargs = fields.take("chat_template_kwargs", dict, {})
+    kwargs = parse_template_kwargs(fields)
     tools = parse_tools(fields.take("tools", list, []))
     choice = fields.any_of("tool_choice") or "auto"
     if choice not in ("auto", "none"):
@@ -356,6 +357,28 @@ def parse_stops(fields: Fields) -> tuple[str, ...]:
     if not fits or len(stops) > MOST_STOPS:
         raise fields.refuse("stop", given, f"a text, or a list of at most {MOST_STOPS}")
     return tuple(dict.fromkeys(stops))
+
+
+def parse_template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Read variables of the chat template, none of which is another field's or the server's."""
+    given = fields.take("chat_template_kwargs", dict, {})
+    for name in not_variables().intersection(given):
+        raise fields.refuse(
+            f"chat_template_kwargs.{name}",
+            given[name],
+            "variables that only the chat template knows: what is said and the tools have fields "
+            "of their own, and the server sets the rest",
+        )
+    return given
+
+
+@functools.cache
+def not_variables() -> frozenset[str]:
+    """Return the names of what renders a chat, which no variable of a template can have."""
+    from transformers import PreTrainedTokenizerBase
+
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset({"messages", *names} - {"documents", "kwargs"})
 
 
 def parse_logit_bias(fields: Fields, served: ServedModel) -> tuple[tuple[int, float], ...]:

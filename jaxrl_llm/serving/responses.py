@@ -3,16 +3,15 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.data.token_bytes import AnswerText, Decode, Vocabulary, decode_after
 from jaxrl_llm.data.tool_calls import ParsedAnswer
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
-from jaxrl_llm.serving.answers import AnswerStream
-from jaxrl_llm.serving.messages import answer_message, finish_reason, read_answer
+from jaxrl_llm.serving.answers import AnswerStream, read_answer
+from jaxrl_llm.serving.messages import answer_message, finish_reason
 from jaxrl_llm.serving.requests import GenerationRequest
-from jaxrl_llm.serving.text import AnswerText
 
 
 class ResponseChoice:
@@ -30,12 +29,12 @@ class ResponseChoice:
         request: GenerationRequest,
         index: int,
         vocabulary: Vocabulary,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
     ) -> None:
         """Begin without a token."""
         self._request, self._index, self._vocabulary = request, index, vocabulary
         self._prompt = request.prompts[index // request.n]
-        self._text = AnswerText(decode, request.sampling.stop)
+        self._text = AnswerText(decode_after(self._prompt, decode), request.sampling.stop)
         self._stream = None
         if request.template is not None:
             self._stream = AnswerStream(
@@ -78,7 +77,7 @@ class ResponseChoice:
     @property
     def ended(self) -> bool:
         """Tell whether a stop text has ended it."""
-        return (self._stream or self._text).stopped
+        return self._stream.stopped if self._stream else self._text.stopped_by is not None
 
     def _read(
         self, piece: Completion, tokens: list[int], *, first: bool, whole: bool
@@ -118,10 +117,12 @@ def completion_logprobs(
     """Return log-probs as `/v1/completions` has them."""
     tokens = [vocabulary.text_of(token) for token in piece.tokens.tolist()]
     logprobs = [floor(value) for value in piece.logprobs.tolist()]
-    tops = [
-        {vocabulary.text_of(t): floor(p) for t, p in top} | {token: own}
-        for token, own, top in zip(tokens, logprobs, top_pairs(piece), strict=True)
-    ]
+    tops = list[dict[str, float]]()
+    for token, own, top in zip(tokens, logprobs, top_pairs(piece), strict=True):
+        told = dict[str, float]()
+        for text, logprob in [*((vocabulary.text_of(t), floor(p)) for t, p in top), (token, own)]:
+            told[text] = max(logprob, told.get(text, logprob))  # two tokens may have one text
+        tops.append(told)
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,

@@ -16,6 +16,7 @@ from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import VOCABULARIES, encode_prompt, load_tokenizer
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.models.hf.hub import resolve
@@ -297,7 +298,7 @@ def step_encoder(config: TrainConfig, path: str, trained: str | None, tokenizer:
         reward.chat_template_kwargs,
         separator=separator,
         splits_at=reward.step_separator or separator,
-        decode=functools.partial(tokenizer.decode, skip_special_tokens=True),
+        decode=text_decoder(tokenizer),
     ).steps
 
 

@@ -51,9 +51,10 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def parse(name, text, tools=()):
+def parse(name, text, tools=(), prompt=""):
     tokenizer, _ = build(TOKENIZERS[name])
-    return FORMATS[name].parse(encode(tokenizer, text), tokenizer, tools)
+    given = {"prompt": encode(tokenizer, prompt)}
+    return FORMATS[name].parse(encode(tokenizer, text), tokenizer, tools, **given)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -138,12 +139,9 @@ BAD = [
     ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>', "", "surrogate"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "", "expected"),
     ("hermes", "<tool_call>" + "9" * 5000 + "</tool_call>", "", "no JSON"),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {}}',
-        "",
-        "not closed: expected </tool_call>",
-    ),
+    ("hermes", '<tool_call>{"name": "f", "argu', "", "not closed: expected </tool_call>"),
+    ("pythonic", "<|tool_call_start|>[f(a=1)", "", "not closed: expected the end marker"),
+    ("qwen3_coder", "<tool_call><function=f>", "", "not closed: expected </tool_call>"),
     ("qwen3_coder", "<tool_call>f(1)</tool_call>", "", "expected <function="),
     ("qwen3_coder", "<tool_call><function=f>x</function></tool_call>", "f", "got 'x', expected"),
     (
@@ -199,23 +197,42 @@ def test_plain_answers_stay_as_they_are(name, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("prompt", "text", "expected"),
     [
-        ("<think>\nHm.\n</think>\n\nYes", ("Yes", 0, "Hm.")),
-        ("Hm.</think>Yes", ("Yes", 0, "Hm.")),  # the prompt has opened it
-        ("<think>Hm.", ("", 0, "Hm.")),
-        (f"<think>{GOOD}</think>{GOOD}", ("", 1, GOOD)),
-        (f"<think>{GOOD}", ("", 0, GOOD)),
+        ("", "<think>\nHm.\n</think>\n\nYes", ("Yes", 0, "Hm.")),
+        ("", "<think>\n\n</think>\n\nYes", ("Yes", 0, "")),
+        ("<think>\n", "Hm.</think>Yes", ("Yes", 0, "Hm.")),
+        ("", "Hm.</think> Yes", ("Hm.</think> Yes", 0, "")),  # nothing has opened it
+        ("<think></think>", "Hm.</think>Yes", ("Hm.</think>Yes", 0, "")),
+        ("", f"Hm.</think>{GOOD}", ("Hm.</think>", 1, "")),
+        ("", "<think>Hm.", ("", 0, "Hm.")),
+        ("", f"<think>{GOOD}</think>{GOOD}", ("", 1, GOOD)),
+        ("", f"<think>{GOOD}", ("", 0, GOOD)),
     ],
 )
-def test_reasoning_is_set_apart(text, expected):
-    answer = parse("hermes", text + "<|im_end|>")
+def test_reasoning_is_set_apart(prompt, text, expected):
+    answer = parse("hermes", text + "<|im_end|>", prompt=prompt)
     assert (answer.text, len(answer.calls), answer.reasoning) == expected
 
 
-def test_think_tags_in_arguments_are_text():
-    text = '<think></think><tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>'
+@pytest.mark.parametrize("before", ["<think></think>", ""])
+def test_think_tags_in_arguments_are_text(before):
+    text = f'{before}<tool_call>{{"name": "f", "arguments": {{"a": "<think>"}}}}</tool_call>'
     assert parse("hermes", text).calls[0].arguments == {"a": "<think>"}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "deepseek"])
+def test_the_last_call_needs_no_end(name):
+    """As in vLLM: `<tool_call>(.*?)</tool_call>|<tool_call>(.*)` and the like."""
+    calls = [ToolCall("look_up", {"text": "sun"}, FORMATS[name].call_id(i)) for i in range(2)]
+    if name == "pythonic":
+        whole = f"<|tool_call_start|>{FORMATS[name].write(calls)}<|tool_call_end|>"
+    else:
+        whole = FORMATS[name].write(calls)
+    end = whole.rindex("<")
+    assert parse(name, f"I look.{whole[:end]}", SCHEMA) == ("I look.", tuple(calls), "")
+    cut = parse(name, f"I look.{whole[: end - 2]}", SCHEMA).calls[-1]
+    assert cut.error is not None
 
 
 def test_values_without_quotes_are_read_by_their_types():

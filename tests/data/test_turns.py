@@ -167,7 +167,7 @@ HERMES = '<tool_call>\n{"name": "look_up", "arguments": {"text": "sun"}}\n</tool
         (HERMES, False),
         (f"I look.\n{HERMES}", False),
         (f"I look. \n\n{HERMES}\n", False),  # 3: spaces before a special token
-        (f"  I look.\n{HERMES}", True),  # 3: spaces elsewhere
+        (f"  I look.\n{HERMES}", False),  # those at the beginning are kept
         (f"{HERMES}\nSo I look.", True),  # 3: the template writes the text first
         (HERMES.replace(": ", ":"), True),  # 4: spaces
         (HERMES.replace("sun", r"s\u0075n"), True),  # 4: escapes

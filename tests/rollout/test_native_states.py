@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -250,8 +251,15 @@ def test_sleep_and_who_gives_up_leave_nothing_behind(engine, check):
 def test_an_answer_that_a_text_ends_is_gone_on_with(engine, check, monkeypatch):
     """Its state has seen more than is left of it: the next turn begins where the prompt ends."""
     words = [chr(ord("A") + token) for token in range(32)]
-    monkeypatch.setattr(engine._runner, "_detokenize", lambda ids: "".join(words[i] for i in ids))
-    monkeypatch.setattr(engine, "_reads_text", True)
+
+    class Letters:
+        added_tokens_decoder = MappingProxyType({})
+
+        def decode(self, ids, **_):
+            return "".join(words[i] for i in ids)
+
+    for part in (engine, engine._runner):
+        monkeypatch.setattr(part, "_tokenizer", Letters)
     request = Request(prompt(12, 2), SamplingParams(12, temperature=0.0), 0)
     (whole,) = engine.sample([request])
     stop = words[whole.tokens[1]]

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.engine import results_of
+from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS
+from jaxrl_llm.rollout.engine import EngineError, results_of
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.types import Request, SamplingParams
 
@@ -29,12 +31,29 @@ def after(next_logits, params, answer):
     return next_logits(params, [*PROMPT, *answer.tokens])[len(PROMPT) - 1 : -1]
 
 
+class Letters:
+    """A tokenizer whose tokens are letters; `special` ones have no text."""
+
+    words, special = list(LETTERS), {}
+
+    @property
+    def added_tokens_decoder(self):
+        return {n: SimpleNamespace(content=t, special=True) for n, t in self.special.items()}
+
+    def decode(self, ids, **_):
+        text = "".join(self.words[i] for i in ids if i not in self.special)
+        return text.removeprefix(" ")  # as SentencePiece's
+
+
+TOKENIZER = Letters()
+
+
 @pytest.fixture(scope="module")
 def texts(build, params):
     """An engine of few steps whose tokens are letters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "PREFILL_LENGTHS", (32,))  # compile less
-        engine = build(steps=3, detokenize=lambda ids: "".join(LETTERS[i] for i in ids))
+        engine = build(steps=3, tokenizer=lambda: TOKENIZER)
     engine.load(params, version=0)
     yield engine
     engine.close()
@@ -178,6 +197,46 @@ def test_a_prompt_may_hold_a_text_that_stops(texts):
     assert absent not in spell(whole)
     (answer,) = ask(texts, 3, stop=(absent,))
     assert (spell(answer), answer.finish, answer.stopped_by) == (spell(whole), "length", None)
+
+
+def test_a_stop_text_that_is_a_special_token_stops_at_it(texts, monkeypatch):
+    (whole,) = ask(texts, 3)
+    tokens = whole.tokens.tolist()
+    place = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
+    monkeypatch.setattr(Letters, "special", {tokens[place]: "<end>"})
+    (answer,) = ask(texts, 3, stop=("never there", "<end>"))
+    assert answer.tokens.tolist() == tokens[: place + 1]
+    assert (answer.finish, answer.stopped_by) == ("stop", tokens[place])
+    for stop in ("a<end>", "<end>\n"):
+        with pytest.raises(EngineError, match="holds the special token '<end>'"):
+            ask(texts, 3, stop=(stop,))
+    earlier = texts.sample(
+        [Request(PROMPT, SamplingParams(12, stop=("<end>", spell(whole)[1])), 3)]
+    )
+    assert earlier[0].stopped_by == spell(whole)[1]
+
+
+def test_a_stop_text_is_read_after_the_prompt(texts, monkeypatch):
+    """Decoded alone, an answer would lose the space that it begins with."""
+    (whole,) = ask(texts, 3)
+    monkeypatch.setattr(Letters, "words", [f" {letter}" for letter in LETTERS])
+    (answer,) = ask(texts, 3, stop=(f" {spell(whole)[0]}",))
+    assert (len(answer.tokens), answer.finish) == (1, "stop")
+
+
+def test_stop_texts_cost_each_token_a_window(texts, monkeypatch):
+    decode, sizes = Letters.decode, []
+
+    def counted(self, ids, **options):
+        sizes.append(len(ids))
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(Letters, "decode", counted)
+    ask(texts, 3, new=30)
+    assert sizes == []  # nothing is decoded where no text stops the answer
+    ask(texts, 3, new=30, stop=("never there",))
+    assert max(sizes) <= CONTEXT_TOKENS + 2 * 3
+    assert len(sizes) <= 2 * 10 + 4  # of ten chunks
 
 
 def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts, params, next_logits):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import time
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
@@ -55,7 +58,9 @@ class Scripted:
         for i, token in enumerate(tokens):
             if token in request.sampling.stop_ids:
                 return tokens[: i + 1], "stop", token
-            text = self.tokenizer.decode(tokens[: i + 1], skip_special_tokens=True)
+            before = self.tokenizer.decode(request.prompt, skip_special_tokens=True)
+            whole = [*request.prompt, *tokens[: i + 1]]
+            text = self.tokenizer.decode(whole, skip_special_tokens=True)[len(before) :]
             for stop in request.sampling.stop:
                 if stop in text:
                     return tokens[: i + 1], "stop", stop
@@ -122,6 +127,32 @@ class Scripted:
 
     def stats(self):
         return Stats(running=len(self.requests) - self.ended - len(self.given_up))
+
+
+@functools.cache
+def sentencepiece():
+    """Return a tokenizer as Llama 2's: ▁ for spaces, bytes for all else, no space at the start."""
+    letters = [chr(i) for i in range(33, 127)]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": b + 3 for b in range(256)}
+    for text in ["▁", "▁the", "▁world", "th", "▁t", "▁th", "▁w", "or", "ld", "▁wor", *letters]:
+        vocab.setdefault(text, len(vocab))
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "w"), ("o", "r"), ("▁w", "or")]
+    merges += [("l", "d"), ("▁wor", "ld")]
+    merges = [pair for pair in merges if "".join(pair) in vocab]
+    bpe = models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    made = Tokenizer(bpe)
+    replaced = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens(["<s>", "</s>"])
+    kept = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in kept])
+    made.add_special_tokens(["<|end|>"])
+    made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    built = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    built.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[A]"
+    return built
 
 
 def soon(condition, seconds=10.0):

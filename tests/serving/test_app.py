@@ -10,12 +10,19 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import openai
 import pytest
 
 from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.serving import app
 from jaxrl_llm.serving.app import EventStream, make_app
+from jaxrl_llm.serving.requests import ServedModel
+from jaxrl_llm.serving.responses import completion_logprobs
+from tests.listening import listening
+from tests.serving.conftest import Scripted, sentencepiece
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
 TEXT = "Grüße, 世界: 🙂 one two three"
@@ -99,6 +106,47 @@ def test_both_apis_give_the_text_before_the_stop(connect, stream, stop, text, re
     assert [(c.finish_reason, c.stop_reason) for c in ends] == [("stop", reason)] * 2
 
 
+@pytest.fixture
+def begins_with_a_space():
+    """A client of a model whose tokenizer drops the space at a text's beginning."""
+    tokenizer = sentencepiece()
+    engine = Scripted(tokenizer, stop=2, traps="")
+    engine.script = "the world the world"
+    served = ServedModel("tiny", tokenizer, (2,), len(tokenizer), 256, 8, None)
+    with (
+        listening(make_app(engine, served, LimitsConfig(), None)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", **CLIENT) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text", "offsets"),
+    [
+        (None, " the world the world", [0, 4, 10, 14, 20]),
+        (" the", "", [0]),
+        (" w", " the", [0, 4]),
+        ("d t", " the worl", [0, 4, 10]),
+    ],
+)
+def test_an_answer_keeps_the_space_that_it_begins_with(
+    begins_with_a_space, stream, stop, text, offsets
+):
+    """As decoding prompt and answer together; and as vLLM."""
+    client, more = begins_with_a_space, ASK | {"stop": stop, "stream": stream}
+    plain = client.completions.create(prompt="hello", logprobs=0, **more)
+    chat = client.chat.completions.create(messages=HI, **more)
+    chunks, chat = ([*plain], [*chat]) if stream else ([plain], [chat])
+    assert "".join(c.choices[0].text for c in chunks) == text
+    parts = [c.choices[0].logprobs for c in chunks]
+    assert [o for part in parts for o in part.text_offset] == offsets
+    words = [" the", " world", " the", " world", "</s>"][: len(offsets)]
+    assert [token for part in parts for token in part.tokens] == words
+    said = [c.choices[0].delta if stream else c.choices[0].message for c in chat]
+    assert "".join(part.content or "" for part in said) == text
+
+
 def test_an_answer_that_breaks_off_says_so(connect):
     answer = connect().completions.create(model="tiny", prompt="Hi", max_tokens=3)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Gr\ufffd", "length")
@@ -167,6 +215,19 @@ def test_logprobs_of_completions(connect, stream):
     assert values[:5] == [-0.25, -0.5, -0.75, -1.0, -1.25]
     assert [set(top) for part in parts for top in part.top_logprobs][:2] == [{"G", "I"}, {"r", "I"}]
     assert "".join(c.choices[0].text for c in chunks) == "Grü"
+
+
+def test_of_two_tokens_of_one_text_the_likelier_is_told():
+    """`t` and the byte 0x74 are two tokens of Llama 2's tokenizer; whichever was drawn."""
+    tokenizer = sentencepiece()
+    letter, byte = tokenizer.convert_tokens_to_ids(["t", "<0x74>"])
+    assert letter != byte
+    top = np.array([[letter, 5, byte], [byte, 5, letter]]), np.array([[-0.5, -1.0, -4.5]] * 2)
+    drawn = np.array([letter, letter], np.int32)
+    piece = Completion(drawn, np.array([-0.5, -4.5]), np.zeros(2), "length", None, top)
+    told = completion_logprobs(piece, [0, 1], Vocabulary(tokenizer))
+    assert [t["t"] for t in told["top_logprobs"]] == [-0.5, -0.5]
+    assert told["token_logprobs"] == [-0.5, -4.5]
 
 
 def test_logprobs_of_chats(connect):

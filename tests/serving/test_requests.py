@@ -142,6 +142,10 @@ def test_tools_and_keywords_reach_the_template(with_tools):
     assert with_tools(messages=[{"role": "user", "content": parts}]) == "[user:a\nb]"
     with pytest.raises(APIError, match="no variable 'shallow'"):
         with_tools(chat_template_kwargs={"shallow": 1})
+    for name in ("messages", "add_generation_prompt", "tools", "tokenize", "chat_template"):
+        with pytest.raises(APIError, match=rf"^chat_template_kwargs\.{name}: got") as caught:
+            with_tools(chat_template_kwargs={"deep": "yes", name: []})
+        assert (caught.value.status, caught.value.param) == (400, f"chat_template_kwargs.{name}")
 
 
 BOTH = [

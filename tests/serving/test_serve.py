@@ -232,6 +232,25 @@ def test_a_stop_text_ends_an_answer_and_is_cut(client, greedy, opened):
     assert "".join(pieces) == whole.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_may_be_a_special_token(client, opened, stream):
+    """And others are refused that no text of an answer can hold."""
+    tokenizer = opened[0].tokenizer
+    letter, special = *tokenizer("x")["input_ids"], tokenizer.convert_tokens_to_ids("<|user|>")
+    asked = {"model": "tiny", "prompt": [letter], "max_tokens": 40, "stream": stream}
+    biases = {"logit_bias": {str(special): 98, str(letter): 100}, "seed": 1, **IDS}
+    biases["temperature"] = 3
+    for stop in ("<|user|>", ["x<", "<|user|>"]):
+        answer = client.completions.create(stop=stop, **asked, **biases)
+        choices = [c.choices[0] for c in answer] if stream else [answer.choices[0]]
+        tokens = [token for choice in choices for token in choice.token_ids]
+        assert (tokens[-1], tokens.count(special)) == (special, 1)
+        assert "".join(choice.text for choice in choices) == "x" * (len(tokens) - 1)
+        assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", special)
+    with pytest.raises(openai.BadRequestError, match="holds the special token"):
+        client.completions.create(stop=["x", "a<|user|>"], **asked)
+
+
 def test_a_seed_gives_the_same_answer_whatever_else_is_asked(client, opened):
     prompts = random_prompts(6, seed=1)
     fields = {"model": "tiny", "max_tokens": 20, "seed": 9, "top_p": 0.9} | IDS

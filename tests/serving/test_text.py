@@ -1,15 +1,18 @@
 """Streamed text: whole characters, no stop text, nothing lost."""
 
+import functools
 import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.data.token_bytes import Vocabulary
-from jaxrl_llm.serving.text import AnswerText
+from jaxrl_llm.data.token_bytes import AnswerText, Vocabulary, decode_after, text_decoder
+from tests.data.real_templates import build
+from tests.serving.conftest import sentencepiece
 
 ALPHABET = "ab é世🙂\ufffd"
 
@@ -25,6 +28,15 @@ def byte_fallback():
     return made
 
 
+@functools.cache
+def wordpiece():
+    """A tokenizer that puts spaces between words."""
+    vocab = {"[UNK]": 0, "the": 1, "world": 2, "x": 3, "##x": 4, "xthe": 5}
+    made = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece("##", False)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+
+
 def cut(tokens, ends):
     """Cut tokens into pieces."""
     ends = sorted({min(end, len(tokens)) for end in ends} | {0, len(tokens)})
@@ -34,7 +46,7 @@ def cut(tokens, ends):
 def streamed(decode, tokens, ends, stops=()):
     words = AnswerText(decode, stops)
     pieces = [words.push(piece) for piece in cut(tokens, ends)]
-    return [*pieces, words.push([], last=True)], words.stopped
+    return [*pieces, words.push([], last=True)], words.stopped_by is not None
 
 
 @given(
@@ -83,6 +95,39 @@ def test_pieces_of_any_tokens_make_up_what_they_decode_to(kind, seed, tokenizer,
     pieces, _ = streamed(decode, tokens, rng.integers(0, len(tokens), 20).tolist())
     assert "".join(pieces) == decode(tokens)
     assert len([piece for piece in pieces if piece]) > 5
+
+
+@pytest.mark.parametrize("kind", ["llama 2", "qwen3", "bert"])
+@given(
+    st.lists(
+        st.sampled_from([" the", "the", " world", " ", "\n", "é", "世", "🙂", "x"]), max_size=12
+    ),
+    st.integers(0, 40),
+    st.lists(st.integers(0, 30), max_size=5),
+)
+@example([" the", " world"], 0, [1])
+@example(["x", " the", " world"], 2, [1])
+@example([" the"], 2, [])  # the prompt is <s> and ▁, which has no text alone
+def test_an_answer_reads_as_it_does_after_its_prompt(kind, words, cut_at, ends):
+    """The oracle is the tokenizer on prompt and answer together, wherever these are parted."""
+    tokenizer = {"llama 2": sentencepiece, "qwen3": lambda: build("qwen3")[0], "bert": wordpiece}
+    decode = text_decoder(tokenizer[kind]())
+    tokens = tokenizer[kind]()("".join(words))["input_ids"]
+    prompt, answer = tokens[:cut_at], tokens[cut_at:]
+    pieces, _ = streamed(decode_after(prompt, decode), answer, ends)
+    before, whole = decode(prompt), decode(tokens)
+    if whole.startswith(before):  # else the prompt ends inside a character
+        assert before + "".join(pieces) == whole
+    else:
+        assert whole.endswith("".join(pieces))
+        assert before.rstrip("\ufffd") + "".join(pieces) == whole
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 1, 1, 1, 1, 1, 1, 1]])
+def test_an_answer_after_no_text_begins_one(tokens):
+    decode = text_decoder(sentencepiece())
+    answer = sentencepiece()(" the world", add_special_tokens=False)["input_ids"]
+    assert decode_after(tokens, decode)(answer) == decode(answer)
 
 
 def test_what_may_become_a_stop_text_is_held_back():

@@ -7,7 +7,7 @@ import urllib.request
 
 import openai
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -16,14 +16,13 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.limits import LimitsConfig
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.serve import find_call_format
-from jaxrl_llm.serving.answers import AnswerStream
+from jaxrl_llm.serving.answers import AnswerStream, read_answer
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.fields import APIError
-from jaxrl_llm.serving.messages import read_answer
 from jaxrl_llm.serving.requests import ServedModel, parse_chat
 from jaxrl_llm.serving.responses_api import chat_request
 from tests.data.real_templates import build
-from tests.serving.conftest import Scripted
+from tests.serving.conftest import Scripted, sentencepiece
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
 QUESTION = {"role": "user", "content": "How warm is it?"}
@@ -217,59 +216,86 @@ def test_an_answer_that_is_cut_in_a_call_has_none(connect):
     assert choice.message.content.startswith("<tool_call>")
 
 
-CALLED = 'a<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-WORDS = [
-    CALLED,
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "[",
-    "{",
-    "f(x=1)]",
-    " \n",
-    "é🙂",
+GOOD = '{"name": "f", "arguments": {"x": "<think>"}}'
+CALLED = f"a<tool_call>{GOOD}</tool_call>"
+WORDS = [CALLED, f"<tool_call>{GOOD}", GOOD, "<think>", "</think>", "<tool_call>", "</tool_call>"]
+WORDS += ['{"name": "f", "parameters": {}}', "[f(x=1)]", "[", "{", " \n", "  ", "é🙂", "a b", "<to"]
+WORDS += [
+    "<|python_tag|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    '[TOOL_CALLS]f[ARGS]{"a":1}',
 ]
-WORDS += ['{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}', "STOP", "a b", "<to"]
-SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=7).map("".join)
+WORDS += ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"]
+WORDS += ["<｜tool▁calls▁end｜>", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"]
+WORDS += ["<|channel|>commentary to=functions.f<|message|>{}", "<|end|><|start|>assistant", " to=f"]
+WORDS += ["STOP", "ST", "so\n</think>\n\n4."]
+ALL = [*range(1, 60)]
+SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
+FORMATS = {"phi3": "hermes", "llama 2": "hermes"}  # whose templates write no calls
 
 
-@given(
-    SCRIPTS,
-    st.lists(st.integers(1, 40), max_size=6),
-    st.booleans(),
-    st.sampled_from(["qwen2_5", "llama3_1", "lfm2_v2", "plain"]),
-)
-@example(CALLED, [*range(1, 60)], False, "plain")
-@example(f"so\n</think>{CALLED}STOP", [*range(1, 60)], True, "plain")
-@example(f"so\n</think>\n {CALLED} \n", [*range(1, 60)], True, "qwen2_5")
-def test_deltas_make_up_what_the_whole_answer_is_read_as(script, ends, opens, name):
-    """Whatever is said, and however it is cut; white space at the ends aside, as calls drop it."""
-    if name == "plain":  # no marker is a token of its own
-        tokenizer, stops = build("phi3")
-        template = TurnTemplate(tokenizer, stops, tools=[TOOL], call_format="hermes")
+@functools.cache
+def template_of(name, *, with_tools):
+    if name == "llama 2":
+        tokenizer, stops = sentencepiece(), (2,)
     else:
         tokenizer, stops = build(name)
-        template = TurnTemplate(tokenizer, stops, tools=[TOOL])
+    form = FORMATS.get(name) if with_tools else None
+    return TurnTemplate(tokenizer, stops, tools=[TOOL] * with_tools, call_format=form)
+
+
+def until_stopped(tokenizer, tokens, stops):
+    """Return the tokens up to the one with which an engine stops."""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
+        if any(stop in text for stop in stops):
+            return tokens[:count]
+    return tokens
+
+
+@settings(max_examples=100)
+@given(
+    st.sampled_from([*TEMPLATES, "phi3", "llama 2"]),
+    st.booleans(),
+    SCRIPTS,
+    st.lists(st.integers(1, 60), max_size=6),
+    st.booleans(),
+    st.sampled_from([(), ("STOP",), ("a<tool_call>", "think>"), ("</tool_call>", "a b")]),
+)
+@example("phi3", True, CALLED, ALL, False, ())
+@example("qwen3_8", False, "</think>\nhm\n</think>\n\nThe answer is 4.", ALL, False, ())
+@example("llama 2", False, "</think>\nhm\n</think>\n\nThe answer is 4.", ALL, False, ())
+@example("qwen2_5", False, "<think>\n\n</think>\n\nhi", ALL, False, ())
+@example("qwen2_5", True, "  Let me see. <tool_call>", ALL, False, ())
+@example("phi3", True, f"so\n</think>{CALLED}STOP", ALL, True, ("STOP",))
+@example("qwen2_5", True, f"so\n</think>\n {CALLED} \n", ALL, True, ())
+def test_deltas_make_up_what_the_whole_answer_is_read_as(
+    name, with_tools, script, ends, opens, stops
+):
+    """Whatever is said, and however it is cut; and a call is read as an agent's is."""
+    template = template_of(name, with_tools=with_tools)
+    tokenizer = template.tokenizer
     prompt = tokenizer("Hi<think>\n" if opens else "Hi", add_special_tokens=False)["input_ids"]
-    tokens = tokenizer(script, add_special_tokens=False)["input_ids"]
-    if "STOP" in script:  # the engine ends there
-        tokens = next(
-            tokens[:i] for i in range(len(tokens) + 1) if "STOP" in tokenizer.decode(tokens[:i])
-        )
-    whole = read_answer(template, tokens, prompt=prompt, stops=["STOP"])
-    stream = AnswerStream(template, prompt=prompt, index=0, stops=["STOP"])
+    drawn = tokenizer(script, add_special_tokens=False)["input_ids"]
+    tokens = until_stopped(tokenizer, drawn, stops)
+    whole = read_answer(template, tokens, prompt=prompt, stops=stops)
+    stream = AnswerStream(template, prompt=prompt, index=0, stops=stops)
     got = {"reasoning_content": "", "content": "", "tool_calls": []}
     cuts = sorted({0, *(end for end in ends if end < len(tokens))})
     for start, end in zip(cuts, [*cuts[1:], len(tokens)], strict=True):
         if not stream.stopped:
             for key, value in stream.push(tokens[start:end], last=end == len(tokens)).items():
                 got[key] += value
-    late = not opens and "</think>" in script.partition("<think>")[0]  # was shown as text before
-    if not late:
-        assert got["reasoning_content"].strip() == whole.reasoning.strip()
-        assert got["content"].strip() == whole.text.strip()
+    assert got["reasoning_content"] == whole.reasoning
+    assert got["content"] == whole.text
     assert [c["id"] for c in got["tool_calls"]] == [call.id for call in whole.calls]
+    assert stream.has_calls == bool(whole.calls)
+    assert not any(stop in whole.text for stop in stops)
+    agents = template.parse(tokens, prompt=prompt)
+    if not stops and not any(call.error for call in agents.calls):
+        assert (agents.text.strip(), agents.reasoning) == (whole.text.strip(), whole.reasoning)
+        assert [call[:2] for call in agents.calls] == [call[:2] for call in whole.calls]
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ from jaxrl_llm.rollout.gateway.turn_tree import (
 )
 from jaxrl_llm.rollout.seeds import request_seed
 from jaxrl_llm.rollout.types import Completion, Request
+from jaxrl_llm.serving.answers import read_answer
 from jaxrl_llm.serving.fields import APIError, shown
 from jaxrl_llm.serving.messages import (
     answer_message,
     image_reader,
     parse_messages,
-    read_answer,
     read_images,
 )
 

@@ -10,6 +10,8 @@ meanwhile.
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.compilation import compiles_ahead
+from jaxrl_llm.data.token_bytes import special_stop_ids
 from jaxrl_llm.models.model import Model, PagedModel
 from jaxrl_llm.rollout.engine import (
     EngineError,
@@ -55,7 +58,7 @@ class NativeEngine:
             there is a kernel, all of it is for pages.
         layout: how rows and weights are split; the axes `stage` and `context` have one device.
         steps: tokens decoded in a chunk.
-        detokenize: from token ids to text, for requests with texts that stop them.
+        tokenizer: loads one of `transformers`, for requests with texts that stop them.
         kernel: what attends over pages in place (`models.paged_kernel`), and the model is a
             `PagedModel`; None: pages are gathered into rows.
 
@@ -73,7 +76,7 @@ class NativeEngine:
         *,
         layout: Layout,
         steps: int = STEPS,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        tokenizer: Callable[[], Any] | None = None,
         kernel: Callable[..., jax.Array] | None = None,
     ) -> None:
         """Compile nothing yet; `compile_ahead` or the first `load` does."""
@@ -99,10 +102,10 @@ class NativeEngine:
             kv_cache_dtype=settings.kv_cache_dtype,
             records_routes=settings.record_routes,
         )
-        self._reads_text = detokenize is not None
+        self._tokenizer = tokenizer and functools.cache(tokenizer)
         self._params: Any = None
         self._version = -1
-        self._runner = ModelRunner(self.programs, settings.max_running_sequences, detokenize)
+        self._runner = ModelRunner(self.programs, settings.max_running_sequences, self._tokenizer)
         self._incoming: list[SequenceState] = []
         self._partial: list[PartialSampling] = []
         self._state = threading.Condition()
@@ -273,6 +276,7 @@ class NativeEngine:
         needed: int | None = None,
         stop: Stop | None = None,
     ) -> list[Future[Completion]]:
+        requests = [self._with_stop_tokens(request) for request in requests]
         for request in requests:
             self._check(request)
         sequences = [
@@ -306,8 +310,24 @@ class NativeEngine:
             },
         )
         check_visuals(self.model, request, self.programs.sizes)
-        if request.sampling.stop and not self._reads_text:
+
+    def _with_stop_tokens(self, request: Request) -> Request:
+        """Return a request that also stops at the tokens that are whole stop texts.
+
+        Raises:
+            EngineError: there is no tokenizer, or a stop text can never be found.
+        """
+        sampling = request.sampling
+        if not sampling.stop:
+            return request
+        if self._tokenizer is None:
             raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
+        try:
+            more = special_stop_ids(sampling.stop, self._tokenizer())
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        ids = tuple(dict.fromkeys((*sampling.stop_ids, *more)))
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, stop_ids=ids))
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.rollout.native.decode import DecodeOutput, Extras
 from jaxrl_llm.rollout.native.features import FeatureCache
@@ -29,7 +30,7 @@ class ModelRunner:
     Args:
         programs: compiled for the devices.
         max_running_sequences: the most sequences decoded at once.
-        detokenize: from token ids to text, for requests with texts that stop them.
+        tokenizer: loads it, for requests with texts that stop them.
 
     Attributes:
         scheduler: which sequences wait and which run.
@@ -42,10 +43,10 @@ class ModelRunner:
         self,
         programs: Programs,
         max_running_sequences: int,
-        detokenize: Callable[[Sequence[int]], str] | None,
+        tokenizer: Callable[[], Any] | None,
     ) -> None:
         """Hold nothing."""
-        self._programs, self._detokenize = programs, detokenize
+        self._programs, self._tokenizer = programs, tokenizer
         self._max_running_sequences = max_running_sequences
         self.scheduler = self._make_scheduler(Counts())
         self.pool: Cache | None = None
@@ -299,8 +300,8 @@ class ModelRunner:
                 s.finish, s.stopped_by = "stop", s.tokens[-1]
             elif s.left == 0:
                 s.finish = "length"
-            if self._detokenize is not None and s.request.sampling.stop:
-                s.stop_at_text(self._detokenize, n)
+            if self._tokenizer is not None and s.request.sampling.stop:
+                s.stop_at_text(text_decoder(self._tokenizer()), n)
         counts = self.scheduler.counts
         generated = counts.generated_tokens + total
         self.scheduler.counts = counts._replace(generated_tokens=generated)

@@ -3,6 +3,7 @@
 Pure bookkeeping on the host; it knows pages by number and no devices.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jaxrl_llm.data.token_bytes import AnswerText, Decode, decode_after
 from jaxrl_llm.rollout.engine import Stop
 from jaxrl_llm.rollout.native.pages import PagePool, PageTable
 from jaxrl_llm.rollout.native.visuals import PromptVisuals
@@ -40,6 +42,7 @@ class SequenceState:
         routes: the experts that its first tokens went to, as far as they are noted; each token
             keeps those with which the next one was drawn. None: the engine does not record them.
         visuals: where the prompt holds images and videos, if it does.
+        text: of the answer, once it was looked at for texts that stop it.
     """
 
     request: Request
@@ -58,6 +61,7 @@ class SequenceState:
     withdrawn: bool = False
     routes: Int[np.ndarray, "N M experts"] | None = None
     visuals: PromptVisuals | None = None
+    text: AnswerText | None = None
 
     def __post_init__(self) -> None:
         """Begin with the prompt, and with what was drawn before."""
@@ -106,23 +110,27 @@ class SequenceState:
         keys = self.visuals.keys
         return [*keys[:count], *self.tokens[len(keys) : count]]
 
-    def stop_at_text(self, detokenize: Callable[[list[int]], str], new: int) -> None:
+    def stop_at_text(self, decode: Decode, new: int) -> None:
         """End the answer where it holds a text that stops it; what follows is dropped.
 
         Args:
-            detokenize: from token ids to text.
+            decode: from token ids to text.
             new: how many tokens have not been looked at.
         """
-        first = len(self.request.prompt)
-        if not any(stop in detokenize(self.tokens[first:]) for stop in self.request.sampling.stop):
+        first, seen = len(self.request.prompt), self.generated - new
+        if self.text is None:
+            decode = decode_after(self.request.prompt, decode)
+            self.text = AnswerText(decode, self.request.sampling.stop)
+            self.text.push(self.tokens[first : first + seen])
+        before = copy.copy(self.text)
+        self.text.push(self.tokens[first + seen :])
+        if self.text.stopped_by is None:
             return
-        for count in range(self.generated - new + 1, self.generated + 1):
-            text = detokenize(self.tokens[first : first + count])
-            if completed := [stop for stop in self.request.sampling.stop if stop in text]:
-                break
-        else:
-            return
-        self.finish, self.stopped_by = "stop", min(completed, key=text.index)
+        count = seen
+        while before.stopped_by is None and count < self.generated:  # by which of the new tokens?
+            before.push([self.tokens[first + count]])
+            count += 1
+        self.finish, self.stopped_by = "stop", before.stopped_by or self.text.stopped_by
         del self.tokens[first + count :], self.logprobs[count:], self.versions[count:]
         del self.top[count:]
         self.cached = min(self.cached, len(self.tokens) - 1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.models.capabilities import QuantizableModel
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
@@ -138,7 +139,7 @@ def build_rollout(
         overlaps_training: whether the engine may sample while the models are trained.
     """
     tokenizer, stops = tokens
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    decode = text_decoder(tokenizer)
     opened = contextlib.nullcontext if overlaps_training else functools.partial(awake, engine)
     sampler = plain = plain_sampler(engine, decode, opened)
     if episodes is not None:
