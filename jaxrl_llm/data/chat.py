@@ -185,16 +185,16 @@ def _chat_template(tokenizer: Tokenizer) -> str:
 def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
     """Return every token id that ends a reply, in rising order.
 
-    They are the tokenizer's end-of-sequence token and those that `generation_config.json` names:
-    an instruction-tuned model often ends its turn with another token than a base model does.
+    They are the tokenizer's end-of-sequence token and those that `generation_config.json` names, or
+    where it names none those of `config.json`: an instruction-tuned model often ends its turn with
+    another token than a base model does.
 
     Args:
         tokenizer: its `eos_token_id` may be None.
-        directory: the model's directory or hub repository; `generation_config.json` may be missing
-            in it.
+        directory: the model's directory or hub repository; both files may be missing in it.
 
     Raises:
-        ValueError: `generation_config.json` can't be read, or nothing names a stop token.
+        ValueError: one of the files can't be read, or nothing names a stop token.
         FileNotFoundError: there is no such directory or repository.
 
     >>> class Plain:
@@ -206,18 +206,20 @@ def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
     (7,)
     """
     tokens = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    path = resolve(directory) / "generation_config.json"
-    if path.is_file():
-        tokens |= _configured_stop_ids(path)
+    folder = resolve(directory)
+    generation = _configured_stop_ids(folder / "generation_config.json")
+    tokens |= generation or _configured_stop_ids(folder / "config.json")
     if not tokens:
         raise ValueError(
-            f"stop tokens: the tokenizer has no eos token and {str(path)!r} names no eos_token_id,"
-            " so a reply could never end"
+            "stop tokens: the tokenizer has no eos token, and neither generation_config.json nor "
+            f"config.json in {str(folder)!r} names an eos_token_id, so a reply could never end"
         )
     return tuple(sorted(tokens))
 
 
 def _configured_stop_ids(path: Path) -> set[int]:
+    if not path.is_file():
+        return set()
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -225,6 +227,8 @@ def _configured_stop_ids(path: Path) -> set[int]:
     if not isinstance(config, dict):
         raise ValueError(f"stop tokens: can't read {str(path)!r}: it holds no JSON object")
     value = config.get("eos_token_id")
+    if value is None:
+        value = (config.get("text_config") or {}).get("eos_token_id")
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
         raise ValueError(

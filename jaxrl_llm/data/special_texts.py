@@ -76,13 +76,34 @@ class SpecialTexts:
 
     def _ordinary(self, text: str) -> list[int]:
         special = {*self._protected.values()} - {self._tokenizer.unk_token_id}
-        pieces = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        ids = list(pieces["input_ids"])
+        ids = encode_unmatched(self._tokenizer, text)
         if not special.isdisjoint(ids):
             ids = [token for letter in text for token in self._ids(letter)]
         if not special.isdisjoint(ids):
             raise ValueError(f"tokenizer: {text!r} is only a special token, expected plain pieces")
         return ids
+
+
+def encode_unmatched(tokenizer: Any, text: str) -> list[int]:
+    """Encode a text in which the texts of added tokens are letters as any others.
+
+    Threads share a tokenizer, and `split_special_tokens` would set a flag of it for all of them.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        text: to encode.
+    """
+    if not tokenizer.is_fast:  # its flag is an argument, not its state
+        return list(
+            tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        )
+    backend = tokenizer.backend_tokenizer
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    words = [(text, (0, len(text)))]
+    if backend.pre_tokenizer is not None:
+        words = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [token.id for word, _ in words for token in backend.model.tokenize(word)]
 
 
 def _texts(value: Any) -> Iterator[str]:

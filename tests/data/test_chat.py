@@ -74,8 +74,23 @@ def test_stop_ids_join_both_sources(tokenizer, tmp_path, config, expected):
     assert stop_ids(tokenizer, tmp_path) == expected
 
 
-def test_stop_ids_without_generation_config(tokenizer, tmp_path):
+@pytest.mark.parametrize("generation", [None, {}])
+def test_stop_ids_without_generation_config(tokenizer, tmp_path, generation):
+    """As transformers, which makes a model's generation config of its config then."""
+    import transformers
+
     assert stop_ids(tokenizer, tmp_path) == (EOS,)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    text = {"model_type": "gemma3_text", "eos_token_id": [1, 106]}
+    for config in (
+        {"model_type": "llama", "eos_token_id": [2, 3]},
+        {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": None},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        theirs = transformers.GenerationConfig.from_model_config(loaded).eos_token_id
+        assert stop_ids(tokenizer, tmp_path) == (*sorted([*theirs, EOS]),)
 
 
 def test_no_stop_id_at_all(tokenizer, tmp_path):

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -123,6 +124,22 @@ def test_nothing_said_becomes_a_special_token(template, parts):
         said = [content, json.dumps(content, ensure_ascii=False)[1:-1]]  # some write JSON
         texts = [tokenizer.decode(harmless).replace("xyx", text) for text in said]
         assert tokenizer.decode(told) in texts
+
+
+@pytest.mark.parametrize("template", ["qwen3", "deepseekv3", "gptoss", "mistral"])
+def test_texts_of_added_tokens_are_told_in_the_pieces_of_a_tokenizer_without_them(template):
+    """Of tokens that aren't special, such as `<think>`, too; oracle: the same tokenizer's model."""
+    tokenizer, turns = build(template)[0], make(template)
+    parts = json.loads(tokenizer.backend_tokenizer.to_str()) | {"added_tokens": []}
+    plain = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    for text in tokenizer.get_added_vocab():
+        said = [f"x{text}x", f"x\n{text}"]
+        for content in said if len(text) > 1 else ():
+            told = turns.following([{"role": "user", "content": content}])
+            before, after = content.split(text)
+            pieces = [piece for part in (before, text, after) for piece in plain.encode(part).ids]
+            starts = range(len(told) - len(pieces) + 1)
+            assert any(told[i : i + len(pieces)] == pieces for i in starts), (content, told)
 
 
 def test_nothing_is_forged_by_names_and_ids():

