@@ -21,7 +21,7 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
-from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
+from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row, write_rows
 from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.evaluation.estimators import (
@@ -149,7 +149,8 @@ def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
         ConfigError: a file can't be read, or no reward function knows a source.
     """
     with config_errors_at("data"):
-        rows = load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows]
+        rows = load_rows(config.dataset, config.data, normalize=normalize_prompt_row)
+        rows = rows[: config.rows]
     check_agent_rows(config, rows, "data")
     check_sources(config.reward.function, {row["data_source"] for row in rows})
     return rows
@@ -183,6 +184,7 @@ def read_evaluation_prompts(
             template_kwargs=kwargs,
             encode=episodes and episodes.opening,
             visuals=visuals,
+            vocab_size=policy.model.vocab_size,
         )
     return prompts, episodes
 

@@ -24,11 +24,14 @@ def refused(result, status, pattern):
 
 
 def failed(result, status, pattern):
-    """Assert that a run ended with this status and one line of error; return the line."""
+    """Assert that a run ended with this status and one line of error, or one for each of ten bad
+    rows and their count; return the last line.
+    """
     errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert (result.status, len(errors)) == (status, 1), result.err
+    count = 11 if errors[-1].endswith(" more rows") else 1
+    assert (result.status, len(errors)) == (status, count), result.err
     assert re.search(pattern, errors[0]), errors[0]
-    return errors[0]
+    return errors[-1]
 
 
 # --------------------------------------------------------------------- found before anything runs
