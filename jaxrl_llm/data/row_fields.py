@@ -222,15 +222,16 @@ def _normalize_call(call: Any, name: str) -> Row:
     if kind != "function":
         raise field_error(f"{name}.type", kind, "'function'")
     if "function" in given:
-        function, name = given.pop("function"), f"{name}.function"
+        function = given.pop("function")
         if given or not isinstance(function, dict):
-            raise field_error(name, given or function, "'name' and 'arguments', and nothing beside")
+            raise field_error(name, call, "a 'function', with a 'name' and 'arguments'")
+        name = f"{name}.function"
         given = {key: value for key, value in function.items() if value is not None}
     title, arguments = given.pop("name", None), given.pop("arguments", {})
     if not isinstance(title, str) or not title:
         raise field_error(f"{name}.name", title, "the name of a function")
     if given:
-        raise field_error(name, given, "'name' and 'arguments', and nothing beside")
+        raise field_error(name, call, "'name' and 'arguments', and nothing beside")
     if isinstance(arguments, str):
         arguments = _from_json(arguments or "{}", f"{name}.arguments")
     if not isinstance(arguments, dict):

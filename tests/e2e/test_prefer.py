@@ -212,7 +212,7 @@ def prefer_scores(result, workshop):
         (["loss=ppo_clip"], r"loss: .*ppo_clip"),
         (["loss=bradley_terry", "model.lora={rank: 2}"], r"whose head an adapter can't hold"),
         (["batch.max_tokens_per_device=20"], r"can't hold the longest pair: twice data.max_tokens"),
-        (["data.max_tokens=4"], r"data.train: .*train.*, row 0: expected at most max_tokens=4"),
+        (["data.max_tokens=4"], r"data.train: .*pairs.jsonl, row 0: expected at most max_tokens=4"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(prefer, words, message):
