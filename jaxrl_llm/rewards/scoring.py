@@ -141,7 +141,7 @@ def combine_scores(
 
 
 def _failed(rollouts: Rollouts, row: int, error: str, on_error: OnError) -> Score:
-    where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
+    where = f"row {rollouts.prompts[row].index} (reply {shorten(repr(rollouts.texts[row]), 120)})"
     if on_error is None:
         raise RewardError(f"reward.classifier failed on {where}: {error}")
     log.warning("reward.classifier failed on %s: %s", where, error)
@@ -171,7 +171,9 @@ def make_function_scoring(
     def score(rollouts: Rollouts) -> list[Score]:
         items = reward_items(rollouts)
         own, retried_before = distributed.process_slice(len(items)), pool.counts.get("retried", 0)
-        parts = distributed.all_gather(pool.score(items[own], first=own.start))
+        parts = distributed.all_gather(
+            pool.score(items[own], rows=[prompt.index for prompt in rollouts.prompts[own]])
+        )
         context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
         return [result for part in parts for result in part]
 

@@ -109,21 +109,11 @@ class EpisodeSampler:
         if self._gateway is not None:
             self._gateway.close()
 
-    def opening(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
+    def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt, in which the model is told of its tools.
 
         Each image has one placeholder in it.
-
-        Raises:
-            ValueError: the row has tools of its own, which nothing would run.
         """
-        if tools:
-            raise ValueError(
-                "field 'tools': expected no such column in a run with episodes, whose tools are "
-                "those of rollout.tools: remove the one or the other"
-            )
         return self._template.opening(messages)
 
     def with_tools_in_prompt(self, prompt: Prompt) -> Prompt:

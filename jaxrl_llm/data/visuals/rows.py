@@ -167,8 +167,7 @@ class RowVisuals:
         """Return a row's messages, in which typed parts mention pictures, and the pictures.
 
         Args:
-            row: with `prompt` or `messages`, and images and videos in their columns or in parts of
-                messages.
+            row: with `prompt`, and images and videos in their columns or in parts of messages.
 
         Raises:
             ValueError: more or fewer are mentioned than there are, or the model reads none.
@@ -178,8 +177,7 @@ class RowVisuals:
             "video": Column.of(row, self.video_key),
         }
         pictures: list[Picture] = []
-        chat = row["messages"] if "messages" in row else row["prompt"]
-        messages = [_with_parts(message, columns, pictures) for message in chat]
+        messages = [_with_parts(message, columns, pictures) for message in row["prompt"]]
         for media, column in columns.items():
             if column.mentioned != len(column.sources):
                 raise ValueError(
