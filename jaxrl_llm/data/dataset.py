@@ -250,7 +250,8 @@ def tokenize_examples(
     >>> tokenize_examples([row], Digits(), max_tokens=4)
     ([Example(tokens=(1, 2, 3, 10), response_start=2)], 0)
     """
-    if tokenizer.eos_token_id is None:
+    eos = tokenizer.eos_token_id
+    if eos is None:
         raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
     encode = functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
     visuals = visuals or RowVisuals()
@@ -261,7 +262,7 @@ def tokenize_examples(
         text = plain_text(row.get("response"))
         response = tokenizer(text, add_special_tokens=False)["input_ids"]
         visuals.check_drawn(response, "response", tokenizer)
-        tokens = (*prompt, *response, tokenizer.eos_token_id)
+        tokens = (*prompt, *response, eos)
         if not fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load):
             return None
         check_ids(tokens, vocab_size, tokenizer)

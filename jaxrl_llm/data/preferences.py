@@ -80,7 +80,8 @@ def tokenize_preferences(
         ValueError: rows of several kinds; none is left; there is no eos token; only some of the
             rows bring log-probs under a reference.
     """
-    if tokenizer.eos_token_id is None:
+    eos = tokenizer.eos_token_id
+    if eos is None:
         raise ValueError("preferences: the tokenizer has no eos token to end an answer")
     _check_alike(rows)
 
@@ -95,8 +96,7 @@ def tokenize_preferences(
             named = [row[name] for name in ("chosen", "rejected", "response") if name in row]
             texts = [plain_text(answer) for answer in named]
             answers = tuple(
-                (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-                for text in texts
+                (*tokenizer(text, add_special_tokens=False)["input_ids"], eos) for text in texts
             )
             item = Preference(prompt, answers, _columns(row))
         longest = len(prompt) + max(map(len, item.answers))

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError
 
 Row = dict[str, Any]
-Item, Made = TypeVar("Item"), TypeVar("Made")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 PARTS = ("text", "image", "image_url", "video")
 """Types of the parts of a message."""

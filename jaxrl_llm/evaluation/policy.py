@@ -175,9 +175,9 @@ class Policy:
                 or than it was loaded for.
         """
         before = as_prompts([prompt], self.tokenizer)[0].tokens if prompt else ()
-        if isinstance(text, str):
-            text = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = [*before, *map(operator.index, text)]
+        is_text = isinstance(text, str)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if is_text else text
+        tokens = [*before, *map(operator.index, ids)]
         check_ids(tokens, self.model.vocab_size, self.tokenizer)
         first, longest = max(1, len(before)), self.model.max_positions or sys.maxsize
         if not first < len(tokens) <= longest:
