@@ -205,7 +205,7 @@ def _as_prompt(
     if not chat:
         raise ValueError(f"expected a text, messages or token ids, got {prompt!r}")
     if not isinstance(chat[0], Mapping):
-        return Prompt(index, tuple(map(operator.index, chat)))
+        return Prompt(index, tuple(operator.index(token) for token in prompt))
     chat = normalize_messages([*map(dict, chat)], "messages", parts=True)
     return Prompt(index, tuple(encode_prompt(tokenizer, chat, **template_kwargs)), messages=chat)
 
