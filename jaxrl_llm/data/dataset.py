@@ -117,19 +117,13 @@ def tokenize_prompts(
             not fit, an image can't be used, or the model does not have a token.
         ValueError: no prompt is left.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
     >>> chat = [{"role": "user", "content": "12"}]
     >>> row = {"prompt": chat, "data_source": "sums", "reward_model": {"ground_truth": "3"}}
-    >>> prompts, dropped = tokenize_prompts([row], Digits(), max_prompt_tokens=2)
-    >>> prompts[0].tokens, dropped
-    ((1, 2), 0)
+    >>> prompts, dropped = tokenize_prompts([row], tokenizer, max_prompt_tokens=9)
+    >>> tokenizer.decode(prompts[0].tokens), dropped
+    ('<|user|>12<|end|><|assistant|>', 0)
     """
     encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
     visuals = visuals or RowVisuals()
@@ -141,16 +135,8 @@ def tokenize_prompts(
         if not fits(len(tokens), max_prompt_tokens, "max_prompt_tokens", filter_overlong, load):
             return None
         check_ids(tokens, vocab_size, tokenizer)
-        return Prompt(
-            index=index,
-            tokens=tuple(tokens),
-            data_source=row["data_source"],
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info=row.get("extra_info") or {},
-            messages=messages,
-            tools=tools,
-            load=load,
-        )
+        about = row["data_source"], row["reward_model"]["ground_truth"], row.get("extra_info") or {}
+        return Prompt(index, tuple(tokens), *about, messages, tools, load=load)
 
     prompts = [prompt for prompt in map_rows(tokenized, rows) if prompt is not None]
     return prompts, count_dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
@@ -201,11 +187,12 @@ def _as_prompt(
 ) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    is_text = isinstance(prompt, str)
+    chat: list[Any] = [{"role": "user", "content": prompt}] if is_text else list(prompt)
     if not chat:
         raise ValueError(f"expected a text, messages or token ids, got {prompt!r}")
     if not isinstance(chat[0], Mapping):
-        return Prompt(index, tuple(operator.index(token) for token in prompt))
+        return Prompt(index, tuple(map(operator.index, chat)))
     chat = normalize_messages([*map(dict, chat)], "messages", parts=True)
     return Prompt(index, tuple(encode_prompt(tokenizer, chat, **template_kwargs)), messages=chat)
 
@@ -259,7 +246,7 @@ def tokenize_examples(
     def tokenized(index: int, row: Row) -> Example | None:
         with_tools = functools.partial(encode, **{k: row[k] for k in ("tools",) if k in row})
         _, prompt, load = visuals.prompt(row, index, with_tools, tokenizer)
-        text = plain_text(row.get("response"))
+        text = text_alone(row.get("response"))
         response = tokenizer(text, add_special_tokens=False)["input_ids"]
         visuals.check_drawn(response, "response", tokenizer)
         tokens = (*prompt, *response, eos)
@@ -272,7 +259,7 @@ def tokenize_examples(
     return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
 
 
-def plain_text(answer: Any) -> str:
+def text_alone(answer: Any) -> str:
     """Return the text of an answer; raise ValueError for one that is more than that."""
     text = answer.get("content") if isinstance(answer, Mapping) else answer
     if not isinstance(text, str) or (isinstance(answer, Mapping) and len(answer) > 2):

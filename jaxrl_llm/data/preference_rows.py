@@ -10,7 +10,7 @@ from jaxrl_llm.data.row_fields import (
     field_error,
     normalize_answer,
     normalize_messages,
-    with_tools,
+    with_tool_schemas,
 )
 from jaxrl_llm.data.steps import normalize_step_row
 
@@ -52,7 +52,9 @@ def normalize_preference_row(row: Any) -> Row:
     if isinstance(prompt, str) and prompt:
         prompt = [{"role": "user", "content": prompt}]
     if "completions" in row:
-        return with_tools(normalize_step_row(row, normalize_messages(prompt, "prompt")) | tools)
+        return with_tool_schemas(
+            normalize_step_row(row, normalize_messages(prompt, "prompt")) | tools
+        )
     if "chosen" in row or "rejected" in row:
         made = _pair(row, prompt)
     else:
@@ -65,7 +67,7 @@ def normalize_preference_row(row: Any) -> Row:
             "response": answer,
             "label": row["label"],
         }
-    return with_tools(made | tools | _numbers(row))
+    return with_tool_schemas(made | tools | _numbers(row))
 
 
 def _pair(row: Row, prompt: Any) -> Row:

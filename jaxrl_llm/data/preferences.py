@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.chat import Tokenizer, encode_prompt
-from jaxrl_llm.data.dataset import check_ids, count_dropped, fits, plain_text
+from jaxrl_llm.data.dataset import check_ids, count_dropped, fits, text_alone
 from jaxrl_llm.data.preference_rows import REFERENCE_COLUMNS
 from jaxrl_llm.data.row_fields import Row, map_rows, row_name
 from jaxrl_llm.data.steps import check_steps, encode_steps
@@ -94,7 +94,7 @@ def tokenize_preferences(
             item = Preference(prompt, (tokens,), {}, ends, tuple(row["labels"]))
         else:
             named = [row[name] for name in ("chosen", "rejected", "response") if name in row]
-            texts = [plain_text(answer) for answer in named]
+            texts = [text_alone(answer) for answer in named]
             answers = tuple(
                 (*tokenizer(text, add_special_tokens=False)["input_ids"], eos) for text in texts
             )

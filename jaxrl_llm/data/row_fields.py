@@ -269,7 +269,7 @@ def normalize_answer(answer: Any, name: str, *, parts: bool = False) -> Row:
     return made
 
 
-def with_tools(row: Row) -> Row:
+def with_tool_schemas(row: Row) -> Row:
     """Return a row with its tools in one form, or without a column for them where it has none."""
     tools = normalize_tools(row.get("tools", []))
     return {k: v for k, v in row.items() if k != "tools"} | ({"tools": tools} if tools else {})

@@ -25,7 +25,7 @@ from jaxrl_llm.data.row_fields import (
     map_rows,
     normalize_answer,
     normalize_messages,
-    with_tools,
+    with_tool_schemas,
     without_nulls,
 )
 
@@ -263,7 +263,7 @@ def normalize_prompt_row(row: Any) -> Row:
         raise field_error("reward_model.ground_truth", truth, "the reference answer")
     if not isinstance(made.get("extra_info", {}), dict):
         raise field_error("extra_info", made["extra_info"], "an object or nothing")
-    return with_tools(made)
+    return with_tool_schemas(made)
 
 
 def normalize_example_row(row: Any) -> Row:
@@ -290,7 +290,7 @@ def normalize_example_row(row: Any) -> Row:
         answer = made.pop(name, None)
         message = normalize_answer(answer, name, parts=True)
         made["response"] = message["content"] if isinstance(answer, str) else message
-        return with_tools(made)
+        return with_tool_schemas(made)
     for name in ("response", "completion"):
         if name in made:
             raise field_error(name, made[name], "nothing beside 'messages'")
@@ -299,4 +299,4 @@ def normalize_example_row(row: Any) -> Row:
     made["messages"] = normalize_messages(made["messages"], "messages", parts=True)
     if all(message["role"] != "assistant" for message in made["messages"]):
         raise field_error("messages", made["messages"], "an answer of the assistant among them")
-    return with_tools(made)
+    return with_tool_schemas(made)

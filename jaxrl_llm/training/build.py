@@ -89,8 +89,7 @@ def build_stages(
     visual_tokens = room_for_images(learner.model.visuals, learner.shape)
     shown = row_visuals(config.model, config.data).processor, visual_tokens
     episodes = open_episode_sampler(config.rollout, tokens, rows[0], *room, stack, *shown)
-    size = model.model.vocab_size
-    prompts, validation_prompts = tokenize_rows(config, rows, tokenizer, size, episodes)
+    prompts, validation_prompts = tokenize_rows(config, rows, tokenizer, model.model, episodes)
     check_schedules(config, functions, count_steps(config, prompts))
     executor = open_executor(1, "background", stack)
 
@@ -235,7 +234,7 @@ def tokenize_rows(
     config: TrainConfig,
     rows: tuple[Sequence[Row], Sequence[Row]],
     tokenizer: Any,
-    vocab_size: int,
+    model: Model,
     episodes: EpisodeSampler | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Tokenise the prompts to train and to validate on.
@@ -244,7 +243,7 @@ def tokenize_rows(
         config: of the run.
         rows: to train and to validate on.
         tokenizer: the policy's.
-        vocab_size: of the policy.
+        model: the policy.
         episodes: whose prompts tell of tools; None: the chat template alone is applied.
     """
     data, visuals = config.data, row_visuals(config.model, config.data)
@@ -259,7 +258,7 @@ def tokenize_rows(
                 template_kwargs=data.chat_template_kwargs,
                 encode=episodes and episodes.opening,
                 visuals=visuals,
-                vocab_size=vocab_size,
+                vocab_size=model.vocab_size,
             )[0]
 
     train = tokenized(rows[0], "data.train")
