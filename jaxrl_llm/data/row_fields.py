@@ -179,8 +179,10 @@ def normalize_message(message: Any, name: str, *, parts: bool = False) -> Row:
         ]
     if more:
         key = next(iter(more))
-        expected = "no such key, which nothing reads: remove it from the messages"
-        raise field_error(f"{name}.{key}", more[key], expected)
+        raise ValueError(
+            f"field '{name}.{key}': nothing reads such a key: remove it from the messages (got "
+            f"{abbreviated(more[key])})"
+        )
     if (
         content is None
         and role == "assistant"
@@ -279,7 +281,7 @@ def check_columns(row: Row) -> None:
     """Raise ValueError for a column that other libraries read, where it changes what is learned."""
     for name in UNREAD:
         if not _is_empty(row.get(name)):
-            raise field_error(name, row[name], "no such column, which nothing reads: remove it")
+            raise ValueError(f"field {name!r}: nothing reads such a column: remove it")
 
 
 def normalize_tools(tools: Any) -> list[Row]:

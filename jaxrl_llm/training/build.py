@@ -128,7 +128,7 @@ def shape_for(
         ConfigError: a prompt has more images than a row has room for.
     """
     rows = (
-        (f"{key}: dataset row {prompt.index}", prompt.tokens)
+        (f"{key}: {prompt.load.where if prompt.load else prompt.index}", prompt.tokens)
         for key, own in (("data.train", prompts), ("data.validation", of_validation))
         for prompt in own
     )

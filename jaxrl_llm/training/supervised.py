@@ -207,7 +207,9 @@ def _start(
         visual_tokens=config.batch.max_visual_tokens_per_device,
     )
     forward = forward.over(shape)
-    named = ((f"data.train: example {i}", e.tokens) for i, e in enumerate(examples))
+    named = (
+        (f"data.train: {e.load.where if e.load else i}", e.tokens) for i, e in enumerate(examples)
+    )
     check_room(named, forward.visuals, shape)
     objective, coefs = _objective(config, model.model, layout, shape)
     learner = Learner(
