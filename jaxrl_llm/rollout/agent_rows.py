@@ -26,8 +26,8 @@ def check_agent_rows(config: AgentConfig, rows: Iterable[Mapping[str, Any]], key
     >>> check_agent_rows(AgentConfig(), [{}, {"agent_name": "single_turn_agent"}], "data")
     >>> check_agent_rows(AgentConfig(), [{"agent_name": "tool_agent"}], "data")
     Traceback (most recent call last):
-    jaxrl_llm.config.errors.ConfigError: data: dataset row 0: got agent_name 'tool_agent', which is verl's \
-name for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
+    jaxrl_llm.config.errors.ConfigError: data: dataset row 0: got agent_name 'tool_agent', \
+which is verl's name for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
     """
     names = agent_names(config)
     for number, row in enumerate(rows):
