@@ -165,6 +165,7 @@ class TokenChunks:
     def cut(self, x: Array) -> Array:
         """Return [chunks, x, …] of values [X, …]."""
         if self.order is not None:
+            # the order is padded with a number one past the tokens
             taken = x.at[self.order].get(mode="fill", fill_value=0)
             return taken.reshape(self.count, -1, *x.shape[1:])
         x = jnp.pad(x, [(0, -x.shape[0] % self.count)] + [(0, 0)] * (x.ndim - 1))

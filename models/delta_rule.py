@@ -306,6 +306,7 @@ def causal_conv(
     if tail is not None:
         # right before the first token, over padding where the row starts with it
         first = jnp.where(real.any(axis=1), real.argmax(axis=1), length)
+        # of a row without tokens `first` is its length: the last id stands for it, which is 0
         segment = jnp.take_along_axis(segment_ids, first[:, None], axis=1, mode="clip")
         segment = jnp.broadcast_to(jnp.maximum(segment, 1), (rows, width - 1))
         put = jax.vmap(

@@ -285,5 +285,5 @@ def _write_tokens(
     """Write tokens into a cache of tokens; return all of each row, and the cache."""
     (held,) = cache.keys
     at = jnp.arange(len(tokens))[:, None], 0, 0, positions
-    held = held.at[at].set(tokens, mode="drop")
+    held = held.at[at].set(tokens, mode="drop")  # padding stands past the row's end
     return held[:, 0, 0], cache._replace(keys=(held,))

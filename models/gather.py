@@ -115,7 +115,12 @@ def lookup(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """Return rows of a table, and zeros for tokens that it does not have."""
+    """Return rows of a table, and zeros for tokens that it does not have.
+
+    A device has some rows: the others' are added by `psum`. So an id that no device has is zeros,
+    too, without a gradient; those of rows and of requests are compared with the vocabulary where
+    they are encoded, and once more before an update (`data.dataset.check_ids`).
+    """
     tokens = jnp.where(tokens < 0, len(table), tokens)
     return table.astype(dtype).at[tokens].get(mode="fill", fill_value=0)
 

@@ -107,7 +107,7 @@ def attend_in_turn(
 
 def _rows(pages: Array, table: Int[Array, "B n"], axis: int) -> Array:
     """Lay the pages of each sequence side by side, along the axis of their tokens."""
-    rows = pages.at[table].get(mode="fill", fill_value=0)
+    rows = pages.at[table].get(mode="fill", fill_value=0)  # a table ends in numbers past all pages
     return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
 
 

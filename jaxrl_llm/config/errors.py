@@ -16,6 +16,23 @@ class ConfigError(ValueError):
         return "\n".join(map(str, self.args))
 
 
+class RowError(ConfigError):
+    """Rows of data that can't be used; each line names one of them and what is wrong with it.
+
+    Attributes:
+        rows: the numbers of all of them, counted from 0.
+    """
+
+    def __init__(self, *lines: str, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(*lines)
+        self.rows = rows
+
+    @property
+    def row(self) -> int:
+        """Return the number of the first."""
+        return self.rows[0]
+
+
 class RunError(RuntimeError):
     """A run that can't go on; the message says why. The base of the library's own errors."""
 
@@ -41,10 +58,13 @@ def exit_status(error: BaseException) -> int:
 def config_errors_at(key: str) -> Iterator[None]:
     """Turn a TypeError, ValueError or OSError into a one-line ConfigError that begins with `key`.
 
-    For what runs functions with keywords of the config, which are the likely cause.
+    For what runs functions with keywords of the config, which are the likely cause. The error of
+    rows stays one, and all of its lines begin with `key`.
     """
     try:
         yield
+    except RowError as error:
+        raise RowError(*(f"{key}: {line}" for line in error.args), rows=error.rows) from error
     except ConfigError:
         raise
     except (TypeError, ValueError, OSError) as error:

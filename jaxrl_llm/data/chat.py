@@ -182,7 +182,9 @@ def _chat_template(tokenizer: Tokenizer) -> str:
         ) from error
 
 
-def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
+def stop_ids(
+    tokenizer: Tokenizer, directory: str | Path, *, vocab_size: int | None = None
+) -> tuple[int, ...]:
     """Return every token id that ends a reply, in rising order.
 
     They are the tokenizer's end-of-sequence token and those that `generation_config.json` names, or
@@ -192,9 +194,11 @@ def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
     Args:
         tokenizer: its `eos_token_id` may be None.
         directory: the model's directory or hub repository; both files may be missing in it.
+        vocab_size: of the model, which samples ids below it; None: it is not known.
 
     Raises:
-        ValueError: one of the files can't be read, or nothing names a stop token.
+        ValueError: one of the files can't be read, or nothing names a stop token that the model
+            can sample.
         FileNotFoundError: there is no such directory or repository.
 
     >>> class Plain:
@@ -213,6 +217,11 @@ def stop_ids(tokenizer: Tokenizer, directory: str | Path) -> tuple[int, ...]:
         raise ValueError(
             "stop tokens: the tokenizer has no eos token, and neither generation_config.json nor "
             f"config.json in {str(folder)!r} names an eos_token_id, so a reply could never end"
+        )
+    if vocab_size is not None and min(tokens) >= vocab_size:
+        raise ValueError(
+            f"stop tokens: expected one below {vocab_size}, the model's vocabulary, got "
+            f"{sorted(tokens)}, so a reply could never end"
         )
     return tuple(sorted(tokens))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxrl_llm.data.call_formats import write_hermes
 from jaxrl_llm.data.call_text import ToolCall
+from jaxrl_llm.data.row_fields import map_rows
 from jaxrl_llm.data.rows import Row, Written, read_rows, write_splits
 from jaxrl_llm.data.source_rows import hub_rows
 from jaxrl_llm.data.task_rows import Messages, chat_message, turn_rows
@@ -68,12 +69,12 @@ def retool_sft(out: str | Path, *, source: str = "JoeYing/ReTool-SFT") -> Writte
     Traceback (most recent call last):
     ValueError: no.jsonl: no such file
     """
-    rows = [
-        turn
-        for number, row in enumerate(_read(source))
-        for turn in turn_rows(_retool_chat(row, f"{source}, row {number}"))
-    ]
-    return write_splits(Path(out), {"sft": rows})
+    turns = map_rows(
+        lambda _, row: turn_rows(_retool_chat(row)),
+        _read(source),
+        name=lambda number, _: f"{source}, row {number}",
+    )
+    return write_splits(Path(out), {"sft": [turn for some in turns for turn in some]})
 
 
 def _read(source: str) -> list[Row]:
@@ -84,12 +85,13 @@ def _read(source: str) -> list[Row]:
 
 def _once_each(rows: list[Row], source: str, split: str) -> list[Row]:
     unique: dict[str, Row] = {}
-    for number, row in enumerate(rows):
+
+    def add(_: int, row: Row) -> None:
         prompt, reference = row.get("prompt"), row.get("reward_model")
         if not prompt or not isinstance(reference, dict) or "ground_truth" not in reference:
             raise ValueError(
-                f"{source}, row {number}: expected a prompt and reward_model.ground_truth,"
-                f" got columns {', '.join(sorted(row))}"
+                "expected a prompt and reward_model.ground_truth, got columns "
+                f"{', '.join(sorted(row))}"
             )
         unique.setdefault(
             json.dumps(prompt),
@@ -101,17 +103,19 @@ def _once_each(rows: list[Row], source: str, split: str) -> list[Row]:
                 "extra_info": {"split": split, "index": len(unique)},
             },
         )
+
+    map_rows(add, rows, name=lambda number, _: f"{source}, row {number}")
     return [*unique.values()]
 
 
-def _retool_chat(row: Row, where: str) -> Messages:
+def _retool_chat(row: Row) -> Messages:
     messages = row.get("messages")
     if not isinstance(messages, list) or len(messages) != 2:
-        raise ValueError(f"{where}: expected two messages, got columns {', '.join(sorted(row))}")
+        raise ValueError(f"expected two messages, got columns {', '.join(sorted(row))}")
     question, solution = (message["content"] for message in messages)
     before, marker, problem = question.partition(QUESTION)
     if not marker:
-        raise ValueError(f"{where}: expected a question with {QUESTION!r}, got {before[:80]!r}")
+        raise ValueError(f"expected a question with {QUESTION!r}, got {before[:80]!r}")
     chat, place = [chat_message("user", _without_tags(problem))], 0
     for part in PART.finditer(solution):
         text, place = solution[place : part.start()].strip(), part.end()

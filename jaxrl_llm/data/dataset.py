@@ -2,14 +2,17 @@
 
 import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
-from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.row_fields import Row, map_rows, normalize_messages
 from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
 
@@ -27,6 +30,7 @@ class Prompt:
         ground_truth: the reference answer.
         extra_info: more about the row.
         messages: the chat, if it is one.
+        tools: schemas of the tools of which the chat template tells in it.
         visuals: images and videos of the chat, in the order of their placeholder tokens.
         load: decodes them; None: there are none, or they are decoded.
     """
@@ -37,6 +41,7 @@ class Prompt:
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     visuals: tuple[Visual, ...] = ()
     load: RowPictures | None = field(default=None, compare=False, repr=False)
 
@@ -44,7 +49,7 @@ class Prompt:
         """Return the prompt with its images and videos decoded.
 
         Raises:
-            PictureError: one is damaged.
+            RowError: one is damaged.
         """
         return self if self.load is None else replace(self, visuals=self.load(), load=None)
 
@@ -53,7 +58,7 @@ def load_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return prompts with their images and videos decoded, several at a time.
 
     Raises:
-        PictureError: one is damaged.
+        RowError: one is damaged.
     """
     if not any(prompt.load for prompt in prompts):
         return list(prompts)
@@ -87,8 +92,9 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
-    encode: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+    encode: Callable[..., Sequence[int]] | None = None,
     visuals: RowVisuals | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows through the chat template.
 
@@ -98,52 +104,50 @@ def tokenize_prompts(
         max_prompt_tokens: the longest prompt allowed, in tokens.
         filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
-        encode: messages -> token ids, in place of the chat template with these variables.
+        encode: messages -> token ids, in place of the chat template with these variables; called
+            with `tools` for a row that has some.
         visuals: reads the rows' images and videos; None: rows that have some are refused.
+        vocab_size: of the model, whose token ids are below it; None: they are not compared.
 
     Returns:
         The prompts, whose images are not decoded yet, and how many rows were dropped.
 
     Raises:
-        ValueError: a prompt is too long and `filter_overlong` is off; no prompt is left; the
-            chat template does not fit; an image can't be used (`PictureError`).
+        RowError: of rows, a prompt is too long and `filter_overlong` is off, the chat template does
+            not fit, an image can't be used, or the model does not have a token.
+        ValueError: no prompt is left.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
     >>> chat = [{"role": "user", "content": "12"}]
     >>> row = {"prompt": chat, "data_source": "sums", "reward_model": {"ground_truth": "3"}}
-    >>> prompts, dropped = tokenize_prompts([row], Digits(), max_prompt_tokens=2)
-    >>> prompts[0].tokens, dropped
-    ((1, 2), 0)
+    >>> prompts, dropped = tokenize_prompts([row], tokenizer, max_prompt_tokens=9)
+    >>> tokenizer.decode(prompts[0].tokens), dropped
+    ('<|user|>12<|end|><|assistant|>', 0)
     """
     encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
     visuals = visuals or RowVisuals()
-    prompts: list[Prompt] = []
-    for index, row in enumerate(rows):
-        messages, tokens, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
-        if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong, load):
-            prompts.append(
-                Prompt(
-                    index=index,
-                    tokens=tuple(tokens),
-                    data_source=row["data_source"],
-                    ground_truth=row["reward_model"]["ground_truth"],
-                    extra_info=row.get("extra_info") or {},
-                    messages=messages,
-                    load=load,
-                )
-            )
+
+    def tokenized(index: int, row: Row) -> Prompt | None:
+        tools = row.get("tools") or []
+        with_tools = functools.partial(encode, tools=tools) if tools else encode
+        messages, tokens, load = visuals.prompt(row, index, with_tools, tokenizer)
+        if not fits(len(tokens), max_prompt_tokens, "max_prompt_tokens", filter_overlong, load):
+            return None
+        check_ids(tokens, vocab_size, tokenizer)
+        about = row["data_source"], row["reward_model"]["ground_truth"], row.get("extra_info") or {}
+        return Prompt(index, tuple(tokens), *about, messages, tools, load=load)
+
+    prompts = [prompt for prompt in map_rows(tokenized, rows) if prompt is not None]
     return prompts, count_dropped(len(rows), len(prompts), "max_prompt_tokens", max_prompt_tokens)
 
 
 def as_prompts(
-    prompts: Sequence[PromptLike], tokenizer: Tokenizer, **template_kwargs: Any
+    prompts: Sequence[PromptLike],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int | None = None,
+    **template_kwargs: Any,
 ) -> list[Prompt]:
     """Return tokenized prompts, from any of the forms that a prompt may have.
 
@@ -151,10 +155,12 @@ def as_prompts(
         prompts: each a `Prompt`, a text that is a chat's only message, the messages of a chat, or
             token ids, which are taken as they are.
         tokenizer: with a chat template, if a prompt is a text or a chat.
+        vocab_size: as for `tokenize_prompts`.
         **template_kwargs: variables for the chat template.
 
     Raises:
-        ValueError: a prompt is empty, or the chat template does not fit.
+        RowError: a prompt is empty, the chat template does not fit, or the model does not have a
+            token.
 
     >>> class Digits:
     ...     eos_token_id = 10
@@ -167,10 +173,13 @@ def as_prompts(
     >>> [prompt.tokens for prompt in as_prompts(["12", [3, 1]], Digits())]
     [(1, 2), (3, 1)]
     """
-    return [
-        _as_prompt(index, prompt, tokenizer, template_kwargs)
-        for index, prompt in enumerate(prompts)
-    ]
+
+    def made(index: int, prompt: PromptLike) -> Prompt:
+        one = _as_prompt(index, prompt, tokenizer, template_kwargs)
+        check_ids(one.tokens, vocab_size, tokenizer)
+        return one
+
+    return map_rows(made, prompts, name=lambda index, _: f"prompt {index}")
 
 
 def _as_prompt(
@@ -178,11 +187,13 @@ def _as_prompt(
 ) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    is_text = isinstance(prompt, str)
+    chat: list[Any] = [{"role": "user", "content": prompt}] if is_text else list(prompt)
     if not chat:
-        raise ValueError(f"prompt {index}: expected a text, messages or token ids, got {prompt!r}")
+        raise ValueError(f"expected a text, messages or token ids, got {prompt!r}")
     if not isinstance(chat[0], Mapping):
-        return Prompt(index, tuple(map(int, prompt)))
+        return Prompt(index, tuple(map(operator.index, chat)))
+    chat = normalize_messages([*map(dict, chat)], "messages", parts=True)
     return Prompt(index, tuple(encode_prompt(tokenizer, chat, **template_kwargs)), messages=chat)
 
 
@@ -194,6 +205,7 @@ def tokenize_examples(
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     visuals: RowVisuals | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[list[Example], int]:
     """Tokenize supervised rows: the templated prompt, the response as it stands, the eos token.
 
@@ -204,13 +216,14 @@ def tokenize_examples(
         filter_overlong: drop longer examples (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
         visuals: as for `tokenize_prompts`.
+        vocab_size: as there.
 
     Returns:
         The examples, and how many rows were dropped.
 
     Raises:
-        ValueError: as for `tokenize_prompts`, the tokenizer has no eos token, or a response has a
-            token of images.
+        RowError: as there, or a response has a token of images.
+        ValueError: as there, or the tokenizer has no eos token.
 
     >>> class Digits:
     ...     eos_token_id = 10
@@ -224,25 +237,39 @@ def tokenize_examples(
     >>> tokenize_examples([row], Digits(), max_tokens=4)
     ([Example(tokens=(1, 2, 3, 10), response_start=2)], 0)
     """
-    if tokenizer.eos_token_id is None:
+    eos = tokenizer.eos_token_id
+    if eos is None:
         raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
     encode = functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
     visuals = visuals or RowVisuals()
-    examples = []
-    for index, row in enumerate(rows):
-        _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
-        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-        visuals.check_drawn(response, f"dataset row {index}: field 'response'", tokenizer)
-        tokens = (*prompt, *response, tokenizer.eos_token_id)
-        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong, load):
-            examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))
+
+    def tokenized(index: int, row: Row) -> Example | None:
+        with_tools = functools.partial(encode, **{k: row[k] for k in ("tools",) if k in row})
+        _, prompt, load = visuals.prompt(row, index, with_tools, tokenizer)
+        text = text_alone(row.get("response"))
+        response = tokenizer(text, add_special_tokens=False)["input_ids"]
+        visuals.check_drawn(response, "response", tokenizer)
+        tokens = (*prompt, *response, eos)
+        if not fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load):
+            return None
+        check_ids(tokens, vocab_size, tokenizer)
+        return Example(tokens=tokens, response_start=len(prompt), load=load)
+
+    examples = [example for example in map_rows(tokenized, rows) if example is not None]
     return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
+
+
+def text_alone(answer: Any) -> str:
+    """Return the text of an answer; raise ValueError for one that is more than that."""
+    text = answer.get("content") if isinstance(answer, Mapping) else answer
+    if not isinstance(text, str) or (isinstance(answer, Mapping) and len(answer) > 2):
+        raise ValueError(f"expected an answer that is a text alone, got {answer!r:.80}")
+    return text
 
 
 def fits(
     length: int,
     limit: int,
-    index: int,
     name: str,
     filter_overlong: bool,
     load: RowPictures | None = None,
@@ -251,10 +278,37 @@ def fits(
     if length > limit and not filter_overlong:
         images = f" ({sum(load.tokens)} are of images: lower data.max_pixels)" if load else ""
         raise ValueError(
-            f"dataset row {index}: expected at most {name}={limit} tokens, got {length}; raise it,"
-            f" or set filter_overlong to drop such rows{images}"
+            f"expected at most {name}={limit} tokens, got {length}; raise it, or set "
+            f"filter_overlong to drop such rows{images}"
         )
     return length <= limit
+
+
+def check_ids(
+    tokens: Sequence[int] | np.ndarray, vocab_size: int | None, tokenizer: Any = None
+) -> None:
+    """Raise ValueError for a token id that a model does not have, whose embedding would be zeros.
+
+    Args:
+        tokens: ids.
+        vocab_size: of the model; None: any id may be.
+        tokenizer: that has made them; None: it is not known.
+
+    >>> check_ids([3, 9], 8)
+    Traceback (most recent call last):
+    ValueError: token id 9 is not in the model's vocabulary of 8: resize its embedding, or use the \
+model's own tokenizer
+    """
+    ids = np.asarray(tokens)
+    if vocab_size is None or not (beyond := (ids < 0) | (ids >= vocab_size)).any():
+        return
+    token = int(ids[beyond][0])
+    known = token >= 0 and hasattr(tokenizer, "convert_ids_to_tokens")
+    text = f" ({tokenizer.convert_ids_to_tokens(token)!r})" if known else ""
+    raise ValueError(
+        f"token id {token}{text} is not in the model's vocabulary of {vocab_size}: resize its "
+        "embedding, or use the model's own tokenizer"
+    )
 
 
 def count_dropped(rows: int, kept: int, name: str, limit: int) -> int:

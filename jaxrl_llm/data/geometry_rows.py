@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.data.row_fields import map_rows
 from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.data.source_rows import source_rows
 
@@ -35,45 +36,46 @@ def geo3k(
     ValueError: no.jsonl: no such file
     """
     splits = {
-        split: [
-            _problem_row(row, instruction, f"{source}, {theirs} row {number}", split, number)
-            for number, row in enumerate(source_rows(source, "default", theirs))
-        ]
+        split: map_rows(
+            lambda number, row, split=split: _problem_row(row, instruction, split, number),
+            source_rows(source, "default", theirs),
+            name=lambda number, _, theirs=theirs: f"{source}, {theirs} row {number}",
+        )
         for split, theirs in (("train", "train"), ("validation", "test"))
     }
     return write_splits(Path(out), splits)
 
 
-def _problem_row(row: Row, instruction: str, where: str, split: str, number: int) -> Row:
+def _problem_row(row: Row, instruction: str, split: str, number: int) -> Row:
     problem, answer, images = (row.get(name) for name in ("problem", "answer", "images"))
     if not isinstance(problem, str) or not isinstance(answer, str) or not isinstance(images, list):
         raise ValueError(
-            f"{where}: expected texts as problem and answer, and images as a list, got columns"
+            "expected texts as problem and answer, and images as a list, got columns"
             f" {', '.join(sorted(row))}"
         )
     if problem.count("<image>") != len(images):
         raise ValueError(
-            f"{where}: expected as many images as the problem says <image>,"
+            "expected as many images as the problem says <image>,"
             f" {problem.count('<image>')}, got {len(images)}"
         )
     return {
         "data_source": "hiyouga/geometry3k",
         "prompt": [{"role": "user", "content": f"{problem.strip()} {instruction}"}],
-        "images": [{"bytes": _file(image, where)} for image in images],
+        "images": [{"bytes": _file(image)} for image in images],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"split": split, "index": number, "answer": answer, "question": problem},
     }
 
 
-def _file(image: Any, where: str) -> bytes:
+def _file(image: Any) -> bytes:
     """Return an image as a file: as it is in a copy, or as PNG where the hub's reader opened it."""
     given = image.get("bytes") if isinstance(image, dict) else None
     if isinstance(given, bytes):
         return given
     save = getattr(image, "save", None)
     if save is None:
-        raise ValueError(f"{where}: expected an image with its bytes, got {image!r:.80}")
+        raise ValueError(f"expected an image with its bytes, got {image!r:.80}")
     file = io.BytesIO()
     save(file, "PNG")
     return file.getvalue()

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.chat import Tokenizer, encode_prompt
-from jaxrl_llm.data.dataset import count_dropped, fits
+from jaxrl_llm.data.dataset import check_ids, count_dropped, fits, text_alone
 from jaxrl_llm.data.preference_rows import REFERENCE_COLUMNS
+from jaxrl_llm.data.row_fields import Row, map_rows, row_name
 from jaxrl_llm.data.steps import check_steps, encode_steps
 from jaxrl_llm.types import Batch
 
@@ -54,48 +55,57 @@ def tokenize_preferences(
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     step_separator: str = "\n",
+    vocab_size: int | None = None,
 ) -> tuple[list[Preference], int]:
     """Tokenize rows: the templated prompt, each answer as it stands, the eos token.
 
     An answer with labelled steps has the separator behind each step, and no eos token.
 
     Args:
-        rows: as `normalize_row` returns them, all of one kind.
+        rows: as `normalize_preference_row` returns them, all of one kind.
         tokenizer: with a chat template and an eos token.
         max_tokens: the longest prompt plus answer plus eos, in tokens.
         filter_overlong: drop rows with a longer answer (counted and logged) instead of refusing
             them.
         template_kwargs: variables for the chat template.
         step_separator: what is put behind each step.
+        vocab_size: of the model, whose token ids are below it; None: they are not compared.
 
     Returns:
         The preferences, and how many rows were dropped.
 
     Raises:
-        ValueError: rows of several kinds; an answer is too long and `filter_overlong` is off; none
-            is left; the chat template does not fit; there is no eos token; only some of the rows
-            bring log-probs under a reference; a step holds the separator.
+        RowError: of rows, an answer is too long and `filter_overlong` is off, the chat template
+            does not fit, a step holds the separator, or the model does not have a token.
+        ValueError: rows of several kinds; none is left; there is no eos token; only some of the
+            rows bring log-probs under a reference.
     """
-    if tokenizer.eos_token_id is None:
+    eos = tokenizer.eos_token_id
+    if eos is None:
         raise ValueError("preferences: the tokenizer has no eos token to end an answer")
     _check_alike(rows)
-    made = []
-    for index, row in enumerate(rows):
-        prompt = tuple(encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {})))
+
+    def tokenized(_: int, row: Row) -> Preference | None:
+        variables = {**(template_kwargs or {}), **{k: row[k] for k in ("tools",) if k in row}}
+        prompt = tuple(encode_prompt(tokenizer, row["prompt"], **variables))
         if "completions" in row:
-            check_steps(row["completions"], step_separator, index)
+            check_steps(row["completions"], step_separator)
             tokens, ends = encode_steps(tokenizer, row["completions"], step_separator)
             item = Preference(prompt, (tokens,), {}, ends, tuple(row["labels"]))
         else:
-            texts = [row[name] for name in ("chosen", "rejected", "response") if name in row]
+            named = [row[name] for name in ("chosen", "rejected", "response") if name in row]
+            texts = [text_alone(answer) for answer in named]
             answers = tuple(
-                (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-                for text in texts
+                (*tokenizer(text, add_special_tokens=False)["input_ids"], eos) for text in texts
             )
             item = Preference(prompt, answers, _columns(row))
         longest = len(prompt) + max(map(len, item.answers))
-        if fits(longest, max_tokens, index, "max_tokens", filter_overlong):
-            made.append(item)
+        if not fits(longest, max_tokens, "max_tokens", filter_overlong):
+            return None
+        check_ids(item.tokens, vocab_size, tokenizer)
+        return item
+
+    made = [item for item in map_rows(tokenized, rows) if item is not None]
     return made, count_dropped(len(rows), len(made), "max_tokens", max_tokens)
 
 
@@ -164,8 +174,8 @@ def _check_alike(rows: Sequence[dict[str, Any]]) -> None:
     for index, row in enumerate(rows):
         for name in ("chosen", "label", "completions", "margin", *REFERENCE_COLUMNS):
             if (name in row) != (name in rows[0]):
-                having, missing = (index, 0) if name in row else (0, index)
+                names = row_name(index, row), row_name(0, rows[0])
+                having, missing = names if name in row else names[::-1]
                 raise ValueError(
-                    f"dataset: row {having} has {name!r}, row {missing} has not: expected it in "
-                    "all rows or in none"
+                    f"{having} has {name!r}, {missing} has not: expected it in all rows or in none"
                 )

@@ -21,6 +21,7 @@ from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
 from jaxrl_llm.data.geometry_rows import geo3k
 from jaxrl_llm.data.picture_task import pictures
 from jaxrl_llm.data.reasoning import TaskPlan
+from jaxrl_llm.data.row_fields import map_rows
 from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.data.search_rows import search_r1
 from jaxrl_llm.data.search_task import Search, write_corpus
@@ -111,11 +112,11 @@ def gsm8k(out: str | Path, *, source: str = "openai/gsm8k") -> Written:
     """
     instruction = 'Think step by step, and end with the final number after "####".'
 
-    def convert(row: Row, where: str, split: str, index: int) -> Row:
-        question, answer = _columns(row, where, ("question", "answer"))
+    def convert(row: Row, split: str, index: int) -> Row:
+        question, answer = _columns(row, ("question", "answer"))
         final = answer.rpartition("####")[2].strip().replace(",", "")
         if "####" not in answer or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", final):
-            raise ValueError(f"{where}: column 'answer' does not end in '#### NUMBER'")
+            raise ValueError("column 'answer' does not end in '#### NUMBER'")
         prompt = f"{question.strip()}\n{instruction}"
         return _rl_row("openai/gsm8k", prompt, final, split=split, index=index, solution=answer)
 
@@ -142,13 +143,11 @@ def math(out: str | Path, *, source: str = "DigitalLearningGmbH/MATH-lighteval")
     """
     instruction = r"Think step by step, and put the final answer into \boxed{}."
 
-    def convert(row: Row, where: str, split: str, index: int) -> Row:
-        problem, solution, level, kind = _columns(
-            row, where, ("problem", "solution", "level", "type")
-        )
+    def convert(row: Row, split: str, index: int) -> Row:
+        problem, solution, level, kind = _columns(row, ("problem", "solution", "level", "type"))
         answer = last_boxed(solution)
         if not answer:
-            raise ValueError(rf"{where}: column 'solution' has no answer in a \boxed")
+            raise ValueError(r"column 'solution' has no answer in a \boxed")
         prompt = f"{problem.strip()}\n{instruction}"
         more = {"solution": solution, "level": level, "type": kind}
         return _rl_row("DigitalLearningGmbH/MATH-lighteval", prompt, answer, split, index, **more)
@@ -236,11 +235,11 @@ def agent_task(
     return write_splits(Path(out), splits)
 
 
-def _columns(row: Row, where: str, names: Sequence[str]) -> list[str]:
+def _columns(row: Row, names: Sequence[str]) -> list[str]:
     for name in names:
         if not isinstance(row.get(name), str):
             raise ValueError(
-                f"{where}: expected text in column {name!r}, got columns {', '.join(sorted(row))}"
+                f"expected text in column {name!r}, got columns {', '.join(sorted(row))}"
             )
     return [row[name] for name in names]
 
@@ -260,13 +259,14 @@ def _sft_row(prompt: str, answer: str) -> Row:
 
 
 def _convert_splits(
-    source: str, config: str, convert: Callable[[Row, str, str, int], Row]
+    source: str, config: str, convert: Callable[[Row, str, int], Row]
 ) -> dict[str, list[Row]]:
     return {
-        ours: [
-            convert(row, f"{source}, {theirs} row {index}", ours, index)
-            for index, row in enumerate(source_rows(source, config, theirs))
-        ]
+        ours: map_rows(
+            lambda index, row, ours=ours: convert(row, ours, index),
+            source_rows(source, config, theirs),
+            name=lambda index, _, theirs=theirs: f"{source}, {theirs} row {index}",
+        )
         for ours, theirs in (("train", "train"), ("validation", "test"))
     }
 

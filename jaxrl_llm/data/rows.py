@@ -1,39 +1,48 @@
 """Rows on disk: reading and writing them, and checking them one by one.
 
 Rows follow verl's schema, so its prepared files work unchanged: `prompt` (a list of messages),
-`data_source`, `reward_model` with a `ground_truth`, and optionally `extra_info` and `ability`.
-Supervised rows hold `prompt` and `response`. A custom dataset is any function or class that is
-called with the configured paths and gives a sequence of such rows.
+`data_source`, `reward_model` with a `ground_truth`, and optionally `extra_info`, `ability` and
+`tools`. Supervised rows hold `prompt` and `response`, or a conversation as `messages`. A custom
+dataset is any function or class that is called with the configured paths and gives a sequence of
+such rows. Whatever their origin, rows are brought into one form (`row_fields`).
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.data.files import atomic_write
-from jaxrl_llm.data.preference_rows import normalize_row
-from jaxrl_llm.data.row_fields import check_messages, field_error
+from jaxrl_llm.data.preference_rows import normalize_preference_row
+from jaxrl_llm.data.row_fields import (
+    FileRow,
+    Row,
+    as_row,
+    check_columns,
+    field_error,
+    map_rows,
+    normalize_answer,
+    normalize_messages,
+    with_tool_schemas,
+    without_nulls,
+)
 
-Row = dict[str, Any]
+CHATS = ("prompt", "messages", "completion", "completions", "response", "chosen", "rejected")
+"""Columns that hold chats, or parts of them."""
 
-
-class FileRow(dict[str, Any]):
-    """A row of a file.
-
-    Attributes:
-        folder: of the file, where relative paths in it begin.
-    """
-
-    folder: Path = Path()
-
+Normalize = Callable[[Any], Row]
+"""A row as it is in a file -> in one form; raises ValueError, with the field."""
 
 Written = dict[Path, int]  # rows per file
 
 
 def read_rows(path: str | Path) -> list[Row]:
     """Read the rows of a `.parquet` or `.jsonl` file, unchecked.
+
+    A struct of a parquet file has the keys of all rows; those that a row's chats and tools lack are
+    left out.
 
     Raises:
         ValueError: another suffix; the file is missing, truncated or otherwise unreadable.
@@ -59,16 +68,19 @@ def _read_parquet(path: Path) -> list[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(str(path)) as file:
-            return file.read().to_pylist()
+            rows = file.read().to_pylist(maps_as_pydicts="strict")
     except (OSError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: not a whole parquet file: {reason}") from error
+    for row in rows:
+        row |= {name: without_nulls(row[name]) for name in (*CHATS, "tools") if name in row}
+    return rows
 
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
             if line.strip():
                 rows.append(_json_row(line, f"{path}, line {number}"))
     except (OSError, UnicodeDecodeError) as error:
@@ -125,28 +137,28 @@ def verl_rows(paths: Sequence[str]) -> Sequence[Row]:
 
     Args:
         paths: files of rows `{"prompt": [{"role", "content"}, …], "data_source": str,
-            "reward_model": {"ground_truth": …}, "extra_info": {…}}`, the last one optional; and
-            `images` and `videos` (docs/images.md).
+            "reward_model": {"ground_truth": …}, "extra_info": {…}, "tools": [schemas]}`, the last
+            two optional; and `images` and `videos` (docs/images.md).
 
     Returns:
         The rows of all the files.
 
     Raises:
-        ValueError: an unreadable file, or a row that does not fit, by file, row (counted from 0),
-            field, what is expected and what was got.
+        ValueError: an unreadable file; `RowError` for rows that do not fit, by file, row (counted
+            from 0), field, what is expected and what was got.
 
     >>> verl_rows(["train.csv"])
     Traceback (most recent call last):
     ValueError: train.csv: expected a .parquet or .jsonl file
     """
-    return _read_all(paths, check_prompt_row)
+    return _read_all(paths, normalize_prompt_row)
 
 
 def sft_rows(paths: Sequence[str]) -> Sequence[Row]:
-    """Read supervised rows `{"prompt": [messages], "response": str}` from parquet and jsonl files.
+    """Read supervised rows from parquet and jsonl files.
 
     Args:
-        paths: the files, read in the order given.
+        paths: files of rows in a form that `normalize_example_row` takes, read in the order given.
 
     Returns:
         The rows of all the files.
@@ -158,28 +170,15 @@ def sft_rows(paths: Sequence[str]) -> Sequence[Row]:
     Traceback (most recent call last):
     ValueError: no.jsonl: no such file
     """
-    return _read_all(paths, check_example_row)
+    return _read_all(paths, normalize_example_row)
 
 
-def _read_all(paths: Sequence[str], check: Callable[[Any, str], None]) -> list[FileRow]:
-    if isinstance(paths, str) or not paths:
-        raise ValueError(f"dataset paths: expected a list of one file or more, got {paths!r}")
-    rows: list[FileRow] = []
-    for path in paths:
-        file_rows = read_rows(path)
-        for number, row in enumerate(file_rows):
-            check(row, f"{path}, row {number}")
-            rows.append(FileRow(row))
-            rows[-1].folder = Path(path).parent
-    return rows
-
-
-def preference_rows(paths: Sequence[str]) -> list[Row]:
+def preference_rows(paths: Sequence[str]) -> Sequence[Row]:
     """Read pairs, or answers with a label each or one for each step, from parquet and jsonl.
 
     Args:
-        paths: files of rows in any form that `jaxrl_llm.data.preference_rows.normalize_row` takes,
-            read in the order given.
+        paths: files of rows in any form that `normalize_preference_row` takes, read in the order
+            given.
 
     Returns:
         The rows of all the files, in one form.
@@ -191,32 +190,39 @@ def preference_rows(paths: Sequence[str]) -> list[Row]:
     Traceback (most recent call last):
     ValueError: no.jsonl: no such file
     """
-    return [
-        normalize_row(row, f"{path}, row {number}")
+    return _read_all(paths, normalize_preference_row)
+
+
+def _read_all(paths: Sequence[str], normalize: Normalize) -> list[FileRow]:
+    if isinstance(paths, str) or not paths:
+        raise ValueError(f"dataset paths: expected a list of one file or more, got {paths!r}")
+    read = [
+        FileRow.of(row, f"{path}, row {number}", Path(path).parent)
         for path in paths
         for number, row in enumerate(read_rows(path))
     ]
+    return map_rows(lambda _, row: FileRow.of(normalize(row), row.where, row.folder), read)
 
 
 def load_rows(
-    spec: FunctionSpec, paths: Sequence[str], *, check: Callable[[Any, str], Any]
-) -> Sequence[Row]:
-    """Call the dataset function that a config names, and check the rows it gives.
+    spec: FunctionSpec, paths: Sequence[str], *, normalize: Normalize
+) -> Sequence[FileRow]:
+    """Call the dataset function that a config names, and bring the rows it gives into one form.
 
     Args:
         spec: `verl_rows`, `sft_rows`, or the user's `my_file.py:name`, called as
             `name(paths, **keywords)`; a class serves too when its instances are sequences.
         paths: the configured files.
-        check: `check_prompt_row` or `check_example_row`.
+        normalize: `normalize_prompt_row` or one of its siblings.
 
     Returns:
         The rows.
 
     Raises:
-        ValueError: the result is not a sequence, or a row does not fit; `ConfigError` (a
-            ValueError) when the function can't be found or does not take the keywords.
+        ValueError: the result is not a sequence; `RowError` for rows that do not fit;
+            `ConfigError` when the function can't be found or does not take the keywords.
 
-    >>> load_rows(FunctionSpec("verl_rows"), ["no.parquet"], check=check_prompt_row)
+    >>> load_rows(FunctionSpec("verl_rows"), ["no.parquet"], normalize=normalize_prompt_row)
     Traceback (most recent call last):
     ValueError: no.parquet: no such file
     """
@@ -225,41 +231,72 @@ def load_rows(
         raise ValueError(
             f"dataset: expected a sequence of rows from {spec.fn!r}, got a {type(rows).__name__}"
         )
-    rows = [rows[number] for number in range(len(rows))]
-    for number, row in enumerate(rows):
-        check(row, f"{spec.fn}, row {number}")
-    return rows
+
+    def normalized(number: int, _: int) -> FileRow:
+        row, where = rows[number], f"{spec.fn}, row {number}"
+        known = row if isinstance(row, FileRow) else FileRow.of({}, where, Path())
+        return FileRow.of(normalize(row), known.where, known.folder)
+
+    return map_rows(normalized, range(len(rows)), name=lambda n, _: f"{spec.fn}, row {n}")
 
 
-def check_prompt_row(row: Any, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless `row` fits verl's schema.
+def normalize_prompt_row(row: Any) -> Row:
+    """Return a row of verl's schema, its chat and its tools in one form.
 
-    >>> check_prompt_row({"prompt": "2+2="}, "train.jsonl, row 0")
+    Raises:
+        ValueError: it does not fit the schema.
+
+    >>> normalize_prompt_row({"prompt": "2+2="})
     Traceback (most recent call last):
-    ValueError: train.jsonl, row 0: field 'prompt': expected a list of messages, got '2+2='
+    ValueError: field 'prompt': expected a list of messages, got '2+2='
     """
-    check_messages(row, where, parts=True)
-    source = row.get("data_source")
+    made = as_row(row)
+    made["prompt"] = normalize_messages(made.get("prompt"), "prompt", parts=True)
+    source = made.get("data_source")
     if not isinstance(source, str) or not source:
-        raise field_error(where, "data_source", source, "a non-empty string")
-    reward = row.get("reward_model")
+        raise field_error("data_source", source, "a non-empty string")
+    reward = made.get("reward_model")
     if not isinstance(reward, dict):
-        raise field_error(where, "reward_model", reward, "an object with a 'ground_truth'")
-    if reward.get("ground_truth") is None:
-        raise field_error(where, "reward_model.ground_truth", None, "the reference answer")
-    if not isinstance(row.get("extra_info"), dict | None):
-        raise field_error(where, "extra_info", row["extra_info"], "an object or nothing")
+        raise field_error("reward_model", reward, "an object with a 'ground_truth'")
+    truth = reward.get("ground_truth")
+    if truth is None or (isinstance(truth, float) and math.isnan(truth)):
+        raise field_error("reward_model.ground_truth", truth, "the reference answer")
+    if not isinstance(made.get("extra_info", {}), dict):
+        raise field_error("extra_info", made["extra_info"], "an object or nothing")
+    return with_tool_schemas(made)
 
 
-def check_example_row(row: Any, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless `row` is a supervised row.
+def normalize_example_row(row: Any) -> Row:
+    """Return a supervised row in one of two forms: an answer to a prompt, or a conversation.
+
+    An answer to a prompt is `{"prompt": [messages], "response": …}`, where `completion` does for
+    `response`: a text, or one message of the assistant, which may stand in a list. A conversation
+    is `{"messages": [messages]}`, of which each answer of the assistant is learned. Both may have
+    `tools`.
+
+    Raises:
+        ValueError: it is neither of these.
 
     >>> row = {"prompt": [{"role": "user", "content": "2+2="}], "response": 4}
-    >>> check_example_row(row, "sft.jsonl, row 0")
+    >>> normalize_example_row(row)
     Traceback (most recent call last):
-    ValueError: sft.jsonl, row 0: field 'response': expected a non-empty string, got 4
+    ValueError: field 'response': expected a non-empty string or one assistant's message, got 4
     """
-    check_messages(row, where, parts=True)
-    response = row.get("response")
-    if not isinstance(response, str) or not response:
-        raise field_error(where, "response", response, "a non-empty string")
+    made = as_row(row)
+    check_columns(made)
+    if "messages" not in made:
+        made["prompt"] = normalize_messages(made.get("prompt"), "prompt", parts=True)
+        name = "completion" if "completion" in made else "response"
+        answer = made.pop(name, None)
+        message = normalize_answer(answer, name, parts=True)
+        made["response"] = message["content"] if isinstance(answer, str) else message
+        return with_tool_schemas(made)
+    for name in ("response", "completion"):
+        if name in made:
+            raise field_error(name, made[name], "nothing beside 'messages'")
+    if not isinstance(made.pop("prompt", ""), str):  # a text is a copy of the first message
+        raise field_error("prompt", row["prompt"], "nothing beside 'messages'")
+    made["messages"] = normalize_messages(made["messages"], "messages", parts=True)
+    if all(message["role"] != "assistant" for message in made["messages"]):
+        raise field_error("messages", made["messages"], "an answer of the assistant among them")
+    return with_tool_schemas(made)

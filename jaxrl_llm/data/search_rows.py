@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.data.row_fields import map_rows
 from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.data.source_rows import source_rows
 
@@ -48,18 +49,19 @@ def search_r1(
         found = [*enumerate(source_rows(source, "default", theirs))]
         if split == "validation" and 0 < validation_rows < len(found):
             found = sorted(random.Random(seed).sample(found, validation_rows), key=lambda r: r[0])
-        splits[split] = [
-            _question_row(row, instruction, f"{source}, {theirs} row {number}", split, number)
-            for number, row in found
-        ]
+        splits[split] = map_rows(
+            lambda _, pair, split=split: _question_row(pair[1], instruction, split, pair[0]),
+            found,
+            name=lambda _, pair, theirs=theirs: f"{source}, {theirs} row {pair[0]}",
+        )
     return write_splits(Path(out), splits)
 
 
-def _question_row(row: Row, instruction: str, where: str, split: str, number: int) -> Row:
+def _question_row(row: Row, instruction: str, split: str, number: int) -> Row:
     question, answers, source = (row.get(n) for n in ("question", "golden_answers", "data_source"))
     if not isinstance(question, str) or not isinstance(source, str) or not _are_texts(answers):
         raise ValueError(
-            f"{where}: expected texts as question and data_source, and golden_answers as a list of"
+            "expected texts as question and data_source, and golden_answers as a list of"
             f" texts, got columns {', '.join(sorted(row))}"
         )
     return {

@@ -1,13 +1,11 @@
 """Steps of answers: rows with a label for each, their tokens, and where they end in an answer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxrl_llm.data.chat import Tokenizer
-from jaxrl_llm.data.row_fields import check_messages, field_error
+from jaxrl_llm.data.row_fields import Row, check_unicode, field_error
 from jaxrl_llm.workers.answers import finite_number
-
-Row = dict[str, Any]
 
 
 class StepTokens(NamedTuple):
@@ -22,14 +20,13 @@ class StepTokens(NamedTuple):
     ends: tuple[int, ...]
 
 
-def normalize_step_row(row: Row, prompt: Any, where: str) -> Row:
+def normalize_step_row(row: Row, prompt: list[Row]) -> Row:
     """Return a row whose answer has labelled steps in this library's form.
 
     Args:
         row: with `completions`, the texts of the steps, and as many `labels`, each true, false or
             a number from 0 to 1.
-        prompt: of the row, as messages.
-        where: it stands, for messages.
+        prompt: of the row, in one form.
 
     Returns:
         `prompt`, `completions` and `labels`, numbers.
@@ -38,22 +35,22 @@ def normalize_step_row(row: Row, prompt: Any, where: str) -> Row:
         ValueError: it is another.
 
     >>> row = {"completions": ["1+1=2", "2*2=5"], "labels": [True, False]}
-    >>> normalize_step_row(row, [{"role": "user", "content": "2(1+1)="}], "row 0")["labels"]
+    >>> normalize_step_row(row, [{"role": "user", "content": "2(1+1)="}])["labels"]
     [1.0, 0.0]
     """
-    check_messages({"prompt": prompt}, where)
     steps, labels = row["completions"], row.get("labels")
     if not isinstance(steps, list) or not steps:
-        raise field_error(where, "completions", steps, "a list of the texts of steps")
+        raise field_error("completions", steps, "a list of the texts of steps")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
-            raise field_error(where, f"completions[{number}]", step, "the text of a step")
+            raise field_error(f"completions[{number}]", step, "the text of a step")
+        check_unicode(step, f"completions[{number}]")
     if not isinstance(labels, list) or len(labels) != len(steps):
-        raise field_error(where, "labels", labels, f"a list of {len(steps)}, one for each step")
+        raise field_error("labels", labels, f"a list of {len(steps)}, one for each step")
     for number, label in enumerate(labels):
         if finite_number(label) is None or not 0 <= label <= 1:
             expected = "true, false or a number from 0 to 1"
-            raise field_error(where, f"labels[{number}]", label, expected)
+            raise field_error(f"labels[{number}]", label, expected)
     return {"prompt": prompt, "completions": steps, "labels": [float(label) for label in labels]}
 
 
@@ -90,12 +87,12 @@ def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> 
     return StepTokens(tuple(map(int, tokens)), tuple(ends))
 
 
-def check_steps(steps: Sequence[str], separator: str, index: int) -> None:
+def check_steps(steps: Sequence[str], separator: str) -> None:
     """Raise ValueError for a step that holds the separator: an answer's text would be cut there."""
     for number, step in enumerate(steps):
         if separator in step:
             raise ValueError(
-                f"dataset row {index}: completions[{number}] holds data.step_separator="
+                f"completions[{number}] holds data.step_separator="
                 f"{separator!r}, which ends a step: expected the text of one step without it"
             )
 

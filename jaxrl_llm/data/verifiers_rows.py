@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.data.row_fields import map_rows
 from jaxrl_llm.data.rows import Row, Written, write_splits
 
 SOURCE = "verifiers"
@@ -48,7 +49,11 @@ def verifiers(
     return write_splits(
         Path(out),
         {
-            split: [_row(dict(row), split, index) for index, row in enumerate(rows)]
+            split: map_rows(
+                lambda index, row, split=split: _row(dict(row), split, index),
+                rows,
+                name=lambda index, _, split=split: f"{split}, row {index}",
+            )
             for split, rows in data.items()
         },
     )
@@ -57,7 +62,7 @@ def verifiers(
 def _row(row: dict[str, Any], split: str, index: int) -> Row:
     prompt = row.pop("prompt")
     if not isinstance(prompt, list):
-        raise ValueError(f"{split}, row {index}: expected a chat as prompt, got {prompt!r}")
+        raise ValueError(f"expected a chat as prompt, got {prompt!r}")
     return {
         "data_source": SOURCE,
         "prompt": [{k: v for k, v in message.items() if v is not None} for message in prompt],

@@ -22,7 +22,7 @@ from jaxrl_llm.config.sections.agent import episodes_have_one_process
 from jaxrl_llm.config.sections.mesh import SftMeshConfig
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
-from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows, write_rows
+from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row, write_rows
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
@@ -153,7 +153,8 @@ def read_evaluation_rows(config: EvaluateConfig) -> Sequence[Row]:
         ConfigError: a file can't be read, or the reward function can't score a row.
     """
     with config_errors_at("data"):
-        rows = load_rows(config.dataset, config.data, check=check_prompt_row)[: config.rows]
+        rows = load_rows(config.dataset, config.data, normalize=normalize_prompt_row)
+        rows = rows[: config.rows]
     check_agent_rows(config, rows, "data")
     check_reward_rows(config.reward.function, rows, "data")
     return rows
@@ -187,6 +188,7 @@ def read_evaluation_prompts(
             template_kwargs=kwargs,
             encode=episodes and episodes.opening,
             visuals=visuals,
+            vocab_size=policy.model.vocab_size,
         )
     return prompts, episodes
 

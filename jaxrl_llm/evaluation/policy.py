@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.config.sections.mesh import MeshConfig
 from jaxrl_llm.config.sections.model import ModelConfig
 from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
-from jaxrl_llm.data.dataset import PromptLike, as_prompts
+from jaxrl_llm.data.dataset import PromptLike, as_prompts, check_ids
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import VisionModel
@@ -152,7 +153,7 @@ class Policy:
         sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, stop_ids=self.stops)
         return sample(
             engine,
-            as_prompts(prompts, self.tokenizer),
+            as_prompts(prompts, self.tokenizer, vocab_size=self.model.vocab_size),
             sampling,
             samples=n,
             seed=(seed,) if isinstance(seed, int) else seed,
@@ -175,9 +176,10 @@ class Policy:
                 or than it was loaded for.
         """
         before = as_prompts([prompt], self.tokenizer)[0].tokens if prompt else ()
-        if isinstance(text, str):
-            text = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = [*before, *map(int, text)]
+        is_text = isinstance(text, str)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if is_text else text
+        tokens = [*before, *map(operator.index, ids)]
+        check_ids(tokens, self.model.vocab_size, self.tokenizer)
         first, longest = max(1, len(before)), self.model.max_positions or sys.maxsize
         if not first < len(tokens) <= longest:
             raise ValueError(
@@ -207,6 +209,7 @@ class Policy:
         """
         count, width = batch.tokens.shape
         _check_factors(self.model, int(np.max(batch.sequence_lengths, initial=0)))
+        check_ids(batch.tokens, self.model.vocab_size, self.tokenizer)
         share = self.layout.pieces * self.layout.stages
         if width % share:
             raise ValueError(f"got a batch of {width} columns, expected a multiple of {share}")
@@ -290,7 +293,7 @@ def load_policy(
             model=model if max_tokens is None else for_length(model, max_tokens),
             params=params,
             tokenizer=tokenizer,
-            stops=stop_ids(tokenizer, source),
+            stops=stop_ids(tokenizer, source, vocab_size=model.vocab_size),
             layout=layout,
             dtype=dtype,
             step=step,

@@ -119,7 +119,7 @@ class RewardRunner(ABC):
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
         self._spec = spec
         self._on_error = math.nan if on_error == UNSCORED else on_error
-        self._first = 0
+        self._rows: Sequence[int] = ()
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -137,12 +137,14 @@ class RewardRunner(ABC):
     def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
         """Yield each item's number and outcome, as they come in; if closed, end what still runs."""
 
-    def score(self, items: Sequence[RewardItem], *, first: int = 0) -> list[Score]:
+    def score(
+        self, items: Sequence[RewardItem], *, rows: Sequence[int] | None = None
+    ) -> list[Score]:
         """Return the score of every item, in order.
 
         Args:
             items: the replies; the strings, and whatever else they hold, must be picklable.
-            first: the first one's row, for messages.
+            rows: of the dataset that they answer, for messages; None: they are counted from 0.
 
         Failures are logged on one line, with the first of them and one that is another; so are
         replies that the reward function leaves unscored.
@@ -157,7 +159,7 @@ class RewardRunner(ABC):
             activity("scoring", len(items)) as progress,
             closing(self._outcomes(items)) as outcomes,
         ):
-            self._first = first
+            self._rows = range(len(items)) if rows is None else rows
             check_open(self._closed)
             scores = {}
             for number, outcome in outcomes:
@@ -204,7 +206,7 @@ class RewardRunner(ABC):
         """Return which reply a failed call was of, and how it failed."""
         reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
         return (
-            f"row {self._first + number} (data_source {item.data_source!r}, reply {reply},"
+            f"row {self._rows[number]} (data_source {item.data_source!r}, reply {reply},"
             f" ground truth {truth}): {outcome.failure}: {outcome.message}"
         )
 

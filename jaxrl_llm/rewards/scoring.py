@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
 from jaxrl_llm.config.sections.reward import RewardConfig, ScoringConfig
+from jaxrl_llm.data.row_fields import Row, map_rows
 from jaxrl_llm.rewards.functions import check_ground_truth
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
@@ -169,7 +170,7 @@ def with_components(score: Scoring, reward: RewardConfig) -> Scoring:
 
 
 def _failed(rollouts: Rollouts, row: int, key: str, error: str, on_error: OnError) -> Score:
-    where = f"row {row} (reply {shorten(repr(rollouts.texts[row]), 120)})"
+    where = f"row {rollouts.prompts[row].index} (reply {shorten(repr(rollouts.texts[row]), 120)})"
     if on_error is None:
         raise RewardError(f"{key} failed on {where}: {error}")
     log.warning("%s failed on %s: %s", key, where, error)
@@ -199,7 +200,9 @@ def make_function_scoring(
     def score(rollouts: Rollouts) -> list[Score]:
         items = reward_items(rollouts)
         own, retried_before = distributed.process_slice(len(items)), pool.counts.get("retried", 0)
-        parts = distributed.all_gather(pool.score(items[own], first=own.start))
+        parts = distributed.all_gather(
+            pool.score(items[own], rows=[prompt.index for prompt in rollouts.prompts[own]])
+        )
         context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
         return [result for part in parts for result in part]
 
@@ -344,9 +347,7 @@ def check_scoring(reward: ScoringConfig, function: FunctionSpec) -> None:
         )
 
 
-def check_reward_rows(
-    function: FunctionSpec | None, rows: Iterable[Mapping[str, Any]], key: str
-) -> None:
+def check_reward_rows(function: FunctionSpec | None, rows: Sequence[Row], key: str) -> None:
     """Refuse rows that a reward function of ours can't score, before anything is sampled.
 
     Args:
@@ -361,8 +362,9 @@ def check_reward_rows(
     if function is None:
         return
     loaded = load_reward_function(function)
-    for number, row in enumerate(rows):
-        try:
-            check_ground_truth(loaded, row["data_source"], row["reward_model"]["ground_truth"])
-        except ValueError as error:
-            raise ConfigError(f"{key}, row {number}: {error}") from error
+
+    def check(_: int, row: Row) -> None:
+        check_ground_truth(loaded, row["data_source"], row["reward_model"]["ground_truth"])
+
+    with config_errors_at(key):
+        map_rows(check, rows)

@@ -127,7 +127,7 @@ class RewardTasks(RewardRunner):
     def _report(self, retried: list[int]) -> None:
         self.counts["retried"] += len(retried)
         if retried:
-            rows = ", ".join(str(self._first + number) for number in retried)
+            rows = ", ".join(str(self._rows[number]) for number in retried)
             log.warning(
                 "reward %r lost its process, Ray worker or node; tried again: row %s",
                 *(self._spec.fn, rows),

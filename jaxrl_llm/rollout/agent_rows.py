@@ -6,6 +6,7 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, split_name
 from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.data.row_fields import row_name
 
 VERL_AGENTS = {"one_answer": "single_turn_agent", "with_tools": "tool_agent"}
 """Our agents by the names of verl's that do the same."""
@@ -25,8 +26,8 @@ def check_agent_rows(config: AgentConfig, rows: Iterable[Mapping[str, Any]], key
     >>> check_agent_rows(AgentConfig(), [{}, {"agent_name": "single_turn_agent"}], "data")
     >>> check_agent_rows(AgentConfig(), [{"agent_name": "tool_agent"}], "data")
     Traceback (most recent call last):
-    jaxrl_llm.config.errors.ConfigError: data: row 0: got agent_name 'tool_agent', which is verl's \
-name for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
+    jaxrl_llm.config.errors.ConfigError: data: dataset row 0: got agent_name 'tool_agent', \
+which is verl's name for with_tools; expected one_answer or single_turn_agent, as rollout.agent is
     """
     names = agent_names(config)
     for number, row in enumerate(rows):
@@ -35,7 +36,7 @@ name for with_tools; expected one_answer or single_turn_agent, as rollout.agent 
             ours = {theirs: ours for ours, theirs in VERL_AGENTS.items()}.get(name)
             hint = f", which is verl's name for {ours}" if ours else ""
             raise ConfigError(
-                f"{key}: row {number}: got agent_name {name!r}{hint}; expected "
+                f"{key}: {row_name(number, row)}: got agent_name {name!r}{hint}; expected "
                 f"{' or '.join(names)}, as rollout.agent is"
             )
 

@@ -15,7 +15,7 @@ from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.rows import Row, check_prompt_row, load_rows
+from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -78,7 +78,7 @@ def build_stages(
     model = model.for_length(check_longest_sequence(config, model.model))
     engine = make_engine(config, model.model, layouts.rollout, folder)
     stack.callback(engine.close)
-    tokenizer, _ = tokens = load_policy_tokens(config.model.path)
+    tokenizer, _ = tokens = load_policy_tokens(config.model.path, model.model.vocab_size)
     teachers = open_teachers(config, functions, tokens, model.model, layouts.teacher, stack)
     teacher = run_in_update(teachers)
     models, trainable, beside = build_models(config, functions, model, layouts, teacher)
@@ -89,7 +89,7 @@ def build_stages(
     visual_tokens = room_for_images(learner.model.visuals, learner.shape)
     shown = row_visuals(config.model, config.data).processor, visual_tokens
     episodes = open_episode_sampler(config.rollout, tokens, rows[0], *room, stack, *shown)
-    prompts, validation_prompts = tokenize_rows(config, *rows, tokenizer, episodes)
+    prompts, validation_prompts = tokenize_rows(config, rows, tokenizer, model.model, episodes)
     check_schedules(config, functions, count_steps(config, prompts))
     executor = open_executor(1, "background", stack)
 
@@ -128,7 +128,7 @@ def shape_for(
         ConfigError: a prompt has more images than a row has room for.
     """
     rows = (
-        (f"{key}: dataset row {prompt.index}", prompt.tokens)
+        (f"{key}: {prompt.load.where if prompt.load else prompt.index}", prompt.tokens)
         for key, own in (("data.train", prompts), ("data.validation", of_validation))
         for prompt in own
     )
@@ -147,11 +147,11 @@ def count_steps(config: TrainConfig, prompts: Sequence[Prompt]) -> int:
     return config.steps or len(prompts) * config.epochs // config.batch.prompts_per_step
 
 
-def load_policy_tokens(path: str) -> PolicyTokens:
+def load_policy_tokens(path: str, vocab_size: int) -> PolicyTokens:
     """Load a policy's tokenizer, and what ends its answers."""
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(path)
-        return PolicyTokens(tokenizer, stop_ids(tokenizer, path))
+        return PolicyTokens(tokenizer, stop_ids(tokenizer, path, vocab_size=vocab_size))
 
 
 def open_window(
@@ -218,7 +218,7 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
 
     def read(paths: Sequence[str], key: str) -> Sequence[Row]:
         with config_errors_at(key):
-            rows = load_rows(data.dataset, paths, check=check_prompt_row)
+            rows = load_rows(data.dataset, paths, normalize=normalize_prompt_row)
         check_agent_rows(config.rollout, rows, key)
         check_reward_rows(config.reward.function, rows, key)
         return rows
@@ -232,18 +232,18 @@ def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]
 @activity("tokenizing the prompts")
 def tokenize_rows(
     config: TrainConfig,
-    train_rows: Sequence[Row],
-    validation_rows: Sequence[Row],
+    rows: tuple[Sequence[Row], Sequence[Row]],
     tokenizer: Any,
+    model: Model,
     episodes: EpisodeSampler | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Tokenise the prompts to train and to validate on.
 
     Args:
         config: of the run.
-        train_rows: to train on.
-        validation_rows: to validate on.
+        rows: to train and to validate on.
         tokenizer: the policy's.
+        model: the policy.
         episodes: whose prompts tell of tools; None: the chat template alone is applied.
     """
     data, visuals = config.data, row_visuals(config.model, config.data)
@@ -258,10 +258,11 @@ def tokenize_rows(
                 template_kwargs=data.chat_template_kwargs,
                 encode=episodes and episodes.opening,
                 visuals=visuals,
+                vocab_size=model.vocab_size,
             )[0]
 
-    train = tokenized(train_rows, "data.train")
-    validation = tokenized(validation_rows, "data.validation") if validation_rows else []
+    train = tokenized(rows[0], "data.train")
+    validation = tokenized(rows[1], "data.validation") if rows[1] else []
     per_step = config.batch.prompts_per_step
     if not config.steps and len(train) * config.epochs < per_step:
         raise ConfigError(

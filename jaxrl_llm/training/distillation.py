@@ -203,6 +203,6 @@ def to_rows(values: Num[Array, "b T K"], rows: Rows) -> Num[Array, "X K"]:
     steps = jnp.arange(values.shape[1])
     inside = (steps > 0) & (steps < size[:, None])
     place = (row * length + start)[:, None] + steps - 1
-    places = jnp.where(inside, place, count * length)
+    places = jnp.where(inside, place, count * length)  # one past all, which is dropped
     zeros = jnp.zeros((count * length, values.shape[2]), values.dtype)
     return zeros.at[places].set(values, mode="drop")

@@ -64,7 +64,8 @@ from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make
 from jaxrl_llm.training.preference_data import (
     PreferenceData,
     load_preference_loss,
-    read_preferences,
+    read_preference_rows,
+    tokenize_preference_rows,
 )
 from jaxrl_llm.training.preference_objective import OF_REFERENCE, SCORES, PreferenceObjective
 from jaxrl_llm.training.reference import Reference, open_reference
@@ -144,11 +145,12 @@ def _open(
     has_own_axes = config.model.function is not None
     with activity("opening the devices"):
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
-    data = read_preferences(config, loss)
+    rows = read_preference_rows(config)
     names = set(asks_for(loss))
     of_steps = LOGITS in names
     load = open_step_scorer if of_steps else open_scorer if names & SCORES else open_model
     model = load(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
+    data = tokenize_preference_rows(config, loss, rows, model.model.vocab_size)
     forward = forward_config(config.model, model.model, layout)
     shape = packed_shape(
         layout,

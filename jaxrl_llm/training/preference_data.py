@@ -10,9 +10,10 @@ from jaxrl_llm.config.fields import asks_for, check_fields
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import Preference, tokenize_preferences
-from jaxrl_llm.data.rows import load_rows
+from jaxrl_llm.data.rows import Row, load_rows
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.training.preference_objective import ANSWER_FIELDS, OF_LABELLED, OF_ROWS, SCORES
 from jaxrl_llm.training.step_objective import LOGITS, OF_STEPS
 
@@ -61,33 +62,62 @@ def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
     return loss
 
 
-def read_preferences(config: PreferConfig, loss: Callable[..., Any]) -> PreferenceData:
-    """Read and tokenize the rows of a run.
+@activity("reading the data")
+def read_preference_rows(config: PreferConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Read the rows of a run, to train and to validate on.
 
     Raises:
-        ConfigError: they can't be read, or the loss asks for what they have not.
+        ConfigError: they can't be read.
+    """
+
+    def read(key: str, paths: Sequence[str]) -> Sequence[Row]:
+        with config_errors_at(key):
+            return load_rows(config.data.dataset, paths, normalize=normalize_preference_row)
+
+    held_out = config.data.validation
+    return (
+        read("data.train", config.data.train),
+        read("data.validation", held_out) if held_out else [],
+    )
+
+
+@activity("tokenizing the answers")
+def tokenize_preference_rows(
+    config: PreferConfig,
+    loss: Callable[..., Any],
+    rows: tuple[Sequence[Row], Sequence[Row]],
+    vocab_size: int,
+) -> PreferenceData:
+    """Tokenize the rows of a run.
+
+    Args:
+        config: of the run.
+        loss: that it names.
+        rows: to train and to validate on.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: they don't fit, or the loss asks for what they have not.
     """
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
 
-    def read(key: str, paths: Sequence[str]) -> list[Preference]:
-        try:
-            rows = load_rows(config.data.dataset, paths, check=normalize_row)
+    def tokenized(key: str, rows: Sequence[Row]) -> list[Preference]:
+        with config_errors_at(key):
             items, _ = tokenize_preferences(
-                [normalize_row(row, f"row {number}") for number, row in enumerate(rows)],
+                rows,
                 tokenizer,
                 max_tokens=config.data.max_tokens,
                 filter_overlong=config.data.filter_overlong,
                 template_kwargs=config.data.chat_template_kwargs,
                 step_separator=config.data.step_separator,
+                vocab_size=vocab_size,
             )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{key}: {error}") from error
         check_rows(items[0], loss, f"{key}: loss {config.loss.fn!r}")
         return items
 
-    train = read("data.train", config.data.train)
-    held_out = read("data.validation", config.data.validation) if config.data.validation else []
+    train = tokenized("data.train", rows[0])
+    held_out = tokenized("data.validation", rows[1]) if config.data.validation else []
     count = 2 if train[0].is_pair else 1
     most = config.data.max_tokens
     return PreferenceData(train=train, validation=held_out, width=count * most, max_tokens=most)

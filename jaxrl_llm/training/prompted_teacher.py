@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.errors import RunError
+from jaxrl_llm.config.errors import RowError, RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.config.functions import described_failure
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import Message, encode_prompt
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.row_fields import naming_row
 from jaxrl_llm.data.teacher_prompts import ScoredAnswer
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
@@ -62,7 +64,7 @@ class TeacherPrompts:
     """
 
     function: Callable[..., Any]
-    encode: Callable[[Sequence[Message]], Sequence[int]]
+    encode: Callable[..., Sequence[int]]
     samples: int
     max_prompt_tokens: int
     max_tokens: int
@@ -87,7 +89,7 @@ class TeacherPrompts:
             if messages is None:
                 continue
             if last is None or last[0] != messages:  # answers to one prompt often share it
-                last = messages, self._encoded(messages)
+                last = messages, self._encoded(messages, rollouts.prompts[row])
             if len(last[1]) > self.max_prompt_tokens:
                 too_long += 1
                 continue
@@ -137,10 +139,12 @@ class TeacherPrompts:
             "messages, each with role and content, or None"
         )
 
-    def _encoded(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _encoded(self, messages: Sequence[Message], prompt: Prompt) -> tuple[int, ...]:
+        tools = {"tools": prompt.tools} if prompt.tools else {}
         try:
-            return tuple(self.encode(messages))
-        except ValueError as error:
+            with naming_row(f"an answer to row {prompt.index}", prompt.index):
+                return tuple(self.encode(messages, **tools))
+        except RowError as error:
             raise TeacherPromptError(f"teacher.prompt: {error}") from error
 
     def _laid_out(

@@ -15,6 +15,7 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.data.chat import VOCABULARIES, encode_prompt, load_tokenizer
+from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
@@ -34,8 +35,10 @@ from jaxrl_llm.training.load_model import read_model
 from jaxrl_llm.training.microbatches import BucketPrograms, merge_microbatches
 from jaxrl_llm.training.scorer_inputs import (
     Encode,
+    ScorerInput,
     StepEncoder,
     TextEncoder,
+    Unreadable,
     policy_tokens,
     scorer_batch,
 )
@@ -156,8 +159,16 @@ def open_reward_model(
     make = token_score_pass if spec.value_head else score_pass
     run = make(forward.over(shape), shape, layout)
 
+    def read(rollouts: Rollouts, row: int) -> ScorerInput:
+        given = encode(rollouts, row)
+        try:
+            check_ids(given.tokens, spec.vocab_size)
+        except ValueError as error:
+            raise Unreadable(f"{path}: {error}") from error
+        return given
+
     def score(rollouts: Rollouts) -> ModelScores:
-        batch, inputs, failures = scorer_batch(rollouts, encode, shape.width)
+        batch, inputs, failures = scorer_batch(rollouts, read, shape.width)
         values = run(params, batch)
         if not spec.value_head:
             return ModelScores(values, failures)

@@ -187,7 +187,10 @@ class Run(RunFiles):
         rollout, policy, stage = self.config.rollout, self.policy, self._loop.stages.rollout
         names = ("max_new_tokens", "temperature", "top_p", "top_k")
         settings = {name: getattr(rollout, name) for name in names} | sampling
-        chats = as_prompts(prompts, policy.tokenizer, **self.config.data.chat_template_kwargs)
+        variables = self.config.data.chat_template_kwargs
+        chats = as_prompts(
+            prompts, policy.tokenizer, vocab_size=policy.model.vocab_size, **variables
+        )
         if stage.episodes is not None:
             chats = [stage.episodes.with_tools_in_prompt(chat) for chat in chats]
         with stage.awake():

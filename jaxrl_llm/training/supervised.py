@@ -18,7 +18,7 @@ from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.rows import check_example_row, load_rows
+from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.model import Model, decoder_spec, model_of
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
@@ -192,8 +192,9 @@ def _start(
     has_own_axes = config.model.function is not None
     with activity("opening the devices"):
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
-    examples = _read_examples(config)
+    rows = _read_rows(config)
     model = open_model(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
+    examples = _tokenize(config, rows, model.model.vocab_size)
     forward = forward_config(
         config.model, model.model, layout, 1.0, model.tower, config.data.max_pixels
     )
@@ -207,7 +208,9 @@ def _start(
         visual_tokens=config.batch.max_visual_tokens_per_device,
     )
     forward = forward.over(shape)
-    named = ((f"data.train: example {i}", e.tokens) for i, e in enumerate(examples))
+    named = (
+        (f"data.train: {e.load.where if e.load else i}", e.tokens) for i, e in enumerate(examples)
+    )
     check_room(named, forward.visuals, shape)
     objective, coefs = _objective(config, model.model, layout, shape)
     learner = Learner(
@@ -260,12 +263,17 @@ def _objective(
 
 
 @activity("reading the data")
-def _read_examples(config: SftConfig) -> list[Example]:
+def _read_rows(config: SftConfig) -> Sequence[Row]:
+    with config_errors_at("data.train"):
+        return load_rows(config.data.dataset, config.data.train, normalize=normalize_example_row)
+
+
+@activity("tokenizing the examples")
+def _tokenize(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[Example]:
     with config_errors_at("model.path"):
         tokenizer = load_tokenizer(config.model.path)
     visuals = row_visuals(config.model, config.data)
-    try:
-        rows = load_rows(config.data.dataset, config.data.train, check=check_example_row)
+    with config_errors_at("data.train"):
         return tokenize_examples(
             rows,
             tokenizer,
@@ -273,9 +281,8 @@ def _read_examples(config: SftConfig) -> list[Example]:
             filter_overlong=config.data.filter_overlong,
             template_kwargs=config.data.chat_template_kwargs,
             visuals=visuals,
+            vocab_size=vocab_size,
         )[0]
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"data.train: {error}") from error
 
 
 def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:

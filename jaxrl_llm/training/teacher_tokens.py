@@ -125,10 +125,11 @@ class Retokenizer:
                 "needs its messages"
             )
         given = self._policy.decode(prompt.tokens[-TAIL_TOKENS:], skip_special_tokens=False)
-        wanted = render_prompt(self.teacher, prompt.messages, **self._template_kwargs)
+        variables = self._template_kwargs | ({"tools": prompt.tools} if prompt.tools else {})
+        wanted = render_prompt(self.teacher, prompt.messages, **variables)
         opened = [OPEN_REASONING.search(text) for text in (given, wanted)]
         rendered = _Rendered(
-            tuple(encode_prompt(self.teacher, prompt.messages, **self._template_kwargs)),
+            tuple(encode_prompt(self.teacher, prompt.messages, **variables)),
             opened[0][0] if opened[0] and not opened[1] else "",
             opened[1][0] if opened[1] and not opened[0] else "",
         )

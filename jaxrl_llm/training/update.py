@@ -23,6 +23,7 @@ from jaxrl_llm.compilation import PendingProgram, StepPrograms, abstract
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import name_of
+from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
@@ -256,6 +257,7 @@ class Learner:
         Where the objective reports the policy's statistics of each token, the metrics hold them as
         `policy`, [B T] by name.
         """
+        check_ids(batch.tokens, self.model.model.vocab_size)  # rows were: the last line
         weights, token_weights = map(np.asarray, self._weigh(batch["mask"]))
         if not np.isfinite(weights[batch["mask"]]).all():
             raise LossError(f"reduce {name_of(self.reduce)!r} returned NaN or infinity as a weight")

@@ -86,6 +86,7 @@ def _blocked_products(
 ) -> Array:
     blocks = _Blocks.of(sizes, len(x))
     matrices = jnp.swapaxes(matrices, 0, 1) if between else matrices
+    # owners are repeated numbers of groups, so all are of one
     own = matrices.at[blocks.owner].get(indices_are_sorted=True, mode="promise_in_bounds")
     pattern = "bsf,bdf->bsd" if transposed else "bsd,bdf->bsf"
     products = jnp.einsum(pattern, blocks.fill(x), own)

@@ -18,7 +18,13 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data import dataset
 from jaxrl_llm.data.dataset import Example, batches, tokenize_examples, tokenize_prompts
-from jaxrl_llm.data.rows import check_example_row, check_prompt_row, load_rows, sft_rows, verl_rows
+from jaxrl_llm.data.rows import (
+    load_rows,
+    normalize_example_row,
+    normalize_prompt_row,
+    sft_rows,
+    verl_rows,
+)
 
 
 def row(question="1+2=", answer="3", **more):
@@ -151,20 +157,20 @@ def test_missing_field_is_named():
     missing = row()
     del missing["data_source"]
     with pytest.raises(
-        ValueError, match="here: field 'data_source': expected a non-empty string, got nothing"
+        ValueError, match="field 'data_source': expected a non-empty string, got nothing"
     ):
-        check_prompt_row(missing, "here")
+        normalize_prompt_row(missing)
 
 
 def test_row_that_is_no_dict():
-    with pytest.raises(ValueError, match="here: expected a row as a dict, got 'x'"):
-        check_prompt_row("x", "here")
+    with pytest.raises(ValueError, match="expected a row as a dict, got 'x'"):
+        normalize_prompt_row("x")
 
 
 @pytest.mark.parametrize("response", [None, "", 3])
 def test_wrong_response_is_named(response):
-    with pytest.raises(ValueError, match=r"field 'response': expected a non-empty string, got .*"):
-        check_example_row(example(response=response), "here")
+    with pytest.raises(ValueError, match=r"field 'response': expected a non-empty string or .*"):
+        normalize_example_row(example(response=response))
 
 
 def test_sft_rows_are_checked(tmp_path):
@@ -173,7 +179,7 @@ def test_sft_rows_are_checked(tmp_path):
     bad = write_jsonl(tmp_path / "bad.jsonl", [row()])
     with pytest.raises(
         ValueError,
-        match=r"bad.jsonl, row 0: field 'response': expected a non-empty string, got nothing",
+        match=r"bad.jsonl, row 0: field 'response': expected a non-empty string or one",
     ):
         sft_rows([bad])
 
@@ -212,7 +218,7 @@ def custom(tmp_path):
 
     def load(name, **keywords):
         spec = FunctionSpec(f"{path}:{name}", keywords)
-        return load_rows(spec, ["p", "q"], check=check_prompt_row)
+        return load_rows(spec, ["p", "q"], normalize=normalize_prompt_row)
 
     return load
 
@@ -249,7 +255,7 @@ def test_custom_keywords_are_checked(custom):
 
 def test_bare_names_are_the_readers(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [row()])
-    assert load_rows(FunctionSpec("verl_rows"), [file], check=check_prompt_row) == [row()]
+    assert load_rows(FunctionSpec("verl_rows"), [file], normalize=normalize_prompt_row) == [row()]
 
 
 # ------------------------------------------------------------------------------------- tokenizing

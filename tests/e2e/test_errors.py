@@ -8,9 +8,12 @@ import shutil
 import jax
 import pyarrow.parquet
 import pytest
+import yaml
+from transformers import AutoTokenizer
 
 from jaxrl_llm import export
 from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.prefer import main as prefer_main
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.train import main as train_main
 from tests.guarded import RUN
@@ -26,11 +29,14 @@ def refused(result, status, pattern):
 
 
 def failed(result, status, pattern):
-    """Assert that a run ended with this status and one line of error; return the line."""
+    """Assert that a run ended with this status and one line of error, or one for each of ten bad
+    rows and their count; return the last line.
+    """
     errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert (result.status, len(errors)) == (status, 1), result.err
+    count = 11 if errors[-1].endswith(" more rows") else 1
+    assert (result.status, len(errors)) == (status, count), result.err
     assert re.search(pattern, errors[0]), errors[0]
-    return errors[0]
+    return errors[-1]
 
 
 # --------------------------------------------------------------------- found before anything runs
@@ -101,6 +107,43 @@ def test_a_malformed_row_is_named_with_its_file(run, workshop, tmp_path):
     refused(result, 2, r"data\.train: .*rows\.jsonl, row 17: .*reward_model\.ground_truth")
     path.write_text("\n".join([*map(json.dumps, rows[:3]), "{not json"]))
     refused(run(f"data.train={path}"), 2, r"rows\.jsonl, line 4: not JSON")
+
+
+def test_ids_beyond_the_embedding_are_refused(run, workshop, tmp_path):
+    """JAX looks such an id up as zeros, and drops its gradient, without a word."""
+    grown, answer = tmp_path / "grown", "1<zz>"
+    shutil.copytree(workshop.base, grown)
+    tokenizer = AutoTokenizer.from_pretrained(grown)
+    tokenizer.add_tokens([f"<q{i}>" for i in range(300)] + ["<zz>"])
+    tokenizer.save_pretrained(grown)
+    user = {"role": "user", "content": "1+2="}
+    wrong = {"prompt": [{**user, "content": "1+<zz>="}]}
+    verl = {"data_source": "sums", "reward_model": {"ground_truth": "3"}, "prompt": [user]}
+    prefer = yaml.safe_load((workshop.root / "sft.yaml").read_text())
+    del prefer["data"]["prepare"], prefer["model"]["random_init"]
+    prefer["batch"] = {"pairs_per_step": 4, "max_tokens_per_device": 256}
+    workshop.write("grown.yaml", prefer)
+    programs = {
+        "train": (verl, verl | wrong, {}),
+        "sft": (
+            {"prompt": [user], "response": "3"},
+            {"prompt": [user], "response": answer},
+            {"main": sft_main, "config": "sft.yaml"},
+        ),
+        "prefer": (
+            {"prompt": [user], "chosen": "3", "rejected": "4"},
+            {"prompt": [user], "chosen": "3", "rejected": answer},
+            {"main": prefer_main, "config": "grown.yaml"},
+        ),
+    }
+    for name, (fine, row, program) in programs.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, [fine, row, fine, fine])))
+        words = [f"model.path={grown}", f"data.train={path}"]
+        words += ["data.prepare=null", "model.random_init=false"] if program else []
+        words += [f"export_to={tmp_path / 'out'}"] if program else ["data.validation=[]"]
+        result = run(*words, **program)
+        refused(result, 2, rf"data\.train: {path}, row 1: token id \d+ \('<zz>'\) .*vocabulary")
 
 
 def test_a_filter_that_leaves_nothing(run):

@@ -166,7 +166,7 @@ def prefer_scores(result, workshop):
 
     from jaxrl_llm.data.chat import load_tokenizer
     from jaxrl_llm.data.packing import pack_rows, row_shape
-    from jaxrl_llm.data.preference_rows import normalize_row
+    from jaxrl_llm.data.preference_rows import normalize_preference_row
     from jaxrl_llm.data.preferences import preference_batch, tokenize_preferences
     from jaxrl_llm.models.hf.load import load_params
     from jaxrl_llm.models.model import model_of
@@ -175,7 +175,7 @@ def prefer_scores(result, workshop):
     spec = read_spec(folder)
     rows = rows_of(workshop.root / "pairs.jsonl")[:4]
     items, _ = tokenize_preferences(
-        [normalize_row(row, "") for row in rows], load_tokenizer(folder), max_tokens=16
+        [normalize_preference_row(row) for row in rows], load_tokenizer(folder), max_tokens=16
     )
     batch = preference_batch(items, 32)
     packed = pack_rows(
@@ -212,20 +212,21 @@ def prefer_scores(result, workshop):
         (["loss=ppo_clip"], r"loss: .*ppo_clip"),
         (["loss=bradley_terry", "model.lora={rank: 2}"], r"whose head an adapter can't hold"),
         (["batch.max_tokens_per_device=20"], r"can't hold the longest pair: twice data.max_tokens"),
-        (["data.max_tokens=4"], r"data.train: dataset row 0: expected at most max_tokens=4"),
+        (["data.max_tokens=4"], r"data.train: .*pairs.jsonl, row 0: expected at most max_tokens=4"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(prefer, words, message):
     result = prefer(*words)
     assert result.status == 2 and len(result.err.strip().splitlines()[-1]) < 300
-    (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    line, *more = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert not more or ", row 1: " in more[0]
     assert re.search(message, line)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same answer"),
         ({"prompt": "a", "chosen": "b"}, "field 'rejected': expected a non-empty string"),
         ({"prompt": "a", "completion": "b", "label": 1}, "field 'label': expected true or false"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "field 'prompt': expected a list"),

@@ -211,7 +211,7 @@ def test_no_more_run_at_once_than_allowed_and_than_cpus(make, tmp_path, tasks, m
 def test_failure_is_its_items_alone(make, caplog):
     tasks = make(tasks=1)
     with caplog.at_level(logging.WARNING):
-        scores = tasks.score(items("1", "raise", "2", "nan", "3"), first=40)
+        scores = tasks.score(items("1", "raise", "2", "nan", "3"), rows=range(40, 45))
     assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
     assert scores[1].error == "exception: KeyError: 'no such key' (mine.py:16)"
     assert scores[3].error == "invalid: expected a finite number (float32) as score, got nan"
@@ -285,7 +285,7 @@ def test_failure_stops_when_asked_to(make, tmp_path):
     message = r"failed on row 101 \(data_source 'test', reply 'raise', .*\): exception: KeyError"
     start = time.monotonic()
     with pytest.raises(RewardError, match=message):
-        tasks.score(items("spin", "raise", "2", file=file), first=100)
+        tasks.score(items("spin", "raise", "2", file=file), rows=range(100, 103))
     assert time.monotonic() - start < 30.0
     wait_until(lambda: all(ended(int(line.split()[0])) for line in lines(file)), seconds=5.0)
     assert values(tasks.score(items("5", "6"))) == [5.0, 6.0]

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.prepare import verifiers as write_rows
-from jaxrl_llm.data.rows import check_prompt_row, read_rows
+from jaxrl_llm.data.rows import normalize_prompt_row, read_rows
 from jaxrl_llm.data.verifiers_rows import load_verifiers
 from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
 from tests.episodes import Scripted, picture, play, prompt
@@ -176,7 +176,7 @@ def test_its_rows_become_rows_of_the_data(mine, tmp_path):
     }
     rows = read_rows(tmp_path / "out" / "train.parquet")
     for row in rows:
-        check_prompt_row(row, "row")
+        normalize_prompt_row(row)
     assert rows[1]["prompt"] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "b"},

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import Preference, preference_batch, tokenize_preferences
 from jaxrl_llm.data.steps import last_tokens, split_steps
 from jaxrl_llm.models.hf.config import read_spec
@@ -176,7 +176,7 @@ class Letters:
 
 
 def tokenize(row, **keywords):
-    rows = [normalize_row(row, "row 0")]
+    rows = [normalize_preference_row(row)]
     return tokenize_preferences(rows, Letters(), max_tokens=30, **keywords)[0][0]
 
 
@@ -214,8 +214,8 @@ def test_rows_of_several_kinds_are_refused():
         {"prompt": "q", "completions": ["a"], "labels": [True]},
         {"prompt": "q", "chosen": "a", "rejected": "b"},
     ]
-    rows = [normalize_row(row, "") for row in rows]
-    with pytest.raises(ValueError, match="row 1 has 'chosen', row 0 has not"):
+    rows = [normalize_preference_row(row) for row in rows]
+    with pytest.raises(ValueError, match="row 1 has 'chosen', dataset row 0 has"):
         tokenize_preferences(rows, Letters(), max_tokens=30)
 
 

@@ -131,7 +131,10 @@ def test_the_teachers_words_stand_at_the_answers_places():
         (lambda text: "a text", "returned 'a text', expected messages"),
         (lambda text: [{"role": "user"}], r"returned \[.*\], expected messages, each with role"),
         (lambda text: {}["key"], r"'<lambda>' failed on an answer to row 7: .*KeyError: 'key'"),
-        (lambda text: [{"role": "user", "content": "x"}], r"teacher\.prompt: invalid literal"),
+        (
+            lambda text: [{"role": "user", "content": "x"}],
+            r"teacher\.prompt: an answer to row 7: invalid",
+        ),
     ],
 )
 def test_what_a_function_must_not_do(write, message):

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from jaxrl_llm.data.row_fields import FileRow, naming_row, row_name
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.data.visuals.resizing import Shape
@@ -45,7 +46,8 @@ class RowPictures:
         processor: of the model.
         pictures: in their order in the chat.
         folder: where relative paths begin.
-        where: the row stands, for messages.
+        where: the row is from, for messages.
+        row: its number in the dataset.
         tokens: how many stand for each.
     """
 
@@ -53,25 +55,27 @@ class RowPictures:
     pictures: Sequence[Picture]
     folder: Path
     where: str
+    row: int
     tokens: Sequence[int]
 
     def __call__(self) -> tuple[Visual, ...]:
         """Decode them.
 
         Raises:
-            PictureError: one is damaged, or is no longer as large as it was.
+            RowError: one is damaged, or is no longer as large as it was.
         """
         read = {"image": self.processor.image, "video": self.processor.video}
-        visuals = tuple(
-            _named(functools.partial(read[p.media], folder=self.folder), p, self.where)
-            for p in self.pictures
-        )
-        for picture, visual, count in zip(self.pictures, visuals, self.tokens, strict=True):
-            if visual.tokens != count:
-                raise PictureError(
-                    f"{self.where}: field {picture.name!r}: expected {count} tokens as when the "
-                    f"run began, got {visual.tokens}: the file was replaced"
-                )
+        with naming_row(self.where, self.row):
+            visuals = tuple(
+                _named(functools.partial(read[p.media], folder=self.folder), p)
+                for p in self.pictures
+            )
+            for picture, visual, count in zip(self.pictures, visuals, self.tokens, strict=True):
+                if visual.tokens != count:
+                    raise PictureError(
+                        f"field {picture.name!r}: expected {count} tokens as when the run began, "
+                        f"got {visual.tokens}: the file was replaced"
+                    )
         return visuals
 
     def digest(self) -> bytes:
@@ -113,7 +117,7 @@ class RowVisuals:
     def prompt(
         self,
         row: Mapping[str, Any],
-        where: str,
+        number: int,
         encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
         tokenizer: Any,
     ) -> "RowPrompt":
@@ -121,7 +125,7 @@ class RowVisuals:
 
         Args:
             row: as for `split`.
-            where: it stands, for messages.
+            number: of the row in the dataset.
             encode: messages -> token ids, one placeholder for each image or video.
             tokenizer: by which they are made.
 
@@ -129,26 +133,23 @@ class RowVisuals:
             ValueError: as `split`, or the chat template writes another number of placeholders.
             PictureError: an image or a video can't be used, as far as its header tells.
         """
-        messages, pictures = self.split(row, where)
+        messages, pictures = self.split(row)
         tokens = tuple(encode(messages))
         if self.processor is None:
             return RowPrompt(messages, tokens)
-        folder = getattr(row, "folder", Path())
-        shapes = self.shapes(pictures, folder, where)
-        try:
-            expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        tokens_of_each = [shape.tokens for shape in shapes]
-        load = RowPictures(self.processor, pictures, folder, where, tokens_of_each)
+        folder = row.folder if isinstance(row, FileRow) else Path()
+        shapes = self.shapes(pictures, folder)
+        expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
+        place = folder, row_name(number, row), number
+        load = RowPictures(self.processor, pictures, *place, [shape.tokens for shape in shapes])
         return RowPrompt(messages, expanded, load if pictures else None)
 
-    def check_drawn(self, tokens: Sequence[int], where: str, tokenizer: Any) -> None:
+    def check_drawn(self, tokens: Sequence[int], name: str, tokenizer: Any) -> None:
         """Refuse to learn the tokens of images, which have no probability.
 
         Args:
             tokens: that the model is to draw.
-            where: they stand, for messages.
+            name: of the field that has them, for messages.
             tokenizer: by which they are made.
 
         Raises:
@@ -158,18 +159,15 @@ class RowVisuals:
         if drawn := never.intersection(tokens):
             names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(drawn)))
             raise ValueError(
-                f"{where}: expected text alone, got {names}: a model that reads images never "
-                "writes them"
+                f"field {name!r}: expected text alone, got {names}: a model that reads images "
+                "never writes them"
             )
 
-    def split(
-        self, row: Mapping[str, Any], where: str
-    ) -> tuple[list[dict[str, Any]], list[Picture]]:
+    def split(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Picture]]:
         """Return a row's messages, in which typed parts mention pictures, and the pictures.
 
         Args:
             row: with `prompt`, and images and videos in their columns or in parts of messages.
-            where: it stands, for messages.
 
         Raises:
             ValueError: more or fewer are mentioned than there are, or the model reads none.
@@ -183,30 +181,29 @@ class RowVisuals:
         for media, column in columns.items():
             if column.mentioned != len(column.sources):
                 raise ValueError(
-                    f"{where}: expected as many {media}s in the column {column.name!r} as the "
+                    f"expected as many {media}s in the column {column.name!r} as the "
                     f"prompt mentions, got {len(column.sources)} and {column.mentioned}"
                 )
         if pictures and self.processor is None:
             raise ValueError(
-                f"{where}: it has {len(pictures)} images or videos, but the model is loaded for "
+                f"it has {len(pictures)} images or videos, but the model is loaded for "
                 "text alone: set model.vision (vision of an evaluation), or remove them"
             )
         return messages, pictures
 
-    def shapes(self, pictures: Sequence[Picture], folder: Path, where: str) -> list[Shape]:
+    def shapes(self, pictures: Sequence[Picture], folder: Path) -> list[Shape]:
         """Return the shapes of pictures, of which only headers are read.
 
         Args:
             pictures: of a row.
             folder: where relative paths begin.
-            where: the row stands, for messages.
 
         Raises:
             PictureError: one can't be used.
         """
         assert self.processor is not None, "`split` has refused rows with pictures"
         read = {"image": self.processor.image_shape, "video": self.processor.video_shape}
-        return [_named(functools.partial(read[p.media], folder=folder), p, where) for p in pictures]
+        return [_named(functools.partial(read[p.media], folder=folder), p) for p in pictures]
 
 
 @dataclass
@@ -230,7 +227,7 @@ class Column:
         """Return a row's column; one image alone may stand without a list."""
         value = row.get(name)
         listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        return cls(name, listed, name in row)
+        return cls(name, listed, value is not None)
 
     def take(self, media: Media) -> Picture:
         """Return the next item; one that is not there is counted, too."""
@@ -261,11 +258,11 @@ def _add(digest: Any, source: Any, folder: Path) -> None:
         digest.update(repr(source).encode())
 
 
-def _named(read: Any, picture: Picture, where: str) -> Any:
+def _named(read: Any, picture: Picture) -> Any:
     try:
         return read(picture.source)
     except PictureError as error:
-        raise PictureError(f"{where}: field {picture.name!r}: {error}") from error
+        raise PictureError(f"field {picture.name!r}: {error}") from error
 
 
 def _with_parts(

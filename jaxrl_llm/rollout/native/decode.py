@@ -158,6 +158,7 @@ def _side_by_side(
     """Join the pages of each row along an axis of theirs."""
 
     def of_part(pages: Array, table: Array) -> Array:
+        # a table ends in numbers past all pages
         rows = pages.at[table].get(mode="fill", fill_value=0)
         return jax.lax.collapse(jnp.moveaxis(rows, 1, axis), axis, axis + 2)
 
@@ -298,6 +299,7 @@ def copy_pages(pool: Cache, source: Int[Array, " B"], target: Int[Array, " B"]) 
 
     def copied(pages: Array) -> Array:
         def of_part(pages: Array, source: Array, target: Array) -> Array:
+            # what is read for a target that is dropped does not matter
             return pages.at[target].set(pages.at[source].get(mode="clip"), mode="drop")
 
         return jax.vmap(of_part)(pages, source.reshape(parts, -1), target.reshape(parts, -1))
@@ -350,5 +352,6 @@ def _no_top(
 
 def _mark_seen(model: Model, tokens: Int[Array, "B S"]) -> Bool[Array, "B V"]:
     """Mark the tokens of each row."""
+    # rows are padded with the vocabulary's size; a request's own ids are below (`check_request`)
     none = jnp.zeros((len(tokens), model.vocab_size), bool)
     return none.at[jnp.arange(len(tokens))[:, None], tokens].set(True, mode="drop")

@@ -87,6 +87,7 @@ def gather_features(held: VisualFeatures, slots: Int[Array, "B T"]) -> VisualTok
     by_part = slots.reshape(len(held.features), -1, slots.shape[1])
 
     def of_part(held: Array, at: Array) -> Array:
+        # slots come from `FeatureSlots`, within the part's; text reads slot 0, and is masked
         return jax.vmap(lambda at: held.at[..., at, :].get(mode="clip"))(at)
 
     def of_rows(held: Array) -> Array:

@@ -131,6 +131,7 @@ def process(logits: Float32[Array, "B V"], processors: LogitsProcessors) -> Floa
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(processors.seen, penalized, logits)
     rows = jnp.arange(len(logits))[:, None]
+    # ids are padded with the vocabulary's size; a request's own are below it (`check_request`)
     return logits.at[rows, processors.bias_ids].add(processors.bias, mode="drop")
 
 
