@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.data.call_text import ToolCall
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.contents import BrokenEpisode, MessageContents, Stretch, check_prompt

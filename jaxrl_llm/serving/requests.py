@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.data.chat import encode_prompt, render_prompt
-from jaxrl_llm.data.tool_calls import REFUSALS
+from jaxrl_llm.data.chat_template import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.vision.inputs import Visual

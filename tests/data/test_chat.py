@@ -31,8 +31,10 @@ def test_unknown_template_variable_is_refused(tokenizer):
 
 
 def test_chat_that_the_template_refuses(tokenizer):
-    with pytest.raises(ValueError, match=r"refuses a chat with roles \['tool'\]: no tools here"):
-        encode_prompt(tokenizer, [{"role": "tool", "content": "1"}])
+    with pytest.raises(
+        ValueError, match=r"refuses a chat with roles \['critic'\]: no critics here"
+    ):
+        encode_prompt(tokenizer, [{"role": "critic", "content": "1"}])
 
 
 def test_tokenizer_without_template(tokenizer):

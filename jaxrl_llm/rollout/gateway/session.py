@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl_llm.data.tool_calls import REFUSALS
+from jaxrl_llm.data.chat_template import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.chat import Answer, Chat, Generate
