@@ -94,7 +94,7 @@ def encode_prompt(
             chat, or leaves out something that it says.
 
     >>> encode_prompt(load_tokenizer("configs/quickstart"), [{"role": "user", "content": "042"}])
-    [258, 48, 52, 50, 257, 259]
+    [259, 15, 19, 17, 257, 260]
     """
     return ChatTemplate(tokenizer, template_kwargs).prompt(messages, tools)
 

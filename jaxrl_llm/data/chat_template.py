@@ -124,8 +124,22 @@ class ChatTemplate:
             ValueError: as there.
         """
         text = self.render(messages, generation=True, tools=tools)
-        self._check_kept(messages, tools, is_answered=False)
+        self._check_kept(messages, tools, "prompt")
         return text
+
+    def chat(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Return the ids of a chat as it stands, with what the template writes behind its end.
+
+        Args:
+            messages: the chat.
+            tools: as for `prompt`.
+
+        Raises:
+            ValueError: as there.
+        """
+        text = self.render(messages, generation=False, tools=tools)
+        self._check_kept(messages, tools, "chat")
+        return self.ids(text)
 
     def answer(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Return the ids of a chat's prompt, and those of its last message as an answer to it.
@@ -155,7 +169,7 @@ class ChatTemplate:
             ValueError: as there.
         """
         prompt, answer = self._answer(messages, tools)
-        self._check_kept(messages, tools, is_answered=True)
+        self._check_kept(messages, tools, "answer")
         last = messages[-1]
         for key in ("content", "reasoning_content"):
             pieces = re.split("<think>|</think>", str(last.get(key) or ""))
@@ -416,6 +430,15 @@ class ChatTemplate:
         return False
 
     @functools.cached_property
+    def shows_reasoning(self) -> bool:
+        """Whether the template writes the reasoning of an answer."""
+        answer = {"role": "assistant", "content": "Sure.", "reasoning_content": "zqprobe"}
+        try:
+            return "zqprobe" in self._answer([USER, answer], ())[1]
+        except ValueError:
+            return False
+
+    @functools.cached_property
     def _is_harmony(self) -> bool:
         return is_harmony(self.tokenizer)
 
@@ -495,23 +518,23 @@ class ChatTemplate:
 
     # what it leaves out
 
-    def _check_kept(self, messages: Sequence[Message], tools: Tools, *, is_answered: bool) -> None:
+    def _check_kept(self, messages: Sequence[Message], tools: Tools, kind: str) -> None:
         """Raise ValueError if the template leaves out what a message says.
 
         A chat of the same form is rendered in which every text is a sign of its own. A template may
         drop the reasoning of earlier answers, and names and ids of tools' messages.
         """
         form = json.dumps([_form(message) for message in messages], default=repr)
-        key = form, bool(tools), is_answered
+        key = form, bool(tools), kind
         if key not in self._lost:
             signs = dict[str, tuple[str, str]]()
             chat = [_signed(m, f"messages[{i}]", signs) for i, m in enumerate(messages)]
-            if is_answered:
+            if kind == "answer":
                 text = "".join(self._answer(chat, tools))
             else:
-                text = self.render(chat, generation=True, tools=tools)
-                chat = [*chat, {}]
-            asked = tuple(f"messages[{len(chat) - 1}].{name}" for name in REASONING)
+                text = self.render(chat, generation=kind == "prompt", tools=tools)
+            last = None if kind == "prompt" else len(chat) - 1
+            asked = tuple(f"messages[{last}].{name}" for name in REASONING)
             if len(self._lost) > MOST_FORMS:
                 self._lost.clear()
             self._lost[key] = [

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
+from jaxrl_llm.data.chat import Tokenizer
+from jaxrl_llm.data.chat_template import ChatTemplate, Message
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
@@ -70,13 +71,13 @@ class Example:
     """A tokenized supervised example.
 
     Attributes:
-        tokens: of prompt and response.
-        response_start: the loss falls on `tokens[response_start:]`.
-        load: decodes the prompt's images and videos; None: there are none.
+        tokens: of a chat.
+        mask: of each token, whether the loss falls on it: those of answers that are trained.
+        load: decodes the images and videos; None: there are none.
     """
 
     tokens: tuple[int, ...]
-    response_start: int
+    mask: tuple[bool, ...]
     load: RowPictures | None = field(default=None, compare=False, repr=False)
 
 
@@ -87,7 +88,7 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     filter_overlong: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
-    encode: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+    encode: Callable[..., Sequence[int]] | None = None,
     visuals: RowVisuals | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows through the chat template.
@@ -98,7 +99,8 @@ def tokenize_prompts(
         max_prompt_tokens: the longest prompt allowed, in tokens.
         filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
-        encode: messages -> token ids, in place of the chat template with these variables.
+        encode: (messages, tools of the row) -> token ids, in place of the chat template with these
+            variables.
         visuals: reads the rows' images and videos; None: rows that have some are refused.
 
     Returns:
@@ -108,25 +110,20 @@ def tokenize_prompts(
         ValueError: a prompt is too long and `filter_overlong` is off; no prompt is left; the
             chat template does not fit; an image can't be used (`PictureError`).
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
     >>> chat = [{"role": "user", "content": "12"}]
     >>> row = {"prompt": chat, "data_source": "sums", "reward_model": {"ground_truth": "3"}}
-    >>> prompts, dropped = tokenize_prompts([row], Digits(), max_prompt_tokens=2)
-    >>> prompts[0].tokens, dropped
-    ((1, 2), 0)
+    >>> prompts, dropped = tokenize_prompts([row], tokenizer, max_prompt_tokens=9)
+    >>> tokenizer.decode(prompts[0].tokens), dropped
+    ('<|user|>12<|end|><|assistant|>', 0)
     """
-    encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
+    encode = encode or ChatTemplate(tokenizer, template_kwargs).prompt
     visuals = visuals or RowVisuals()
     prompts: list[Prompt] = []
     for index, row in enumerate(rows):
-        messages, tokens, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
+        with_tools = functools.partial(encode, tools=row.get("tools") or ())
+        messages, tokens, load = visuals.prompt(row, f"dataset row {index}", with_tools, tokenizer)
         if fits(len(tokens), max_prompt_tokens, index, "max_prompt_tokens", filter_overlong, load):
             prompts.append(
                 Prompt(
@@ -156,26 +153,16 @@ def as_prompts(
     Raises:
         ValueError: a prompt is empty, or the chat template does not fit.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
-    >>> [prompt.tokens for prompt in as_prompts(["12", [3, 1]], Digits())]
-    [(1, 2), (3, 1)]
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
+    >>> [tokenizer.decode(prompt.tokens) for prompt in as_prompts(["12", [16, 17]], tokenizer)]
+    ['<|user|>12<|end|><|assistant|>', '12']
     """
-    return [
-        _as_prompt(index, prompt, tokenizer, template_kwargs)
-        for index, prompt in enumerate(prompts)
-    ]
+    template = functools.cache(lambda: ChatTemplate(tokenizer, template_kwargs))
+    return [_as_prompt(index, prompt, template) for index, prompt in enumerate(prompts)]
 
 
-def _as_prompt(
-    index: int, prompt: Any, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
-) -> Prompt:
+def _as_prompt(index: int, prompt: Any, template: Callable[[], ChatTemplate]) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -183,7 +170,7 @@ def _as_prompt(
         raise ValueError(f"prompt {index}: expected a text, messages or token ids, got {prompt!r}")
     if not isinstance(chat[0], Mapping):
         return Prompt(index, tuple(map(int, prompt)))
-    return Prompt(index, tuple(encode_prompt(tokenizer, chat, **template_kwargs)), messages=chat)
+    return Prompt(index, tuple(template().prompt(chat)), messages=chat)
 
 
 def tokenize_examples(
@@ -192,51 +179,58 @@ def tokenize_examples(
     *,
     max_tokens: int,
     filter_overlong: bool = False,
+    train_on: Literal["all", "last"] = "all",
     template_kwargs: Mapping[str, Any] | None = None,
     visuals: RowVisuals | None = None,
 ) -> tuple[list[Example], int]:
-    """Tokenize supervised rows: the templated prompt, the response as it stands, the eos token.
+    """Tokenize supervised rows: conversations, or prompts with a response.
+
+    An answer is what the chat template writes between the prompt and the end of the assistant's
+    turn; see `ChatTemplate.conversation`. A conversation is one example, or several where the
+    template rewrites earlier answers when more follows; each answer is trained once.
 
     Args:
         rows: checked supervised rows.
-        tokenizer: with a chat template and an eos token.
-        max_tokens: the longest prompt plus response plus eos allowed, in tokens.
+        tokenizer: with a chat template.
+        max_tokens: the longest example allowed, in tokens.
         filter_overlong: drop longer examples (counted and logged) instead of refusing them.
+        train_on: which answers of a conversation are trained: all, or the last one.
         template_kwargs: variables for the chat template.
         visuals: as for `tokenize_prompts`.
 
     Returns:
-        The examples, and how many rows were dropped.
+        The examples, and how many were dropped.
 
     Raises:
-        ValueError: as for `tokenize_prompts`, the tokenizer has no eos token, or a response has a
-            token of images.
+        ValueError: as for `tokenize_prompts`, or an answer has a token of images.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
-    >>> row = {"prompt": [{"role": "user", "content": "12"}], "response": "3"}
-    >>> tokenize_examples([row], Digits(), max_tokens=4)
-    ([Example(tokens=(1, 2, 3, 10), response_start=2)], 0)
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
+    >>> row = {"prompt": [{"role": "user", "content": "1+1="}], "response": "2"}
+    >>> (example,), _ = tokenize_examples([row], tokenizer, max_tokens=9)
+    >>> tokenizer.decode([t for t, sampled in zip(example.tokens, example.mask) if sampled])
+    '2<|end|>'
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
-    encode = functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
-    visuals = visuals or RowVisuals()
-    examples = []
+    template, visuals = ChatTemplate(tokenizer, template_kwargs), visuals or RowVisuals()
+    examples, count = list[Example](), 0
     for index, row in enumerate(rows):
-        _, prompt, load = visuals.prompt(row, f"dataset row {index}", encode, tokenizer)
-        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-        visuals.check_drawn(response, f"dataset row {index}: field 'response'", tokenizer)
-        tokens = (*prompt, *response, tokenizer.eos_token_id)
-        if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong, load):
-            examples.append(Example(tokens=tokens, response_start=len(prompt), load=load))
-    return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
+        where, chat = f"dataset row {index}", row.get("messages")
+        encode = functools.partial(
+            template.conversation,
+            tools=row.get("tools") or (),
+            last_only=chat is None or train_on == "last",
+        )
+        chat = [*row["prompt"], as_answer(row["response"])] if chat is None else chat
+        for tokens, mask, load in visuals.conversation(row, chat, where, encode, tokenizer):
+            count += 1
+            if fits(len(tokens), max_tokens, index, "max_tokens", filter_overlong, load):
+                examples.append(Example(tokens, mask, load))
+    return examples, count_dropped(count, len(examples), "max_tokens", max_tokens)
+
+
+def as_answer(answer: str | Message) -> Message:
+    """Return an answer as the assistant's message."""
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def fits(

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.chat import Tokenizer, encode_prompt
-from jaxrl_llm.data.dataset import count_dropped, fits
+from jaxrl_llm.data.chat import Tokenizer
+from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.dataset import as_answer, count_dropped, fits
 from jaxrl_llm.data.preference_rows import REFERENCE_COLUMNS
 from jaxrl_llm.data.steps import check_steps, encode_steps
 from jaxrl_llm.types import Batch
@@ -55,14 +56,15 @@ def tokenize_preferences(
     template_kwargs: Mapping[str, Any] | None = None,
     step_separator: str = "\n",
 ) -> tuple[list[Preference], int]:
-    """Tokenize rows: the templated prompt, each answer as it stands, the eos token.
+    """Tokenize rows: the templated prompt, and each answer to the token that ends its turn.
 
-    An answer with labelled steps has the separator behind each step, and no eos token.
+    An answer is what the chat template writes behind the prompt; see `ChatTemplate.answer`. One
+    with labelled steps is its text alone, with the separator behind each step.
 
     Args:
         rows: as `normalize_row` returns them, all of one kind.
-        tokenizer: with a chat template and an eos token.
-        max_tokens: the longest prompt plus answer plus eos, in tokens.
+        tokenizer: with a chat template.
+        max_tokens: the longest prompt plus answer, in tokens.
         filter_overlong: drop rows with a longer answer (counted and logged) instead of refusing
             them.
         template_kwargs: variables for the chat template.
@@ -73,30 +75,36 @@ def tokenize_preferences(
 
     Raises:
         ValueError: rows of several kinds; an answer is too long and `filter_overlong` is off; none
-            is left; the chat template does not fit; there is no eos token; only some of the rows
-            bring log-probs under a reference; a step holds the separator.
+            is left; the chat template does not fit; only some of the rows bring log-probs under a
+            reference; a step holds the separator.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("preferences: the tokenizer has no eos token to end an answer")
+    template = ChatTemplate(tokenizer, template_kwargs)
     _check_alike(rows)
     made = []
     for index, row in enumerate(rows):
-        prompt = tuple(encode_prompt(tokenizer, row["prompt"], **(template_kwargs or {})))
-        if "completions" in row:
-            check_steps(row["completions"], step_separator, index)
-            tokens, ends = encode_steps(tokenizer, row["completions"], step_separator)
-            item = Preference(prompt, (tokens,), {}, ends, tuple(row["labels"]))
-        else:
-            texts = [row[name] for name in ("chosen", "rejected", "response") if name in row]
-            answers = tuple(
-                (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-                for text in texts
-            )
-            item = Preference(prompt, answers, _columns(row))
-        longest = len(prompt) + max(map(len, item.answers))
+        try:
+            item = _tokenize(row, template, step_separator, index)
+        except ValueError as error:
+            raise ValueError(f"dataset row {index}: {error}") from error
+        longest = len(item.prompt) + max(map(len, item.answers))
         if fits(longest, max_tokens, index, "max_tokens", filter_overlong):
             made.append(item)
     return made, count_dropped(len(rows), len(made), "max_tokens", max_tokens)
+
+
+def _tokenize(
+    row: dict[str, Any], template: ChatTemplate, step_separator: str, index: int
+) -> Preference:
+    chat, tools = row["prompt"], row.get("tools") or ()
+    if "completions" in row:
+        check_steps(row["completions"], step_separator, index)
+        tokens, ends = encode_steps(template.tokenizer, row["completions"], step_separator)
+        prompt = template.prompt(chat, tools)
+        return Preference(tuple(prompt), (tokens,), {}, ends, tuple(row["labels"]))
+    names = [name for name in ("chosen", "rejected", "response") if name in row]
+    encoded = [template.answer([*chat, as_answer(row[name])], tools) for name in names]
+    answers = tuple(tuple(answer) for _, answer in encoded)
+    return Preference(tuple(encoded[0][0]), answers, _columns(row))
 
 
 def preference_batch(preferences: Sequence[Preference], width: int) -> Batch:

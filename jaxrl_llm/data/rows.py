@@ -259,6 +259,9 @@ def check_example_row(row: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: sft.jsonl, row 0: field 'response': expected a non-empty string, got 4
     """
+    if isinstance(row, dict) and row.get("messages") is not None:
+        check_messages({"prompt": row["messages"]}, where, parts=True)
+        return
     check_messages(row, where, parts=True)
     response = row.get("response")
     if not isinstance(response, str) or not response:

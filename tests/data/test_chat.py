@@ -81,7 +81,7 @@ def test_stop_ids_without_generation_config(tokenizer, tmp_path):
 
 
 def test_no_stop_id_at_all(tokenizer, tmp_path):
-    tokenizer.eos_token = None
+    tokenizer.eos_token = tokenizer.chat_template = None
     with pytest.raises(ValueError, match="a reply could never end"):
         stop_ids(tokenizer, tmp_path)
 

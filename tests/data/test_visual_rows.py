@@ -255,7 +255,7 @@ def test_responses_hold_no_token_of_images(tokenizer, visuals):
     rows = [
         {"prompt": row("Hi")["prompt"], "response": text} for text in ("4", "a <|image_pad|> here")
     ]
-    message = r"dataset row 1: field 'response': expected text alone, got <\|image_pad\|>: a model"
+    message = r"dataset row 1: an answer: expected text alone, got <\|image_pad\|>: a model"
     with pytest.raises(ValueError, match=message):
         tokenize_examples(rows, tokenizer, max_tokens=99, visuals=visuals)
     assert len(tokenize_examples(rows, tokenizer, max_tokens=99)[0]) == 2

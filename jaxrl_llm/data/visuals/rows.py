@@ -96,6 +96,28 @@ class RowPrompt(NamedTuple):
     load: RowPictures | None = None
 
 
+class RowSequence(NamedTuple):
+    """A sequence that a row's chat gives to train on.
+
+    Attributes:
+        tokens: of it.
+        mask: of each token, whether it is an answer's.
+        load: as of `RowPrompt`.
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    load: RowPictures | None = None
+
+
+def encoded(encode: Callable[[Any], Any], messages: Sequence[Mapping[str, Any]], where: str) -> Any:
+    """Return what `encode` makes of messages; its errors name the row."""
+    try:
+        return encode(messages)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
 @dataclass(frozen=True)
 class RowVisuals:
     """Reads the images and videos of rows.
@@ -130,18 +152,66 @@ class RowVisuals:
             PictureError: an image or a video can't be used, as far as its header tells.
         """
         messages, pictures = self.split(row, where)
-        tokens = tuple(encode(messages))
+        tokens = encoded(encode, messages, where)
+        ((tokens, _, load),) = self._expand(
+            [(tokens, [False] * len(tokens))], pictures, row, where, tokenizer
+        )
+        return RowPrompt(messages, tokens, load)
+
+    def conversation(
+        self,
+        row: Mapping[str, Any],
+        chat: Sequence[Mapping[str, Any]],
+        where: str,
+        encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[tuple[list[int], list[bool]]]],
+        tokenizer: Any,
+    ) -> "list[RowSequence]":
+        """Return a chat as sequences to train on, each with what decodes its images and videos.
+
+        Args:
+            row: with columns of images and videos.
+            chat: of it. Texts of the assistant's mention no images.
+            where: as for `prompt`.
+            encode: messages -> sequences, as `ChatTemplate.conversation` returns them.
+            tokenizer: by which they are made.
+
+        Raises:
+            ValueError: as `prompt`, or an answer has a token of images.
+            PictureError: as there.
+        """
+        messages, pictures = self.split({**row, "prompt": chat}, where, says="assistant")
+        sequences = encoded(encode, messages, where)
+        for tokens, mask in sequences:
+            answers = [t for t, sampled in zip(tokens, mask, strict=True) if sampled]
+            self.check_drawn(answers, f"{where}: an answer", tokenizer)
+        return self._expand(sequences, pictures, row, where, tokenizer)
+
+    def _expand(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
+        pictures: Sequence[Picture],
+        row: Mapping[str, Any],
+        where: str,
+        tokenizer: Any,
+    ) -> "list[RowSequence]":
+        """Put a placeholder for each feature; the last of the sequences shows all pictures."""
         if self.processor is None:
-            return RowPrompt(messages, tokens)
+            return [RowSequence(tuple(tokens), tuple(mask)) for tokens, mask in sequences]
         folder = getattr(row, "folder", Path())
         shapes = self.shapes(pictures, folder, where)
-        try:
-            expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        tokens_of_each = [shape.tokens for shape in shapes]
-        load = RowPictures(self.processor, pictures, folder, where, tokens_of_each)
-        return RowPrompt(messages, expanded, load if pictures else None)
+        counts = [shape.tokens for shape in shapes]
+        made = []
+        for tokens, mask in sequences:
+            is_last = len(made) == len(sequences) - 1
+            try:
+                grown, shown = self.processor.placeholders.expand_between(
+                    tokens, mask, shapes, tokenizer, all_shown=is_last
+                )
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            load = RowPictures(self.processor, pictures[:shown], folder, where, counts[:shown])
+            made.append(RowSequence(*grown, load if shown else None))
+        return made
 
     def check_drawn(self, tokens: Sequence[int], where: str, tokenizer: Any) -> None:
         """Refuse to learn the tokens of images, which have no probability.
@@ -163,13 +233,14 @@ class RowVisuals:
             )
 
     def split(
-        self, row: Mapping[str, Any], where: str
+        self, row: Mapping[str, Any], where: str, *, says: str | None = None
     ) -> tuple[list[dict[str, Any]], list[Picture]]:
         """Return a row's messages, in which typed parts mention pictures, and the pictures.
 
         Args:
             row: with `prompt`, and images and videos in their columns or in parts of messages.
             where: it stands, for messages.
+            says: a role whose texts stay as they are.
 
         Raises:
             ValueError: more or fewer are mentioned than there are, or the model reads none.
@@ -179,7 +250,10 @@ class RowVisuals:
             "video": Column.of(row, self.video_key),
         }
         pictures: list[Picture] = []
-        messages = [_with_parts(message, columns, pictures) for message in row["prompt"]]
+        messages = [
+            {**message} if message["role"] == says else _with_parts(message, columns, pictures)
+            for message in row["prompt"]
+        ]
         for media, column in columns.items():
             if column.mentioned != len(column.sources):
                 raise ValueError(
