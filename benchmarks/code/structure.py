@@ -26,7 +26,7 @@ SIDECAR = "jaxrl_llm/rollout/vllm/sidecar/"
 
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 900
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
