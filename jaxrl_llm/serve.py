@@ -141,11 +141,12 @@ def find_call_format(tokenizer: Any, given: str | None) -> str | None:
     Raises:
         ConfigError: there is no such format.
     """
+    from jaxrl_llm.data.chat_template import ChatTemplate
     from jaxrl_llm.data.tool_calls import FORMATS, choose_format
 
     if given is None:
         with contextlib.suppress(ValueError):  # which a request with tools is told
-            return choose_format(tokenizer, {})
+            return choose_format(ChatTemplate(tokenizer))
     elif given not in FORMATS:
         raise ConfigError(f"call_format: got {given!r}, expected one of {', '.join(FORMATS)}")
     return given

@@ -5,14 +5,16 @@ snapshot of a hub repository that the model itself comes from.
 """
 
 import json
-import re
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_llm.data.chat_template import ChatTemplate, Message, Tools
 from jaxrl_llm.models.hf.hub import resolve
 
-Message = Mapping[str, Any]
+log = logging.getLogger(__name__)
+
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -73,13 +75,14 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = (), **template_kwargs: Any
 ) -> list[int]:
     """Return the ids of a chat up to where the assistant's reply begins.
 
     Args:
         tokenizer: its chat template must be set.
-        messages: the chat, each message with `role` and `content`.
+        messages: the chat, as `ChatTemplate` takes it.
+        tools: schemas of tools that the model may call.
         **template_kwargs: variables of the chat template itself, such as Qwen3's
             `enable_thinking`. A name that the template never mentions is refused.
 
@@ -88,98 +91,32 @@ def encode_prompt(
 
     Raises:
         ValueError: no chat template; a variable that it does not have; the template refuses the
-            chat (an unknown role, say).
+            chat, or leaves out something that it says.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
-    >>> encode_prompt(Digits(), [{"role": "user", "content": "042"}])
-    [0, 4, 2]
+    >>> encode_prompt(load_tokenizer("configs/quickstart"), [{"role": "user", "content": "042"}])
+    [259, 15, 19, 17, 257, 260]
     """
-    return [
-        int(token) for token in _apply_template(tokenizer, messages, template_kwargs, tokenize=True)
-    ]
+    return ChatTemplate(tokenizer, template_kwargs).prompt(messages, tools)
 
 
-def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any
-) -> tuple[int, ...]:
-    """Return the ids of a whole chat, with the assistant's reply as its last message.
-
-    Args:
-        tokenizer: as for `encode_prompt`.
-        messages: as there.
-        **template_kwargs: as there.
-
-    Raises:
-        ValueError: as there.
-    """
-    ids = _apply_template(tokenizer, messages, template_kwargs, tokenize=True, prompts=False)
-    return tuple(map(int, ids))
-
-
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> str:
+def render_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = (), **template_kwargs: Any
+) -> str:
     """Return the text whose ids `encode_prompt` returns.
 
     Args:
         tokenizer: as there.
         messages: as there.
+        tools: as there.
         **template_kwargs: as there.
 
     Raises:
         ValueError: as there.
 
-    >>> class Plain:
-    ...     eos_token_id = 7
-    ...     def __call__(self, text, *, add_special_tokens): return {}
-    ...     def get_chat_template(self): return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs): return conversation[0]["content"]
-    >>> render_prompt(Plain(), [{"role": "user", "content": "042"}])
-    '042'
+    >>> render_prompt(load_tokenizer("configs/quickstart"), [{"role": "user", "content": "042"}])
+    '<|user|>042<|end|><|assistant|>'
     """
-    return _apply_template(tokenizer, messages, template_kwargs, tokenize=False)
-
-
-def _apply_template(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    template_kwargs: Mapping[str, Any],
-    *,
-    tokenize: bool,
-    prompts: bool = True,
-) -> Any:
-    template = _chat_template(tokenizer)
-    for name in template_kwargs:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ValueError(f"chat template: it has no variable {name!r}; remove the keyword")
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=prompts,
-            tokenize=tokenize,
-            return_dict=False,
-            **template_kwargs,
-        )
-    except TemplateError as error:
-        roles = [message.get("role") for message in messages]
-        raise ValueError(f"chat template: it refuses a chat with roles {roles}: {error}") from error
-
-
-def _chat_template(tokenizer: Tokenizer) -> str:
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ValueError(
-            "chat template: the tokenizer has none; use an instruction-tuned model's tokenizer, or"
-            " put a chat_template.jinja into its directory"
-        ) from error
+    return ChatTemplate(tokenizer, template_kwargs).prompt_text(messages, tools)
 
 
 def stop_ids(
@@ -187,12 +124,12 @@ def stop_ids(
 ) -> tuple[int, ...]:
     """Return every token id that ends a reply, in rising order.
 
-    They are the tokenizer's end-of-sequence token and those that `generation_config.json` names, or
-    where it names none those of `config.json`: an instruction-tuned model often ends its turn with
-    another token than a base model does.
+    They are the tokenizer's end-of-sequence token, those that `generation_config.json` names, or
+    where it names none those of `config.json`, and those with which the chat template ends an
+    answer: an instruction-tuned model often ends its turn with another token than a base model.
 
     Args:
-        tokenizer: its `eos_token_id` may be None.
+        tokenizer: its `eos_token_id` may be None, and it may have no chat template.
         directory: the model's directory or hub repository; both files may be missing in it.
         vocab_size: of the model, which samples ids below it; None: it is not known.
 
@@ -201,18 +138,17 @@ def stop_ids(
             can sample.
         FileNotFoundError: there is no such directory or repository.
 
-    >>> class Plain:
-    ...     eos_token_id = 7
-    ...     def __call__(self, text, *, add_special_tokens): return {}
-    ...     def get_chat_template(self): return ""
-    ...     def apply_chat_template(self, conversation, **kwargs): return []
-    >>> stop_ids(Plain(), "/")
-    (7,)
+    >>> stop_ids(load_tokenizer("configs/quickstart"), "/")
+    (257,)
     """
     tokens = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     folder = resolve(directory)
     generation = _configured_stop_ids(folder / "generation_config.json")
     tokens |= generation or _configured_stop_ids(folder / "config.json")
+    try:
+        tokens |= {*ChatTemplate(tokenizer).closing_ids}
+    except ValueError as error:  # a base model has no template
+        log.info("stop tokens: none of a chat template: %s", error)
     if not tokens:
         raise ValueError(
             "stop tokens: the tokenizer has no eos token, and neither generation_config.json nor "

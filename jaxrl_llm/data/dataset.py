@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.data.chat import Message, Tokenizer, encode_prompt
+from jaxrl_llm.data.chat import Tokenizer
+from jaxrl_llm.data.chat_template import ChatTemplate, Message
 from jaxrl_llm.data.row_fields import Row, map_rows, normalize_messages
 from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
 from jaxrl_llm.models.vision.inputs import Visual
@@ -75,13 +76,13 @@ class Example:
     """A tokenized supervised example.
 
     Attributes:
-        tokens: of prompt and response.
-        response_start: the loss falls on `tokens[response_start:]`.
-        load: decodes the prompt's images and videos; None: there are none.
+        tokens: of a chat.
+        mask: of each token, whether the loss falls on it: those of answers that are trained.
+        load: decodes the images and videos; None: there are none.
     """
 
     tokens: tuple[int, ...]
-    response_start: int
+    mask: tuple[bool, ...]
     load: RowPictures | None = field(default=None, compare=False, repr=False)
 
 
@@ -104,8 +105,8 @@ def tokenize_prompts(
         max_prompt_tokens: the longest prompt allowed, in tokens.
         filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
-        encode: messages -> token ids, in place of the chat template with these variables; called
-            with `tools` for a row that has some.
+        encode: (messages, tools of the row) -> token ids, in place of the chat template with these
+            variables.
         visuals: reads the rows' images and videos; None: rows that have some are refused.
         vocab_size: of the model, whose token ids are below it; None: they are not compared.
 
@@ -125,12 +126,12 @@ def tokenize_prompts(
     >>> tokenizer.decode(prompts[0].tokens), dropped
     ('<|user|>12<|end|><|assistant|>', 0)
     """
-    encode = encode or functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
+    encode = encode or ChatTemplate(tokenizer, template_kwargs).prompt
     visuals = visuals or RowVisuals()
 
     def tokenized(index: int, row: Row) -> Prompt | None:
         tools = row.get("tools") or []
-        with_tools = functools.partial(encode, tools=tools) if tools else encode
+        with_tools = functools.partial(encode, tools=tools)
         messages, tokens, load = visuals.prompt(row, index, with_tools, tokenizer)
         if not fits(len(tokens), max_prompt_tokens, "max_prompt_tokens", filter_overlong, load):
             return None
@@ -162,29 +163,22 @@ def as_prompts(
         RowError: a prompt is empty, the chat template does not fit, or the model does not have a
             token.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
-    >>> [prompt.tokens for prompt in as_prompts(["12", [3, 1]], Digits())]
-    [(1, 2), (3, 1)]
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
+    >>> [tokenizer.decode(prompt.tokens) for prompt in as_prompts(["12", [16, 17]], tokenizer)]
+    ['<|user|>12<|end|><|assistant|>', '12']
     """
+    template = functools.cache(lambda: ChatTemplate(tokenizer, template_kwargs))
 
     def made(index: int, prompt: PromptLike) -> Prompt:
-        one = _as_prompt(index, prompt, tokenizer, template_kwargs)
+        one = _as_prompt(index, prompt, template)
         check_ids(one.tokens, vocab_size, tokenizer)
         return one
 
     return map_rows(made, prompts, name=lambda index, _: f"prompt {index}")
 
 
-def _as_prompt(
-    index: int, prompt: Any, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
-) -> Prompt:
+def _as_prompt(index: int, prompt: Any, template: Callable[[], ChatTemplate]) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     is_text = isinstance(prompt, str)
@@ -194,7 +188,7 @@ def _as_prompt(
     if not isinstance(chat[0], Mapping):
         return Prompt(index, tuple(map(operator.index, chat)))
     chat = normalize_messages([*map(dict, chat)], "messages", parts=True)
-    return Prompt(index, tuple(encode_prompt(tokenizer, chat, **template_kwargs)), messages=chat)
+    return Prompt(index, tuple(template().prompt(chat)), messages=chat)
 
 
 def tokenize_examples(
@@ -203,68 +197,67 @@ def tokenize_examples(
     *,
     max_tokens: int,
     filter_overlong: bool = False,
+    train_on: Literal["all", "last"] = "all",
     template_kwargs: Mapping[str, Any] | None = None,
     visuals: RowVisuals | None = None,
     vocab_size: int | None = None,
 ) -> tuple[list[Example], int]:
-    """Tokenize supervised rows: the templated prompt, the response as it stands, the eos token.
+    """Tokenize supervised rows: conversations, or prompts with a response.
+
+    An answer is what the chat template writes between the prompt and the end of the assistant's
+    turn; see `ChatTemplate.conversation`. A conversation is one example, or several where the
+    template rewrites earlier answers when more follows; each answer is trained once.
 
     Args:
         rows: checked supervised rows.
-        tokenizer: with a chat template and an eos token.
-        max_tokens: the longest prompt plus response plus eos allowed, in tokens.
+        tokenizer: with a chat template.
+        max_tokens: the longest example allowed, in tokens.
         filter_overlong: drop longer examples (counted and logged) instead of refusing them.
+        train_on: which answers of a conversation are trained: all, or the last one.
         template_kwargs: variables for the chat template.
         visuals: as for `tokenize_prompts`.
         vocab_size: as there.
 
     Returns:
-        The examples, and how many rows were dropped.
+        The examples, and how many were dropped.
 
     Raises:
-        RowError: as there, or a response has a token of images.
-        ValueError: as there, or the tokenizer has no eos token.
+        RowError: as there, or an answer has a token of images.
+        ValueError: as there.
 
-    >>> class Digits:
-    ...     eos_token_id = 10
-    ...     def __call__(self, text, *, add_special_tokens):
-    ...         return {"input_ids": [int(c) for c in text]}
-    ...     def get_chat_template(self):
-    ...         return "{{ messages[0].content }}"
-    ...     def apply_chat_template(self, conversation, **kwargs):
-    ...         return self(conversation[0]["content"], add_special_tokens=False)["input_ids"]
-    >>> row = {"prompt": [{"role": "user", "content": "12"}], "response": "3"}
-    >>> tokenize_examples([row], Digits(), max_tokens=4)
-    ([Example(tokens=(1, 2, 3, 10), response_start=2)], 0)
+    >>> from jaxrl_llm.data.chat import load_tokenizer
+    >>> tokenizer = load_tokenizer("configs/quickstart")
+    >>> row = {"prompt": [{"role": "user", "content": "1+1="}], "response": "2"}
+    >>> (example,), _ = tokenize_examples([row], tokenizer, max_tokens=9)
+    >>> tokenizer.decode([t for t, sampled in zip(example.tokens, example.mask) if sampled])
+    '2<|end|>'
     """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("supervised examples: the tokenizer has no eos token to end a response")
-    encode = functools.partial(encode_prompt, tokenizer, **(template_kwargs or {}))
-    visuals = visuals or RowVisuals()
+    template, visuals = ChatTemplate(tokenizer, template_kwargs), visuals or RowVisuals()
 
-    def tokenized(index: int, row: Row) -> Example | None:
-        with_tools = functools.partial(encode, **{k: row[k] for k in ("tools",) if k in row})
-        _, prompt, load = visuals.prompt(row, index, with_tools, tokenizer)
-        text = text_alone(row.get("response"))
-        response = tokenizer(text, add_special_tokens=False)["input_ids"]
-        visuals.check_drawn(response, "response", tokenizer)
-        tokens = (*prompt, *response, eos)
-        if not fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load):
-            return None
-        check_ids(tokens, vocab_size, tokenizer)
-        return Example(tokens=tokens, response_start=len(prompt), load=load)
+    def tokenized(index: int, row: Row) -> list[Example | None]:
+        chat = row.get("messages")
+        encode = functools.partial(
+            template.conversation,
+            tools=row.get("tools") or (),
+            last_only=chat is None or train_on == "last",
+        )
+        chat = [*row["prompt"], as_answer(row["response"])] if chat is None else chat
+        made = []
+        for tokens, mask, load in visuals.conversation(row, chat, index, encode, tokenizer):
+            check_ids(tokens, vocab_size, tokenizer)
+            fitting = fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load)
+            made.append(Example(tokens, mask, load) if fitting else None)
+        return made
 
-    examples = [example for example in map_rows(tokenized, rows) if example is not None]
-    return examples, count_dropped(len(rows), len(examples), "max_tokens", max_tokens)
+    of_rows = map_rows(tokenized, rows)
+    examples = [example for made in of_rows for example in made if example is not None]
+    count = sum(map(len, of_rows))
+    return examples, count_dropped(count, len(examples), "max_tokens", max_tokens)
 
 
-def text_alone(answer: Any) -> str:
-    """Return the text of an answer; raise ValueError for one that is more than that."""
-    text = answer.get("content") if isinstance(answer, Mapping) else answer
-    if not isinstance(text, str) or (isinstance(answer, Mapping) and len(answer) > 2):
-        raise ValueError(f"expected an answer that is a text alone, got {answer!r:.80}")
-    return text
+def as_answer(answer: str | Message) -> Message:
+    """Return an answer as the assistant's message."""
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def fits(

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.chat import Tokenizer, encode_prompt
-from jaxrl_llm.data.dataset import check_ids, count_dropped, fits, text_alone
+from jaxrl_llm.data.chat import Tokenizer
+from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.dataset import as_answer, check_ids, count_dropped, fits
 from jaxrl_llm.data.preference_rows import REFERENCE_COLUMNS
 from jaxrl_llm.data.row_fields import Row, map_rows, row_name
 from jaxrl_llm.data.steps import check_steps, encode_steps
@@ -57,14 +58,15 @@ def tokenize_preferences(
     step_separator: str = "\n",
     vocab_size: int | None = None,
 ) -> tuple[list[Preference], int]:
-    """Tokenize rows: the templated prompt, each answer as it stands, the eos token.
+    """Tokenize rows: the templated prompt, and each answer to the token that ends its turn.
 
-    An answer with labelled steps has the separator behind each step, and no eos token.
+    An answer is what the chat template writes behind the prompt; see `ChatTemplate.answer`. One
+    with labelled steps is its text alone, with the separator behind each step.
 
     Args:
         rows: as `normalize_preference_row` returns them, all of one kind.
-        tokenizer: with a chat template and an eos token.
-        max_tokens: the longest prompt plus answer plus eos, in tokens.
+        tokenizer: with a chat template.
+        max_tokens: the longest prompt plus answer, in tokens.
         filter_overlong: drop rows with a longer answer (counted and logged) instead of refusing
             them.
         template_kwargs: variables for the chat template.
@@ -77,36 +79,33 @@ def tokenize_preferences(
     Raises:
         RowError: of rows, an answer is too long and `filter_overlong` is off, the chat template
             does not fit, a step holds the separator, or the model does not have a token.
-        ValueError: rows of several kinds; none is left; there is no eos token; only some of the
-            rows bring log-probs under a reference.
+        ValueError: rows of several kinds; none is left; only some of the rows bring log-probs under
+            a reference.
     """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("preferences: the tokenizer has no eos token to end an answer")
+    template = ChatTemplate(tokenizer, template_kwargs)
     _check_alike(rows)
 
     def tokenized(_: int, row: Row) -> Preference | None:
-        variables = {**(template_kwargs or {}), **{k: row[k] for k in ("tools",) if k in row}}
-        prompt = tuple(encode_prompt(tokenizer, row["prompt"], **variables))
-        if "completions" in row:
-            check_steps(row["completions"], step_separator)
-            tokens, ends = encode_steps(tokenizer, row["completions"], step_separator)
-            item = Preference(prompt, (tokens,), {}, ends, tuple(row["labels"]))
-        else:
-            named = [row[name] for name in ("chosen", "rejected", "response") if name in row]
-            texts = [text_alone(answer) for answer in named]
-            answers = tuple(
-                (*tokenizer(text, add_special_tokens=False)["input_ids"], eos) for text in texts
-            )
-            item = Preference(prompt, answers, _columns(row))
-        longest = len(prompt) + max(map(len, item.answers))
-        if not fits(longest, max_tokens, "max_tokens", filter_overlong):
-            return None
+        item = _tokenize(row, template, step_separator)
         check_ids(item.tokens, vocab_size, tokenizer)
-        return item
+        longest = len(item.prompt) + max(map(len, item.answers))
+        return item if fits(longest, max_tokens, "max_tokens", filter_overlong) else None
 
     made = [item for item in map_rows(tokenized, rows) if item is not None]
     return made, count_dropped(len(rows), len(made), "max_tokens", max_tokens)
+
+
+def _tokenize(row: Row, template: ChatTemplate, step_separator: str) -> Preference:
+    chat, tools = row["prompt"], row.get("tools") or ()
+    if "completions" in row:
+        check_steps(row["completions"], step_separator)
+        tokens, ends = encode_steps(template.tokenizer, row["completions"], step_separator)
+        prompt = template.prompt(chat, tools)
+        return Preference(tuple(prompt), (tokens,), {}, ends, tuple(row["labels"]))
+    names = [name for name in ("chosen", "rejected", "response") if name in row]
+    encoded = [template.answer([*chat, as_answer(row[name])], tools) for name in names]
+    answers = tuple(tuple(answer) for _, answer in encoded)
+    return Preference(tuple(encoded[0][0]), answers, _columns(row))
 
 
 def preference_batch(preferences: Sequence[Preference], width: int) -> Batch:

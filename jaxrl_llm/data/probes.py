@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from jaxrl_llm.data.call_text import ToolCall
-from jaxrl_llm.data.chat import Message
-from jaxrl_llm.data.tool_calls import PROBE, ParsedAnswer
+from jaxrl_llm.data.chat_template import PROBE, Message
+from jaxrl_llm.data.tool_calls import ParsedAnswer
 
-USER, REPLY = {"role": "user", "content": "Hello."}, "Sure."
+REPLY = "Sure."
 
 Turn = tuple[ParsedAnswer, list[Message]]
 """An answer and what is told after it."""

@@ -12,19 +12,28 @@ class SpecialTexts:
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
+
+    Attributes:
+        tokens: their ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.get_chat_template()
-        self._protected = {
+        template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder
+        self.tokens = {
             token.content: number
-            for number, token in tokenizer.added_tokens_decoder.items()
+            for number, token in added.items()
             if len(token.content) > 1 and token.content.strip()
             if token.special or token.content in template
         }
-        texts = sorted(self._protected, key=len, reverse=True)
+        self._plain = {text for text, number in self.tokens.items() if not added[number].special}
+        texts = sorted(self.tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+    def find(self, text: str) -> list[str]:
+        """Return those that a text has, in its order; special tokens' alone if there are any."""
+        found = self._pattern.findall(text)
+        return [one for one in found if one not in self._plain] or found
 
     def hide(
         self, messages: Sequence[Mapping[str, Any]]
@@ -75,7 +84,7 @@ class SpecialTexts:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _ordinary(self, text: str) -> list[int]:
-        special = {*self._protected.values()} - {self._tokenizer.unk_token_id}
+        special = {*self.tokens.values()} - {self._tokenizer.unk_token_id}
         ids = encode_unmatched(self._tokenizer, text)
         if not special.isdisjoint(ids):
             ids = [token for letter in text for token in self._ids(letter)]

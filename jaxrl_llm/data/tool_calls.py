@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.data import call_formats as formats
 from jaxrl_llm.data import harmony
-from jaxrl_llm.data.call_text import BEGIN, CLOSE, OPEN, ToolCall, Tools, dump_json
+from jaxrl_llm.data.call_text import BEGIN, CLOSE, OPEN, ToolCall, Tools, count_common
+from jaxrl_llm.data.chat_template import PROBE, USER, ChatTemplate
 from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS, Decode, decode_after, text_decoder
 
 THINK = ("<think>", "</think>")
@@ -207,115 +208,28 @@ FORMATS: Mapping[str, CallFormat] = {
 }
 """The formats by name."""
 
-PROBE = ToolCall("get_weather", {"place": "Zürich", "days": 3}, "call00000")
-"""A call that templates are tried with."""
 
-REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
-"""What templates raise, besides their own errors, for messages that they were not written for."""
-
-
-class CallStyle(NamedTuple):
-    """How a chat template wants the message of an assistant that calls tools.
-
-    Attributes:
-        as_text: whether arguments are a text of JSON instead of an object.
-        content: what stands for no text beside the calls.
-    """
-
-    as_text: bool
-    content: str | None
-
-    def message(self, calls: Sequence[ToolCall], text: str = "") -> dict[str, Any]:
-        """Return an assistant's message.
-
-        Args:
-            calls: at least one.
-            text: beside them.
-        """
-        written = []
-        for call in calls:
-            arguments = dump_json(call.arguments) if self.as_text else call.arguments
-            function = {"name": call.name, "arguments": arguments}
-            written.append({"id": call.id, "type": "function", "function": function})
-        return {"role": "assistant", "content": text or self.content, "tool_calls": written}
-
-
-def render_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    template_kwargs: Mapping[str, Any],
-    *,
-    generation: bool,
-) -> str:
-    """Return the text of a chat.
-
-    Args:
-        tokenizer: a `transformers` tokenizer with a chat template.
-        messages: the chat.
-        template_kwargs: variables of the template.
-        generation: whether the opening of the assistant's next answer follows.
-
-    Raises:
-        ValueError: the template refuses the chat.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation, **template_kwargs
-        )
-    except (TemplateError, *REFUSALS) as error:
-        roles = [message.get("role") for message in messages]
-        raise ValueError(f"chat template: it refuses a chat with roles {roles}: {error}") from error
-
-
-def find_call_style(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> CallStyle | None:
-    """Return how a chat template wants calls, or None where it writes none.
-
-    Args:
-        tokenizer: a `transformers` tokenizer with a chat template.
-        template_kwargs: variables of the template.
-    """
-    for content in ("", None):
-        for as_text in (False, True):
-            style = CallStyle(as_text, content)
-            chat = [{"role": "user", "content": "Hello."}, style.message([PROBE])]
-            try:
-                text = render_chat(tokenizer, chat, template_kwargs, generation=False)
-            except ValueError:
-                continue
-            if PROBE.name in text and "Zürich" in text:
-                return style
-    return None
-
-
-def choose_format(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
+def choose_format(template: ChatTemplate) -> str:
     """Return the name of the format in which a chat template writes calls.
 
     Args:
-        tokenizer: a `transformers` tokenizer with a chat template.
-        template_kwargs: variables of the template.
+        template: of the chats.
 
     Raises:
         ValueError: the template writes no calls, or none or several of the formats give back the
             call that it has written.
     """
-    known = ", ".join(FORMATS)
-    style = find_call_style(tokenizer, template_kwargs)
-    if style is None:
+    known, tokenizer = ", ".join(FORMATS), template.tokenizer
+    if template.style is None:
         raise ValueError(
             "call_format: the chat template writes no calls of tools, so their format can't be "
             f"found; expected the name of one (known: {known})"
         )
-    user = {"role": "user", "content": "Hello."}
-    opening = render_chat(tokenizer, [user], template_kwargs, generation=True)
-    chat = [user, style.message([PROBE])]
-    whole = render_chat(tokenizer, chat, template_kwargs, generation=False)
-    before = tokenizer(opening, add_special_tokens=False)["input_ids"]
-    tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    same = next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), None)
-    written = tokens[min(len(before), len(tokens)) if same is None else same :]
-    prompt = tokens[: len(tokens) - len(written)]
+    chat = [USER, template.style.message([PROBE])]
+    before = template.ids(template.render(chat[:1], generation=True))
+    tokens = template.ids(template.render(chat, generation=False))
+    same = count_common(before, tokens)
+    prompt, written = tokens[:same], tokens[same:]
     readers = [
         name for name, form in FORMATS.items() if _gives_back(form, prompt, written, tokenizer)
     ]

@@ -11,21 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.call_text import count_common, joined_contents
-from jaxrl_llm.data.chat import Message, encode_prompt, render_prompt
-from jaxrl_llm.data.harmony import is_harmony, with_thinking
-from jaxrl_llm.data.probes import REPLY, USER, Turn, probe_turns
-from jaxrl_llm.data.special_texts import SpecialTexts
+from jaxrl_llm.data.call_text import count_common
+from jaxrl_llm.data.chat_template import USER, ChatTemplate, Message, read_calls
+from jaxrl_llm.data.harmony import is_harmony
+from jaxrl_llm.data.probes import REPLY, Turn, probe_turns
 from jaxrl_llm.data.tool_calls import (
     FORMATS,
     NO_CALLS,
-    PROBE,
-    CallStyle,
     ParsedAnswer,
     ToolCall,
     choose_format,
-    find_call_style,
-    render_chat,
 )
 
 log = logging.getLogger(__name__)
@@ -70,13 +65,12 @@ class TurnTemplate:
         if not stops:
             raise ValueError("stops: got none, expected at least one id that ends an answer")
         self.tokenizer = self._tokenizer = tokenizer
-        self._special = SpecialTexts(tokenizer)
+        self.template = ChatTemplate(tokenizer, template_kwargs)
+        self._special = self.template.special
         self._stops = stops
         self.tools = self._tools = list(tools)
-        self._kwargs = dict(template_kwargs or {})
-        self._is_harmony = is_harmony(tokenizer)
-        if call_format is None and (tools or self._is_harmony):
-            call_format = "harmony" if not tools else choose_format(tokenizer, self._kwargs)
+        if call_format is None and (tools or is_harmony(tokenizer)):
+            call_format = "harmony" if not tools else choose_format(self.template)
         if call_format is not None and call_format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ValueError(f"call_format: got {call_format!r}, expected one of {known}")
@@ -90,25 +84,27 @@ class TurnTemplate:
             told: what an environment says after it; such texts become ordinary tokens in it.
 
         Raises:
-            ValueError: as `encode_prompt`.
+            ValueError: as `ChatTemplate.prompt`.
         """
-        variables = self._kwargs | self.told_tools
         hidden, signs = self._special.hide(told)
-        chat = [*messages, *hidden]
-        if not signs:
-            return encode_prompt(self._tokenizer, chat, **variables)
-        return self._special.encode(
-            render_prompt(self._tokenizer, chat, **variables), signs, after=""
-        )
+        text = self.opening_text([*messages, *hidden])
+        return self._special.encode(text, signs, after="") if signs else self.template.ids(text)
+
+    def opening_text(self, messages: Sequence[Message]) -> str:
+        """Return the text of `opening`.
+
+        Raises:
+            ValueError: as there.
+        """
+        chat = [self._styled(message) for message in messages]
+        return self.template.prompt_text(chat, self._told_tools)
 
     @functools.cached_property
-    def told_tools(self) -> dict[str, Any]:
-        if not self._tools:
-            return {}
-        if re.search(r"\btools\b", self._tokenizer.get_chat_template()):
-            return {"tools": self._tools}
+    def _told_tools(self) -> list[Mapping[str, Any]]:
+        if not self._tools or self.template.knows_tools:
+            return self._tools
         log.warning("the chat template tells no tools: describe them in the data's system prompts")
-        return {}
+        return []
 
     def following(
         self,
@@ -135,7 +131,7 @@ class TurnTemplate:
         """
         if not messages:
             raise ValueError("messages: got none, expected what is told after the answer")
-        hidden, signs = self._special.hide(self._as_told(messages, calls))
+        hidden, signs = self._special.hide(self.template.prepared(messages, calls))
         cut = self._cut(hidden)
         ids = self._special.encode(cut.told, signs, after=cut.close)
         close = self._stop_texts.get(cut.close) or self._ids(cut.close)[0]
@@ -156,8 +152,8 @@ class TurnTemplate:
         """Return the assistant's message of an answer; calls that are wrong are left out."""
         calls = [call for call in answer.calls if call.error is None]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-        if calls and self._style:
-            message = self._style.message(calls, answer.text)
+        if calls and self.template.style:
+            message = self.template.style.message(calls, answer.text)
         elif calls and self.call_format:
             message["content"] = f"{answer.text}\n{self.call_format.write(calls)}".strip()
         return message | ({"reasoning_content": answer.reasoning} if answer.reasoning else {})
@@ -177,7 +173,7 @@ class TurnTemplate:
         """
         chat = self.as_rendered(messages)
         waits = bool(chat) and chat[-1]["role"] != "assistant"
-        rendered = self._render(chat, generation=waits, **self.told_tools)
+        rendered = self._render(chat, generation=waits, tools=self._told_tools)
         split = re.compile("|".join(f"({re.escape(text)})" for text in self._added) or "(?!)")
         unwritten = () if self._usual.inside else self._stop_texts
         stream, whole = (
@@ -194,7 +190,7 @@ class TurnTemplate:
 
     def as_rendered(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a chat as the template asks for it, its calls in the template's style."""
-        return self._as_told([self._styled(message) for message in messages])
+        return self.template.prepared([self._styled(message) for message in messages])
 
     def check(self) -> None:
         """Try the template on a few chats; warn where it rewrites what stands before.
@@ -202,7 +198,9 @@ class TurnTemplate:
         Raises:
             ValueError: the template refuses a chat, or writes a message otherwise when more follow.
         """
-        probes = probe_turns(calls=self.call_format is not None, several=self._several)
+        probes = probe_turns(
+            calls=self.call_format is not None, several=self.template.takes_several_calls
+        )
         rewritten = [name for name, turn in probes if self._rewrites(name, turn)]
         if rewritten:
             log.warning(
@@ -225,7 +223,9 @@ class TurnTemplate:
         answer, new = turn
         chat, calls = [USER, self.message(answer)], answer.calls
         told = self.following(new, calls=calls)
-        whole = self._ids(self._render([*chat, *self._as_told(new, calls)], generation=True))
+        whole = self._ids(
+            self._render([*chat, *self.template.prepared(new, calls)], generation=True)
+        )
         text = self._render(chat, generation=False)
         asked = text[: count_common(text, self._asked)]
         before = self._ids(text)
@@ -245,42 +245,12 @@ class TurnTemplate:
         more = [{"role": "assistant", "content": REPLY}, {"role": "user", "content": "More."}]
         for chat in ([{"role": "system", "content": "Be brief."}, USER], [USER]):
             try:
-                whole = self._render([*chat, *more], generation=True, **self.told_tools)
-                asked = self._render(chat, generation=False, **self.told_tools)
-                opened = self._render(chat, generation=True, **self.told_tools)
+                whole = self._render([*chat, *more], generation=True, tools=self._told_tools)
+                asked = self._render(chat, generation=False, tools=self._told_tools)
+                opened = self._render(chat, generation=True, tools=self._told_tools)
             except ValueError:
                 continue  # it takes no system prompt
             return not whole.startswith(asked[: count_common(asked, opened)])
-        return False
-
-    @functools.cached_property
-    def _style(self) -> CallStyle | None:
-        return find_call_style(self._tokenizer, self._kwargs)
-
-    @functools.cached_property
-    def _several(self) -> bool:
-        """Whether the template takes several calls in one message; Llama 3's takes one."""
-        if self._style is None:
-            return True
-        calls = [PROBE._replace(name=f"probe{i}", id=f"call0000{i}") for i in (1, 2)]
-        try:
-            text = self._render([USER, self._style.message(calls)], generation=False)
-        except ValueError:
-            return False
-        return "probe1" in text and "probe2" in text
-
-    @functools.cached_property
-    def _tool_role(self) -> bool:
-        """Whether the template tells messages of tools."""
-        message = {"role": "tool", "content": "zqprobe", "name": PROBE.name}
-        chat = [message | {"tool_call_id": PROBE.id}]
-        try:
-            if "zqprobe" in self._render([*self._neutral(chat), *chat], generation=True):
-                return True
-            reason = "drops them"
-        except ValueError as error:
-            reason = f"refuses them: {error}"
-        log.warning("messages of tools are told as the user's: the chat template %s", reason)
         return False
 
     @functools.cached_property
@@ -302,42 +272,25 @@ class TurnTemplate:
         stops = sorted(self._stops, key=lambda token: token != self._tokenizer.eos_token_id)
         return {added.get(token) or self._decode([token]): token for token in stops}
 
-    def _render(self, chat: Sequence[Message], *, generation: bool, **more: Any) -> str:
-        return render_chat(self._tokenizer, chat, self._kwargs | more, generation=generation)
+    def _render(
+        self, chat: Sequence[Message], *, generation: bool, tools: Sequence[Any] = ()
+    ) -> str:
+        return self.template.render(chat, generation=generation, tools=tools)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        return self.template.ids(text)
 
     def _styled(self, message: Message) -> Message:
-        calls = message.get("tool_calls")
-        if not calls or (self._style is None and self.call_format is None):
+        """Return a message whose calls are written as text where the template writes none."""
+        given = message.get("tool_calls")
+        if not given or self.template.style is not None or self.call_format is None:
             return message
-        told = [(call["function"], call.get("id") or "") for call in calls]
-        plain = [ToolCall(f["name"], f["arguments"], identity) for f, identity in told]
-        answer = ParsedAnswer(message.get("content") or "", tuple(plain))
+        calls = read_calls(message, "message")
+        answer = ParsedAnswer(message.get("content") or "", tuple(calls))
         return {k: message[k] for k in message if k != "tool_calls"} | self.message(answer)
-
-    def _as_told(
-        self, messages: Sequence[Message], calls: Sequence[ToolCall] = ()
-    ) -> list[dict[str, Any]]:
-        """Return messages with all that templates ask for; tools' as the user's where need be."""
-        told, waiting, joins = list[dict[str, Any]](), iter(calls), False
-        for message in map(with_thinking, messages) if self._is_harmony else messages:
-            role, joined = message["role"], joins
-            joins = role == "tool" and not self._tool_role
-            if role == "tool" and not joins:
-                call = next(waiting, ToolCall("tool", {}, PROBE.id))
-                given = {key: value for key, value in message.items() if value}
-                named = {"name": call.name or "tool", "tool_call_id": call.id or PROBE.id}
-                told.append({"content": ""} | named | given)
-            elif told and told[-1]["role"] == "user" and (joins or (joined and role == "user")):
-                told[-1]["content"] = joined_contents(told[-1]["content"], message["content"])
-            else:
-                told.append({**message} if not joins else {**USER, "content": message["content"]})
-        return told
 
     def _neutral(self, messages: Sequence[Message]) -> list[Message]:
         """Return a chat whose last answer is one that the messages may follow."""
@@ -346,9 +299,10 @@ class TurnTemplate:
             for message in messages
             if message["role"] == "tool"
         ]
-        if not calls or self._style is None:
+        if not calls or self.template.style is None:
             return [USER, {"role": "assistant", "content": REPLY}]
-        return [USER, self._style.message(calls if self._several else calls[:1])]
+        several = self.template.takes_several_calls
+        return [USER, self.template.style.message(calls if several else calls[:1])]
 
     def _cut(self, messages: Sequence[Message]) -> Cut:
         """Render a neutral chat with new messages, and cut it after the assistant's turn.

@@ -62,27 +62,23 @@ async def _readable(chat: Sequence[dict[str, Any]], tokenizer: str | None) -> di
     """Return a request's part that holds the chat: messages, or token ids."""
     if tokenizer is None:
         return {"messages": list(chat)}
-    *prompt, last = chat
-    if last.get("role") != "assistant":
-        raise ValueError(f"classify: the chat ends with a message of {last.get('role')!r}")
-    text = str(last.get("content") or "")
+    if chat[-1].get("role") != "assistant":
+        raise ValueError(f"classify: the chat ends with a message of {chat[-1].get('role')!r}")
     async with lock_of("tokenizer", tokenizer):  # to load one takes seconds, which others go on in
-        return {"input": await asyncio.to_thread(_token_ids, tokenizer, prompt, text)}
+        return {"input": await asyncio.to_thread(_token_ids, tokenizer, chat)}
 
 
-def _token_ids(path: str, prompt: Sequence[dict[str, Any]], text: str) -> list[int]:
-    from jaxrl_llm.data.chat import encode_prompt  # transformers: only where it is asked for
-
-    loaded = _tokenizer(path)
-    answer = loaded(text, add_special_tokens=False)["input_ids"]
-    return [*encode_prompt(loaded, prompt), *answer, loaded.eos_token_id]
+def _token_ids(path: str, chat: Sequence[dict[str, Any]]) -> list[int]:
+    prompt, answer = _template(path).answer(chat)
+    return prompt + answer
 
 
 @functools.cache
-def _tokenizer(path: str) -> Any:
-    from jaxrl_llm.data.chat import load_tokenizer
+def _template(path: str) -> Any:
+    from jaxrl_llm.data.chat import load_tokenizer  # transformers: only where it is asked for
+    from jaxrl_llm.data.chat_template import ChatTemplate
 
-    return load_tokenizer(path)
+    return ChatTemplate(load_tokenizer(path))
 
 
 _SWITCHES_SEEN: dict[tuple[str, str], str] = {}

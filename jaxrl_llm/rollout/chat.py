@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from jaxrl_llm.data.call_text import ToolCall
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.contents import BrokenEpisode, MessageContents, Stretch, check_prompt

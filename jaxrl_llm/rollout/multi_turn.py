@@ -109,11 +109,24 @@ class EpisodeSampler:
         if self._gateway is not None:
             self._gateway.close()
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Return the token ids of a prompt, in which the model is told of its tools.
 
         Each image has one placeholder in it.
+
+        Args:
+            messages: of the prompt.
+            tools: those that its row names.
+
+        Raises:
+            ValueError: the row names other tools than the run gives; the chat template refuses the
+                prompt, or leaves out something that it says.
         """
+        if tools and list(tools) != self._pool.schemas:
+            raise ValueError(
+                "field 'tools': expected none, or the tools that the run gives the model "
+                f"(rollout.tools): {self._pool.schemas}; remove the column"
+            )
         return self._template.opening(messages)
 
     def with_tools_in_prompt(self, prompt: Prompt) -> Prompt:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.call_text import ToolCall
 from jaxrl_llm.rollout.chat import BrokenEpisode, Chat
 from jaxrl_llm.rollout.episode import ToolRecord
 from jaxrl_llm.rollout.tools.pool import Session, ToolResult

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.chat import encode_prompt, render_prompt
-from jaxrl_llm.data.tool_calls import REFUSALS
+from jaxrl_llm.data.chat_template import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.vision.inputs import Visual
@@ -141,8 +140,8 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     choice = fields.any_of("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise fields.refuse("tool_choice", choice, "auto or none")
-    template = open_template(served, tools if choice == "auto" else [])
-    prompt, visuals = tokenize_messages(messages, kwargs, template, served)
+    template = open_template(served, tools if choice == "auto" else [], kwargs)
+    prompt, visuals = tokenize_messages(messages, template, served)
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -274,14 +273,20 @@ def parse_prompt(given: Any, served: ServedModel) -> tuple[int, ...]:
     return tuple(given)
 
 
-def open_template(served: ServedModel, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
+def open_template(
+    served: ServedModel,
+    tools: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> TurnTemplate:
     """Return the template of a chat with tools.
 
     Raises:
-        APIError: there is none, or nothing says how the model writes calls.
+        APIError: there is none, it has no such variable, or nothing says how the model writes
+            calls.
     """
+    given = json.dumps([tools, template_kwargs])
     try:
-        return _template(served.tokenizer, served.stop_ids, json.dumps(tools), served.call_format)
+        return _template(served.tokenizer, served.stop_ids, given, served.call_format)
     except ValueError as error:
         param = "tools" if tools else "messages"
         raise APIError(f"{param}: {error}", param=param) from error
@@ -289,33 +294,28 @@ def open_template(served: ServedModel, tools: Sequence[Mapping[str, Any]]) -> Tu
 
 @functools.lru_cache(maxsize=64)
 def _template(
-    tokenizer: Any, stops: tuple[int, ...], tools: str, call_format: str | None
+    tokenizer: Any, stops: tuple[int, ...], given: str, call_format: str | None
 ) -> TurnTemplate:
-    told = json.loads(tools)
-    form = call_format if told else None
-    return TurnTemplate(tokenizer, stops, tools=told, call_format=form)
+    tools, kwargs = json.loads(given)
+    form = call_format if tools else None
+    return TurnTemplate(tokenizer, stops, tools=tools, call_format=form, template_kwargs=kwargs)
 
 
 def tokenize_messages(
-    messages: Sequence[Mapping[str, Any]],
-    kwargs: Mapping[str, Any],
-    template: TurnTemplate,
-    served: ServedModel,
+    messages: Sequence[Mapping[str, Any]], template: TurnTemplate, served: ServedModel
 ) -> tuple[tuple[int, ...], tuple[Visual, ...]]:
     """Tokenise a chat, unless the text that the template makes of it is too long.
 
     Returns:
         The token ids, and the images whose placeholders they hold.
     """
-    variables = {**kwargs, **template.told_tools}
     reader = image_reader(served.processor, served.max_tokens)
     messages, visuals = read_images(messages, reader)
     try:
-        chat = template.as_rendered(messages)
+        text = template.opening_text(messages)
         if served.text_limit is not None:
-            text = render_prompt(served.tokenizer, chat, **variables)
             served.text_limit.check(text, "messages")
-        tokens = encode_prompt(served.tokenizer, chat, **variables)
+        tokens = template.template.ids(text)
         if served.processor is not None:
             placeholders = served.processor.placeholders
             tokens = placeholders.expand(tokens, visuals, served.tokenizer)

@@ -1,7 +1,6 @@
 """A teacher that reads another prompt than the policy, and what it says at the answers' places."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from jaxrl_llm.config.errors import RowError, RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.config.functions import described_failure
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import Message, encode_prompt
+from jaxrl_llm.data.chat_template import ChatTemplate, Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.row_fields import naming_row
 from jaxrl_llm.data.teacher_prompts import ScoredAnswer
@@ -249,7 +248,7 @@ def with_teachers(
     longest = longest_teacher_sequence(config)
     prompts = TeacherPrompts(
         function=functions.teacher_prompt,
-        encode=functools.partial(encode_prompt, tokenizer, **config.data.chat_template_kwargs),
+        encode=ChatTemplate(tokenizer, config.data.chat_template_kwargs).prompt,
         samples=config.rollout.samples_per_prompt,
         max_prompt_tokens=longest - config.rollout.max_new_tokens,
         max_tokens=longest,

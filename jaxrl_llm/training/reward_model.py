@@ -14,7 +14,8 @@ from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.sections.reward import RewardConfig
 from jaxrl_llm.config.train import TrainConfig
-from jaxrl_llm.data.chat import VOCABULARIES, encode_prompt, load_tokenizer
+from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
+from jaxrl_llm.data.chat_template import USER, ChatTemplate
 from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.token_bytes import text_decoder
@@ -314,11 +315,10 @@ def step_encoder(config: TrainConfig, path: str, trained: str | None, tokenizer:
 
 
 def own_tokenizer(path: str, reward: RewardConfig) -> Any:
-    """Load a reward model's tokenizer; ValueError unless it has a template, and an end token."""
+    """Load a reward model's tokenizer; ValueError unless its template ends an answer."""
     tokenizer = load_tokenizer(path)
-    encode_prompt(tokenizer, [{"role": "user", "content": "?"}], **reward.chat_template_kwargs)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{path}: its tokenizer has no eos token to end an answer")
+    answer = {"role": "assistant", "content": "Sure."}
+    ChatTemplate(tokenizer, reward.chat_template_kwargs).answer([USER, answer])
     return tokenizer
 
 

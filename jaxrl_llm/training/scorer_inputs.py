@@ -1,12 +1,14 @@
 """How a reward model is given prompts and answers: the policy's tokens, or its own of the text."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.chat import Message, encode_chat, encode_prompt
+from jaxrl_llm.data.chat_template import ChatTemplate, Message
 from jaxrl_llm.data.steps import encode_steps, last_tokens, split_steps
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.types import Batch
@@ -55,25 +57,32 @@ class TextEncoder:
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
 
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The reward model's chat template."""
+        return ChatTemplate(self.tokenizer, self.template_kwargs)
+
     def answer(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode as `data.preferences` does: the templated prompt, the answer, the end token."""
-        prompt, text = last_turn(rollouts, row)
-        answer = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ScorerInput((*self._prompt(prompt), *answer, self.tokenizer.eos_token_id))
+        """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
+        messages = self._shown(whole_chat(rollouts, row))
+        with unreadable():
+            prompt, answer = self.template.answer(messages)
+        return ScorerInput((*prompt, *answer))
 
     def chat(self, rollouts: Rollouts, row: int) -> ScorerInput:
         """Encode the chat as the template has it, with the answer as the assistant's message."""
-        messages = whole_chat(rollouts, row)
-        try:
-            return ScorerInput(encode_chat(self.tokenizer, messages, **self.template_kwargs))
-        except ValueError as error:
-            raise Unreadable(str(error)) from error
+        messages = self._shown(whole_chat(rollouts, row))
+        with unreadable():
+            return ScorerInput(tuple(self.template.chat(messages)))
 
-    def _prompt(self, messages: Sequence[Message]) -> list[int]:
-        try:
-            return encode_prompt(self.tokenizer, messages, **self.template_kwargs)
-        except ValueError as error:
-            raise Unreadable(str(error)) from error
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a chat whose last answer has its reasoning in its text, if need be."""
+        last = messages[-1]
+        reasoning, content = last.get("reasoning_content"), last.get("content") or ""
+        if not reasoning or self.template.shows_reasoning:
+            return list(messages)
+        last = {key: value for key, value in last.items() if key != "reasoning_content"}
+        return [*messages[:-1], {**last, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}]
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,8 @@ class StepEncoder(TextEncoder):
         """Encode the templated prompt, and each step with the separator behind it."""
         prompt = whole_chat(rollouts, row)[:-1]
         steps = split_steps(rollouts.texts[row], self.splits_at)
-        begin = self._prompt(prompt)
+        with unreadable():
+            begin = self.template.prompt(prompt)
         tokens, ends = encode_steps(self.tokenizer, [text for text, _ in steps], self.separator)
         drawn = rollouts.episodes[row].last_chain.tokens.tolist()
         places = last_tokens(self.decode, drawn, [end for _, end in steps])
@@ -118,16 +128,13 @@ def whole_chat(rollouts: Rollouts, row: int) -> list[Message]:
     return [*messages, {"role": "assistant", "content": rollouts.texts[row]}]
 
 
-def last_turn(rollouts: Rollouts, row: int) -> tuple[list[Message], str]:
-    """Return the messages before the policy's last turn, and the text of that.
-
-    Raises:
-        Unreadable: the chat ends with somebody else's message.
-    """
-    *before, last = whole_chat(rollouts, row)
-    if last.get("role") != "assistant":
-        raise Unreadable(f"its chat ends with a message of {last.get('role')!r}, not the policy's")
-    return before, str(last.get("content") or "")
+@contextlib.contextmanager
+def unreadable() -> Iterator[None]:
+    """Say why a chat template refuses a chat."""
+    try:
+        yield
+    except ValueError as error:
+        raise Unreadable(str(error)) from error
 
 
 class ScorerBatch(NamedTuple):

@@ -279,6 +279,7 @@ def _tokenize(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[E
             tokenizer,
             max_tokens=config.data.max_tokens,
             filter_overlong=config.data.filter_overlong,
+            train_on=config.data.train_on,
             template_kwargs=config.data.chat_template_kwargs,
             visuals=visuals,
             vocab_size=vocab_size,
@@ -286,12 +287,12 @@ def _tokenize(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[E
 
 
 def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:
-    """Lay examples out as a batch [B T] whose mask is true on the responses; decode images."""
+    """Lay examples out as a batch [B T] with their masks; decode images."""
     tokens = np.zeros((len(examples), max_tokens), np.int32)
     mask = np.zeros(tokens.shape, bool)
     for i, example in enumerate(examples):
         tokens[i, : len(example.tokens)] = example.tokens
-        mask[i, example.response_start : len(example.tokens)] = True
+        mask[i, : len(example.mask)] = example.mask
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
     batch = Batch(tokens, sizes, {"mask": mask})
     if any(example.load for example in examples):

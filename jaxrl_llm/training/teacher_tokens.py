@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.chat import encode_prompt, render_prompt
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, align_bytes
 from jaxrl_llm.data.token_bytes import Vocabulary
@@ -87,12 +86,11 @@ class Retokenizer:
     ) -> None:
         """Find out how the teacher's template ends a turn."""
         self._policy, self.teacher = policy.tokenizer, teacher.tokenizer
-        self._template_kwargs = dict(template_kwargs or {})
         self._special = special_tokens(self._policy)
         self._vocabularies = Vocabulary(self._policy), Vocabulary(self.teacher)
         self._is_same = self._policy.get_vocab() == self.teacher.get_vocab()
-        turns = TurnTemplate(self.teacher, teacher.stops, template_kwargs=self._template_kwargs)
-        encode_prompt(self.teacher, ASKED, **self._template_kwargs)  # refuses unknown variables
+        turns = TurnTemplate(self.teacher, teacher.stops, template_kwargs=template_kwargs)
+        self._template = turns.template
         self._last: tuple[Prompt, _Rendered] | None = None
         self._end = turns.following(ASKED, closed=False)[0]
 
@@ -125,11 +123,10 @@ class Retokenizer:
                 "needs its messages"
             )
         given = self._policy.decode(prompt.tokens[-TAIL_TOKENS:], skip_special_tokens=False)
-        variables = self._template_kwargs | ({"tools": prompt.tools} if prompt.tools else {})
-        wanted = render_prompt(self.teacher, prompt.messages, **variables)
+        wanted = self._template.prompt_text(prompt.messages, prompt.tools)
         opened = [OPEN_REASONING.search(text) for text in (given, wanted)]
         rendered = _Rendered(
-            tuple(encode_prompt(self.teacher, prompt.messages, **variables)),
+            tuple(self._template.ids(wanted)),
             opened[0][0] if opened[0] and not opened[1] else "",
             opened[1][0] if opened[1] and not opened[0] else "",
         )

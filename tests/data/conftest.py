@@ -4,8 +4,9 @@ import pytest
 
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<user>{{ m['content'] }}{% endfor %}"
+    "{% if m['role'] == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
+    "{% if m['role'] == 'assistant' %}<reply>{{ m['content'] }}<eos>"
+    "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<reply>{% if thinking %}={% endif %}{% endif %}"
 )
 SYMBOLS = [*"0123456789+-*= ", "<eos>", "<user>", "<reply>"]

@@ -31,8 +31,10 @@ def test_unknown_template_variable_is_refused(tokenizer):
 
 
 def test_chat_that_the_template_refuses(tokenizer):
-    with pytest.raises(ValueError, match=r"refuses a chat with roles \['tool'\]: no tools here"):
-        encode_prompt(tokenizer, [{"role": "tool", "content": "1"}])
+    with pytest.raises(
+        ValueError, match=r"refuses a chat with roles \['critic'\]: no critics here"
+    ):
+        encode_prompt(tokenizer, [{"role": "critic", "content": "1"}])
 
 
 def test_tokenizer_without_template(tokenizer):
@@ -94,7 +96,7 @@ def test_stop_ids_without_generation_config(tokenizer, tmp_path, generation):
 
 
 def test_no_stop_id_at_all(tokenizer, tmp_path):
-    tokenizer.eos_token = None
+    tokenizer.eos_token = tokenizer.chat_template = None
     with pytest.raises(ValueError, match="a reply could never end"):
         stop_ids(tokenizer, tmp_path)
 

@@ -301,7 +301,8 @@ def test_template_keywords_reach_the_template(tokenizer):
 
 def test_examples_end_in_eos_and_know_their_response(tokenizer):
     examples, dropped = tokenize_examples([example(response="36")], tokenizer, max_tokens=9)
-    assert examples == [Example(tokens=(16, 1, 10, 2, 13, 17, 3, 6, 15), response_start=6)]
+    mask = (False,) * 6 + (True,) * 3
+    assert examples == [Example(tokens=(16, 1, 10, 2, 13, 17, 3, 6, 15), mask=mask)]
     assert dropped == 0
 
 
@@ -313,9 +314,10 @@ def test_overlong_example_counts_the_eos(tokenizer):
     assert (len(kept), dropped) == (1, 1)
 
 
-def test_examples_need_an_eos(tokenizer):
+def test_examples_need_a_token_that_ends_an_answer(tokenizer):
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no eos token to end a response"):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="no token ends an answer, and there is no eos token"):
         tokenize_examples([example()], tokenizer, max_tokens=9)
 
 

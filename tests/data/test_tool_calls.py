@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.data import tool_calls
-from jaxrl_llm.data.tool_calls import FORMATS, ToolCall, choose_format, find_call_style, render_chat
+from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.tool_calls import FORMATS, ToolCall, choose_format
 from tests.data.real_templates import build
 
 TOKENIZERS = {
@@ -92,12 +93,12 @@ def test_formats_read_what_real_templates_write(template, arguments):
     if name == "pythonic" and ("\n" in arguments.get("text", "") or not arguments):
         arguments = {"text": "that template does not escape texts"}
     tokenizer, _ = build(template)
-    assert choose_format(tokenizer, {}) == name
-    style = find_call_style(tokenizer, {})
+    renders = ChatTemplate(tokenizer)
+    assert choose_format(renders) == name
     chat = [{"role": "user", "content": "?"}]
-    call = ToolCall("look_up", arguments, "a1b2c3d4e")
-    prompts = [render_chat(tokenizer, chat, {}, generation=more) for more in (True, False)]
-    whole = render_chat(tokenizer, [*chat, style.message([call])], {}, generation=False)
+    message = renders.style.message([ToolCall("look_up", arguments, "a1b2c3d4e")])
+    prompts = [renders.render(chat, generation=more) for more in (True, False)]
+    whole = renders.render([*chat, message], generation=False)
     opening = next(prompt for prompt in prompts if whole.startswith(prompt))
     written = encode(tokenizer, whole.removeprefix(opening))
     (read,) = FORMATS[name].parse(written, tokenizer, SCHEMA).calls
@@ -283,19 +284,19 @@ def test_mistral_ids_are_kept_and_may_not_come_twice():
 @pytest.mark.parametrize("template", ["gemma", "llama3", "phi3", "lfm2"])
 def test_templates_without_calls_need_a_named_format(template):
     with pytest.raises(ValueError, match=r"writes no calls .*known: hermes, qwen3_coder"):
-        choose_format(build(template)[0], {})
+        choose_format(ChatTemplate(build(template)[0]))
 
 
 def test_format_that_is_not_known():
     with pytest.raises(ValueError, match=r"'<\|tool_call>call:get_weather.*got none of the known"):
-        choose_format(build("gemma4_v5")[0], {})
+        choose_format(ChatTemplate(build("gemma4_v5")[0]))
 
 
 def test_two_formats_that_read_the_same(monkeypatch):
     twins = {"hermes": FORMATS["hermes"], "twin": FORMATS["hermes"]}
     monkeypatch.setattr(tool_calls, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"got hermes, twin of the known formats .* name it"):
-        choose_format(build("qwen2_5")[0], {})
+        choose_format(ChatTemplate(build("qwen2_5")[0]))
 
 
 LOOK = '{"text": "sun"}'

@@ -206,6 +206,35 @@ def test_examples_to_imitate_have_images(tokenizer, visuals):
     assert [len(example.load()) for example in examples] == [1, 1]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "gemma3"])
+def test_masks_of_conversations_with_images_are_exact(family, tmp_path):
+    """The tokens are those of the text in which each placeholder stands once for each feature."""
+    tokenizer = make_tokenizer(family)
+    folder = write_checkpoint(tmp_path, family, tokenizer)
+    visuals = RowVisuals(processor=VisualProcessor.from_directory(folder))
+    says = ["It is <image> red.", "Now green."]
+    messages = [
+        {"role": "user", "content": "<image>What?"},
+        {"role": "assistant", "content": says[0]},
+        {"role": "user", "content": "And <image> now?"},
+        {"role": "assistant", "content": says[1]},
+    ]
+    talk = {"messages": messages, "images": [RED, png(COLORS[1], (64, 64))]}
+    (example,), _ = tokenize_examples([talk], tokenizer, max_tokens=999, visuals=visuals)
+    drawn = [t for t, sampled in zip(example.tokens, example.mask, strict=True) if sampled]
+    end = "<end_of_turn>" if family == "gemma3" else "<|im_end|>"
+    assert tokenizer.decode(drawn) == "".join(text + end for text in says)
+    loaded, ids = example.load(), visuals.processor.placeholders
+    assert sum(t == ids.image_id for t in example.tokens) == sum(v.tokens for v in loaded)
+    assert [v.tokens for v in loaded] == list(example.load.tokens) and len(loaded) == 2
+    (prompt,), _ = tokenized([row("<image>What?", images=[RED])], tokenizer, visuals)
+    assert prompt.tokens == example.tokens[: example.mask.index(True)]
+    (last,), _ = tokenize_examples(
+        [talk], tokenizer, max_tokens=999, visuals=visuals, train_on="last"
+    )
+    assert last.tokens == example.tokens and sum(last.mask) < sum(example.mask)
+
+
 def test_prompts_are_decoded_side_by_side_in_their_order(tokenizer, visuals):
     rows = [row("<image>", images=[f]) for f in (RED, GREEN, BLUE)] + [row("none")]
     prompts, _ = tokenized(rows, tokenizer, visuals)
@@ -254,7 +283,7 @@ def test_responses_hold_no_token_of_images(tokenizer, visuals):
     rows = [
         {"prompt": row("Hi")["prompt"], "response": text} for text in ("4", "a <|image_pad|> here")
     ]
-    message = r"dataset row 1: field 'response': expected text alone, got <\|image_pad\|>: a model"
+    message = r"dataset row 1: an answer: expected text alone, got <\|image_pad\|>: a model"
     with pytest.raises(ValueError, match=message):
         tokenize_examples(rows, tokenizer, max_tokens=99, visuals=visuals)
     assert len(tokenize_examples(rows, tokenizer, max_tokens=99)[0]) == 2

@@ -55,7 +55,9 @@ QWEN_TEMPLATE = (
     "{% endif %}"
 )
 GEMMA_TEMPLATE = (
-    "<bos>{% for m in messages %}<start_of_turn>{{ m.role }}\n{% if m.content is string %}"
+    "<bos>{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% if m.content is string %}"
     "{{ m.content | trim }}{% else %}{% for c in m.content %}{% if c.type == 'image' %}"
     "<start_of_image>{% else %}{{ c.text | trim }}{% endif %}{% endfor %}{% endif %}"
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"

@@ -28,7 +28,7 @@ import transformers
 from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
-from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import tokenize_preferences
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
@@ -336,7 +336,7 @@ def answers_of_preferences_are_what_the_template_writes_after_the_prompt(case):
         replies = [ASSISTANT | {"content": content} for content in CONTENTS[:2]]
         whole = {"chosen": [*chat, replies[0]], "rejected": [*chat, replies[1]]}
         for form in (row, whole):
-            made = normalize_row(form, "row 0")
+            made = normalize_preference_row(form)
             ((pair,), _) = tokenize_preferences([made], case.tokenizer, max_tokens=9999)
             for answer, content in zip(pair.answers, CONTENTS, strict=False):
                 prompt, rest = written_after(case, chat, content)

@@ -19,7 +19,7 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.reward import RewardConfig
-from jaxrl_llm.data.preference_rows import normalize_row
+from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.rewards import pool as pool_module
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
@@ -446,11 +446,11 @@ STEPS = {"prompt": "a", "completions": ["b", "c"]}
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: normalize_row(PAIR | {"margin": HUGE}, "row 3"), "row 3: field 'margin'"),
-        (lambda: normalize_row(PAIR | {"score_chosen": 1e39}, "row 3"), "row 3: field 'score_cho"),
+        (lambda: normalize_preference_row(PAIR | {"margin": HUGE}), "field 'margin'"),
+        (lambda: normalize_preference_row(PAIR | {"score_chosen": 1e39}), "field 'score_cho"),
         (
-            lambda: normalize_row(STEPS | {"labels": [1, HUGE]}, "row 3"),
-            r"row 3: field 'labels\[1\]",
+            lambda: normalize_preference_row(STEPS | {"labels": [1, HUGE]}),
+            r"field 'labels\[1\]",
         ),
         (lambda: RewardConfig(on_error=HUGE), "on_error"),
         (

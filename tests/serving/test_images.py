@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import copy
 import io
 import json
 import struct
@@ -57,8 +58,8 @@ def shows(*urls, text="what is it?", role="user"):
     return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
 
 
-def chat(*messages, **fields):
-    return parse_chat({"messages": [*messages], "max_tokens": 4} | fields, SEEING)
+def chat(*messages, served=SEEING, **fields):
+    return parse_chat({"messages": [*messages], "max_tokens": 4} | fields, served)
 
 
 def claims(width, height):
@@ -86,18 +87,26 @@ def test_a_chat_shows_images_in_the_place_of_their_parts():
 
 
 def test_tools_show_images_and_the_responses_api_does():
+    calls = "{% for c in message.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    tokenizer = copy.deepcopy(TOKENIZER)
+    end = "{{- '<|end|>' }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(end, calls + end)
+    calling = SEEING._replace(tokenizer=tokenizer)
     url = url_of(file_of())
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     told = shows(url, role="tool", text="seen") | {"tool_call_id": "a"}
     asked = chat(
-        {"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}, told
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "tool_calls": [call]},
+        told,
+        served=calling,
     )
     assert "<|vision_end|>seen<|end|>" in TOKENIZER.decode(asked.prompts[0])
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "Hi"}]
-    response = parse_chat(chat_request({"input": [{"role": "user", "content": parts}]}), SEEING)
+    response = parse_chat(chat_request({"input": [{"role": "user", "content": parts}]}), calling)
     output = {"type": "function_call_output", "call_id": "a", "output": parts}
     items = [{"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}, output]
-    of_tool = parse_chat(chat_request({"input": items}), SEEING)
+    of_tool = parse_chat(chat_request({"input": items}), calling)
     for request in (response, of_tool):
         assert [v.key for v in request.visuals] == [v.key for v in asked.visuals]
         assert request.prompts[0].count(IMAGE) == 6

@@ -1,5 +1,6 @@
 """What requests are translated to, and which are refused."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -111,21 +112,13 @@ def with_tools(served, tokenizer):
     """(fields) -> the text of the prompt under a template that shows what it is given."""
     source = (
         "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}]{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}]{% endfor %}"
         "{% for t in tools or [] %}T{{ t.function.name }}{% endfor %}{{ deep }}"
     )
-
-    class Templated:
-        def __getattr__(self, name):
-            return getattr(tokenizer, name)
-
-        def get_chat_template(self):
-            return source
-
-        def apply_chat_template(self, conversation, **options):
-            return tokenizer.apply_chat_template(conversation, chat_template=source, **options)
-
-    own = served._replace(tokenizer=Templated(), call_format="hermes")
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = source
+    own = served._replace(tokenizer=templated, call_format="hermes")
     return lambda **fields: tokenizer.decode(parse_chat({"messages": HI} | fields, own).prompts[0])
 
 
@@ -137,7 +130,7 @@ def test_tools_and_keywords_reach_the_template(with_tools):
     assert with_tools(chat_template_kwargs={"deep": "yes"}) == "[user:Hi]yes"
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 7}'}}
     turns = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert with_tools(messages=turns) == "[user:Hi][assistant:7]"
+    assert with_tools(messages=turns) == '[user:Hi][assistant:add{"x": 7}]'
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert with_tools(messages=[{"role": "user", "content": parts}]) == "[user:a\nb]"
     with pytest.raises(APIError, match="no variable 'shallow'"):

@@ -107,6 +107,21 @@ def prompt_of(client):
 # --------------------------------------------------------------------------------------- chats
 
 
+def test_the_developers_message_reaches_the_model_and_an_unknown_role_is_refused(connect):
+    """Qwen's template knows no developer, and skips each role that it does not know."""
+    client = connect("qwen2_5", "yes")
+    rule = [{"role": "developer", "content": "SECRET RULE"}, {"role": "user", "content": "hi"}]
+    told = "<|im_start|>system\nSECRET RULE<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    client.chat.completions.create(model="tiny", messages=rule)
+    assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
+    client.responses.create(model="tiny", input=rule)
+    assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
+    for place, lost in enumerate(({"role": "usr", "content": "a"}, {**rule[1], "name": "Nora"})):
+        messages = [rule[1]] * place + [lost]
+        with pytest.raises(openai.BadRequestError, match=rf"messages\[{place}\]\.(content|name)"):
+            client.chat.completions.create(model="tiny", messages=messages)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_that_a_template_writes_is_read_and_told_again(connect, name):
     """The oracle is `transformers`: what it renders is what the model says and is asked."""

@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.advantages import reward_to_go
 from jaxrl_llm.algorithms.preferences import step_cross_entropy
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.data.preference_rows import normalize_preference_row
@@ -160,33 +161,21 @@ def test_an_answer_is_found_by_its_first_wrong_step():
 # -------------------------------------------------------------------------------------------- data
 
 
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    eos_token_id = 0
-
-    def __call__(self, text, *, add_special_tokens):
-        return {"input_ids": [ord(c) for c in text]}
-
-    def get_chat_template(self):
-        return "{{ messages[0].content }}"
-
-    def apply_chat_template(self, conversation, **_):
-        return [ord(c) for c in conversation[0]["content"]]
+TOKENIZER = load_tokenizer("configs/quickstart")
 
 
 def tokenize(row, **keywords):
     rows = [normalize_preference_row(row)]
-    return tokenize_preferences(rows, Letters(), max_tokens=30, **keywords)[0][0]
+    return tokenize_preferences(rows, TOKENIZER, max_tokens=30, **keywords)[0][0]
 
 
 def test_a_step_is_scored_on_its_separators_last_token():
     row = {"prompt": "q", "completions": ["ab", "c"], "labels": [True, 0.25]}
     item = tokenize(row, step_separator="\n\n")
-    assert "".join(map(chr, item.tokens)) == "qab\n\nc\n\n"
+    assert TOKENIZER.decode(item.tokens) == "<|user|>q<|end|><|assistant|>ab\n\nc\n\n"
     batch = preference_batch([item], 12)
-    assert np.flatnonzero(batch["mask"][0]).tolist() == [4, 7]
-    assert batch["step_labels"][0, [4, 7]].tolist() == [1.0, 0.25]
+    assert np.flatnonzero(batch["mask"][0]).tolist() == [7, 10]
+    assert batch["step_labels"][0, [7, 10]].tolist() == [1.0, 0.25]
     assert batch["step_labels"].sum() == 1.25
 
 
@@ -216,7 +205,7 @@ def test_rows_of_several_kinds_are_refused():
     ]
     rows = [normalize_preference_row(row) for row in rows]
     with pytest.raises(ValueError, match="row 1 has 'chosen', dataset row 0 has"):
-        tokenize_preferences(rows, Letters(), max_tokens=30)
+        tokenize_preferences(rows, TOKENIZER, max_tokens=30)
 
 
 # ------------------------------------------------------------------------------------------ in runs

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.training.scorer_inputs import (
     TextEncoder,
     Unreadable,
-    last_turn,
     policy_tokens,
     scorer_batch,
     whole_chat,
 )
-from tests.training.test_process_reward_model import Letters
 
+TOKENIZER = load_tokenizer("configs/quickstart")
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "7"}
 
@@ -35,14 +35,24 @@ def rollouts_of(messages=(), *, prompt=(USER,)):
 def test_a_plain_answer_is_the_assistants_message():
     rollouts = rollouts_of()
     assert whole_chat(rollouts, 0) == [USER, said("an answer")]
-    assert last_turn(rollouts, 0) == ([USER], "an answer")
+    read = TextEncoder(TOKENIZER, {}).answer(rollouts, 0)
+    assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>an answer<|end|>"
     assert policy_tokens(rollouts, 0).tokens == (1, 2, 5, 6)
 
 
 def test_an_episode_is_the_chat_that_it_was():
     chat = [USER, said("call"), TOOL, said("end")]
     assert whole_chat(rollouts_of(chat), 0) == chat
-    assert last_turn(rollouts_of(chat), 0) == (chat[:3], "end")
+    read = TextEncoder(TOKENIZER, {}).answer(rollouts_of(chat), 0)
+    assert TOKENIZER.decode(read.tokens).endswith("<|tool|>7<|end|><|assistant|>end<|end|>")
+
+
+def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_text():
+    chat = [USER, said("4") | {"reasoning_content": "2+2"}]
+    encoder = TextEncoder(TOKENIZER, {})
+    for encode in (encoder.answer, encoder.chat):
+        text = TOKENIZER.decode(encode(rollouts_of(chat), 0).tokens)
+        assert text.endswith("<|assistant|><think>\n2+2\n</think>\n\n4<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -50,23 +60,23 @@ def test_an_episode_is_the_chat_that_it_was():
     [
         (
             rollouts_of([USER, said("call"), TOOL]),
-            "ends with a message of 'tool', not the policy's",
+            "expected the chat to end with an assistant's answer, got a message of 'tool'",
         ),
         (rollouts_of(prompt=()), "its prompt has no messages, only tokens"),
     ],
 )
 def test_what_can_not_be_read_is_a_failure(rollouts, message):
     with pytest.raises(Unreadable, match=message):
-        last_turn(rollouts, 0)
-    encoder = TextEncoder(Letters(), {})
+        TextEncoder(TOKENIZER, {}).answer(rollouts, 0)
+    encoder = TextEncoder(TOKENIZER, {})
     given = scorer_batch(rollouts, encoder.answer, width=20)
     assert list(given.failures) == [0] and given.inputs == [None]
     assert given.batch.sequence_lengths.tolist() == [1]
 
 
 def test_what_is_too_long_is_a_failure_and_not_cut():
-    encoder = TextEncoder(Letters(), {})
-    assert scorer_batch(rollouts_of(), encoder.answer, width=11).failures == {}
-    assert scorer_batch(rollouts_of(), encoder.answer, width=10).failures == {
-        0: "11 tokens of the reward model, more than its 10: raise reward.max_tokens"
+    encoder = TextEncoder(TOKENIZER, {})
+    assert scorer_batch(rollouts_of(), encoder.answer, width=14).failures == {}
+    assert scorer_batch(rollouts_of(), encoder.answer, width=13).failures == {
+        0: "14 tokens of the reward model, more than its 13: raise reward.max_tokens"
     }

@@ -1,5 +1,7 @@
 """The keys of data to train on."""
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -61,7 +63,8 @@ class SftDataConfig(Section):
     """Examples to imitate."""
 
     train: Several[str] = Field(
-        min_length=1, description="parquet or jsonl files with columns prompt and response"
+        min_length=1,
+        description="parquet or jsonl files with a column messages, or with prompt and response",
     )
     prepare: Function | None = function_key(
         kinds.PREPARATIONS,
@@ -76,6 +79,10 @@ class SftDataConfig(Section):
     min_pixels: int | None = MIN_PIXELS
     max_tokens: int = Field(
         default=1024, ge=1, description="the longest example, prompt and response"
+    )
+    train_on: Literal["all", "last"] = Field(
+        default="all",
+        description="answers of a conversation that are trained: all, or the last one",
     )
     filter_overlong: bool = Field(
         default=False, description="drop longer examples; false makes them an error"

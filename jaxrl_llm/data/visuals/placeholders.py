@@ -97,6 +97,43 @@ class Placeholders:
             expanded += [token] * repeated
         return tuple(expanded)
 
+    def expand_between(
+        self,
+        tokens: Sequence[int],
+        mask: Sequence[bool],
+        shapes: Sequence[Shape | Visual],
+        tokenizer: Any,
+        *,
+        all_shown: bool,
+    ) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], int]:
+        """Expand what stands between answers, whose tokens stay as they are.
+
+        Args:
+            tokens: of a chat.
+            mask: true on those of answers.
+            shapes: of the chat's visuals, of which the tokens may show the first ones.
+            tokenizer: as for `expand`.
+            all_shown: whether they must show all.
+
+        Returns:
+            The tokens and their mask, and how many visuals they show.
+
+        Raises:
+            ValueError: as `expand`.
+        """
+        grown, grown_mask, shown = list[int](), list[bool](), 0
+        borders = [i for i in range(len(mask)) if not i or mask[i] != mask[i - 1]]
+        last = max((i for i in borders if not mask[i]), default=-1)
+        for start, end in zip(borders, [*borders[1:], len(mask)], strict=True):
+            piece: Sequence[int] = tokens[start:end]
+            if not mask[start]:
+                count = sum(token in (self._image, self.video_id) for token in piece)
+                to = len(shapes) if all_shown and start == last else shown + count
+                piece, shown = self.expand(piece, shapes[shown:to], tokenizer), to
+            grown += piece
+            grown_mask += [mask[start]] * len(piece)
+        return (tuple(grown), tuple(grown_mask)), shown
+
     @property
     def _image(self) -> int:
         """What a chat template writes in an image's place."""

@@ -100,6 +100,20 @@ class RowPrompt(NamedTuple):
     load: RowPictures | None = None
 
 
+class RowSequence(NamedTuple):
+    """A sequence that a row's chat gives to train on.
+
+    Attributes:
+        tokens: of it.
+        mask: of each token, whether it is an answer's.
+        load: as of `RowPrompt`.
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    load: RowPictures | None = None
+
+
 @dataclass(frozen=True)
 class RowVisuals:
     """Reads the images and videos of rows.
@@ -134,22 +148,71 @@ class RowVisuals:
             PictureError: an image or a video can't be used, as far as its header tells.
         """
         messages, pictures = self.split(row)
-        tokens = tuple(encode(messages))
+        tokens = encode(messages)
+        ((tokens, _, load),) = self._expand(
+            [(tokens, [False] * len(tokens))], pictures, row, number, tokenizer
+        )
+        return RowPrompt(messages, tokens, load)
+
+    def conversation(
+        self,
+        row: Mapping[str, Any],
+        chat: Sequence[Mapping[str, Any]],
+        number: int,
+        encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[tuple[list[int], list[bool]]]],
+        tokenizer: Any,
+    ) -> "list[RowSequence]":
+        """Return a chat as sequences to train on, each with what decodes its images and videos.
+
+        Args:
+            row: with columns of images and videos.
+            chat: of it. Texts of the assistant's mention no images.
+            number: as for `prompt`.
+            encode: messages -> sequences, as `ChatTemplate.conversation` returns them.
+            tokenizer: by which they are made.
+
+        Raises:
+            ValueError: as `prompt`, or an answer has a token of images.
+            PictureError: as there.
+        """
+        messages, pictures = self.split({**row, "prompt": chat}, says="assistant")
+        sequences = encode(messages)
+        for tokens, mask in sequences:
+            self.check_drawn(
+                [t for t, sampled in zip(tokens, mask, strict=True) if sampled], tokenizer
+            )
+        return self._expand(sequences, pictures, row, number, tokenizer)
+
+    def _expand(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[bool]]],
+        pictures: Sequence[Picture],
+        row: Mapping[str, Any],
+        number: int,
+        tokenizer: Any,
+    ) -> "list[RowSequence]":
+        """Put a placeholder for each feature; the last of the sequences shows all pictures."""
         if self.processor is None:
-            return RowPrompt(messages, tokens)
+            return [RowSequence(tuple(tokens), tuple(mask)) for tokens, mask in sequences]
         folder = row.folder if isinstance(row, FileRow) else Path()
         shapes = self.shapes(pictures, folder)
-        expanded = self.processor.placeholders.expand(tokens, shapes, tokenizer)
+        counts = [shape.tokens for shape in shapes]
         place = folder, row_name(number, row), number
-        load = RowPictures(self.processor, pictures, *place, [shape.tokens for shape in shapes])
-        return RowPrompt(messages, expanded, load if pictures else None)
+        made = []
+        for tokens, mask in sequences:
+            is_last = len(made) == len(sequences) - 1
+            grown, shown = self.processor.placeholders.expand_between(
+                tokens, mask, shapes, tokenizer, all_shown=is_last
+            )
+            load = RowPictures(self.processor, pictures[:shown], *place, counts[:shown])
+            made.append(RowSequence(*grown, load if shown else None))
+        return made
 
-    def check_drawn(self, tokens: Sequence[int], name: str, tokenizer: Any) -> None:
+    def check_drawn(self, tokens: Sequence[int], tokenizer: Any) -> None:
         """Refuse to learn the tokens of images, which have no probability.
 
         Args:
             tokens: that the model is to draw.
-            name: of the field that has them, for messages.
             tokenizer: by which they are made.
 
         Raises:
@@ -159,15 +222,18 @@ class RowVisuals:
         if drawn := never.intersection(tokens):
             names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(drawn)))
             raise ValueError(
-                f"field {name!r}: expected text alone, got {names}: a model that reads images "
-                "never writes them"
+                f"an answer: expected text alone, got {names}: a model that reads images never "
+                "writes them"
             )
 
-    def split(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Picture]]:
+    def split(
+        self, row: Mapping[str, Any], *, says: str | None = None
+    ) -> tuple[list[dict[str, Any]], list[Picture]]:
         """Return a row's messages, in which typed parts mention pictures, and the pictures.
 
         Args:
             row: with `prompt`, and images and videos in their columns or in parts of messages.
+            says: a role whose texts stay as they are.
 
         Raises:
             ValueError: more or fewer are mentioned than there are, or the model reads none.
@@ -177,7 +243,10 @@ class RowVisuals:
             "video": Column.of(row, self.video_key),
         }
         pictures: list[Picture] = []
-        messages = [_with_parts(message, columns, pictures) for message in row["prompt"]]
+        messages = [
+            {**message} if message["role"] == says else _with_parts(message, columns, pictures)
+            for message in row["prompt"]
+        ]
         for media, column in columns.items():
             if column.mentioned != len(column.sources):
                 raise ValueError(

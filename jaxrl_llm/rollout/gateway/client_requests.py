@@ -104,11 +104,10 @@ def read_overridden(fields: Fields, sampling: SamplingParams) -> list[str]:
 def as_template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without what chat templates do not know.
 
-    >>> as_template_message({"role": "developer", "content": "Be brief.", "refusal": None})
-    {'role': 'system', 'content': 'Be brief.'}
+    >>> as_template_message({"role": "user", "content": "Be brief.", "refusal": None})
+    {'role': 'user', 'content': 'Be brief.'}
     """
-    plain = {name: message[name] for name in KNOWN if message.get(name) is not None}
-    return {**plain, "role": "system"} if plain["role"] == "developer" else plain
+    return {name: message[name] for name in KNOWN if message.get(name) is not None}
 
 
 class Reply:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl_llm.data.tool_calls import REFUSALS
+from jaxrl_llm.data.chat_template import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.chat import Answer, Chat, Generate
@@ -273,14 +273,14 @@ class GatewaySession:
                 self._note_unmatched(request)
             parent, rest = None, request.messages
         try:
-            new, shown = template.as_rendered(rest), contents.visuals(rest)
+            shown = contents.visuals(rest)
             if parent is None:
-                opened = template.opening([], told=new)
+                opened = template.opening([], told=rest)
                 return None, Stretch(tuple(contents.expand(opened, shown)), shown), rest
             stopped_by = parent.completion.stopped_by
             stop = stopped_by if isinstance(stopped_by, int) else None
             calls = parent.answer.calls
-            told = template.following(new, calls=calls, closed=stop is not None, stop=stop)
+            told = template.following(rest, calls=calls, closed=stop is not None, stop=stop)
             told = contents.expand(told, shown)
         except (*REFUSALS, BrokenEpisode) as error:
             raise APIError(f"messages: {error}", param="messages") from error

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.call_text import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.answers import (
     INFRASTRUCTURE,

@@ -1,0 +1,337 @@
+"""What chat templates of real models leave out, and what an answer is: held for every template."""
+
+import functools
+import importlib.util
+import itertools
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.dataset import tokenize_examples
+from jaxrl_llm.data.tool_calls import ParsedAnswer, ToolCall
+from jaxrl_llm.data.turns import TurnTemplate
+from tests.data.real_templates import WRITTEN, build
+
+SYSTEM, USER, MORE = (
+    {"role": "system", "content": "S one"},
+    {"role": "user", "content": "Q one"},
+    {"role": "user", "content": "Q two"},
+)
+ANSWER, LAST = ({"role": "assistant", "content": content} for content in ("A one", "A two"))
+REASON = {"reasoning_content": "R one"}
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": {"text": "zsun"}},
+        }
+    ],
+}
+RESULT = {"role": "tool", "content": "C eighteen", "tool_call_id": "abcdefghi"}
+CHATS = {
+    "plain": [USER, ANSWER],
+    "system": [SYSTEM, USER, ANSWER],
+    "developer": [{**SYSTEM, "role": "developer"}, USER, ANSWER],
+    "two turns": [USER, ANSWER, MORE, LAST],
+    "reasoning": [USER, ANSWER | REASON],
+    "reasoning twice": [USER, ANSWER | REASON, MORE, LAST | {"reasoning_content": "R two"}],
+    "a call": [USER, CALL],
+    "text, reasoning and a call": [USER, CALL | REASON | {"content": "A one"}],
+    "a result": [USER, CALL, RESULT, ANSWER],
+    "an agent": [USER, CALL | REASON, RESULT, LAST | {"reasoning_content": "R two"}, MORE, ANSWER],
+    "an unknown role": [{"role": "human", "content": "H one"}, USER, ANSWER],
+    "a name": [USER | {"name": "Nora"}, ANSWER],
+    "an unknown key": [USER, ANSWER | {"weight": 0}],
+    "late instructions": [USER, ANSWER, {**SYSTEM, "content": "S two"}, MORE, LAST],
+}
+
+
+@functools.cache
+def templates():
+    """Return the names of all templates that there are, those of trl's wheel if it is there."""
+    package = importlib.util.find_spec("trl")
+    folders = [] if package is None else list(package.submodule_search_locations)
+    found = [path for folder in folders for path in Path(folder, "chat_templates").glob("*.jinja")]
+    return sorted({path.stem for path in found if not path.stem.endswith("_training")} | {*WRITTEN})
+
+
+@functools.cache
+def make(name):
+    return ChatTemplate(build(name)[0])
+
+
+def says(message):
+    """Return the texts of a message that are not its role or an id."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [message.get(key) for key in ("content", "reasoning_content", "name")]
+    return [t for t in [*texts, *(c["name"] for c in calls), *("zsun" for _ in calls)] if t]
+
+
+@functools.cache
+def outcome(name, title):
+    """Return the sequences of a chat as (text, answers), or the error that refuses it."""
+    template, chat = make(name), CHATS[title]
+    decode = functools.partial(template.tokenizer.decode, skip_special_tokens=False)
+    try:
+        sequences = template.conversation(chat)
+    except ValueError as error:
+        return str(error)
+    made = []
+    for ids, mask in sequences:
+        assert len(ids) == len(mask) and mask[-1] and not mask[0]
+        runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+        answers = [decode([i for i, _ in run]) for sampled, run in runs if sampled]
+        made.append((decode(ids), answers))
+    return made
+
+
+def wrongs(name, title):
+    """Yield what is wrong with what a template makes of a chat."""
+    template, chat, made = make(name), CHATS[title], outcome(name, title)
+    if isinstance(made, str):
+        named = "messages[" in made and ("role" in made or "answer" in made)
+        if not (named or "chat template: it refuses a chat with roles" in made):
+            yield f"an error that names no message: {made}"
+        return
+    answers = [answer for _, of_one in made for answer in of_one]
+    wanted = [message for message in chat if message["role"] == "assistant"]
+    if len(answers) != len(wanted):
+        yield f"{len(wanted)} answers, of which {len(answers)} are trained"
+    for message, answer in zip(wanted, answers, strict=False):
+        yield from (
+            f"{text!r} is not in {answer!r}" for text in says(message) if text not in answer
+        )
+        close = template.close(message)
+        if not answer.endswith(close.text) or answer.count(close.text) != 1:
+            yield f"{answer!r} does not end in {close.text!r}"
+    for message in chat:
+        texts = [t for t in says(message) if message["role"] != "assistant"]
+        yield from (f"{text!r} is in no prompt" for text in texts if text not in made[-1][0])
+    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    for place, answer in zip(places, answers, strict=False):
+        prompt = template.render(chat[:place], generation=True)
+        if not any(prompt + answer in text for text, _ in made):
+            yield f"{answer!r} stands behind another prompt than {prompt!r}"
+        whole = template.render(chat[: place + 1], generation=False)
+        if whole.startswith(prompt) and not (whole + answer[-40:]).startswith(
+            prompt + answer[:-40]
+        ):
+            yield f"{answer!r} is not what the template writes: {whole!r}"
+
+
+@pytest.mark.parametrize("title", CHATS)
+def test_every_text_is_trained_or_told_or_refused_by_every_template(title):
+    wrong = [f"{name}: {reason}" for name in templates() for reason in wrongs(name, title)]
+    assert not wrong, "\n".join(wrong)
+
+
+def made_by(*titles):
+    return {
+        title: {name for name in templates() if not isinstance(outcome(name, title), str)}
+        for title in titles
+    }
+
+
+def test_no_template_refuses_what_it_can_show():
+    """The property above would hold if all were refused."""
+    made = made_by("plain", "two turns", "developer", "reasoning", "a result", "an unknown role")
+    assert made["plain"] == made["two turns"] == {*templates()}
+    shown = {
+        n for n in templates() if n.startswith(("qwen", "glm", "gptoss", "lfm2_2", "nemotron"))
+    }
+    nothing = {"qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink"}
+    assert shown - nothing <= made["reasoning"]
+    assert shown - {"qwen2_5_vl", "lfm2"} <= made["a result"]
+    no_system = {"gemma", "deepseekv31", "mistral", "mistral_named"}
+    assert {*templates()} - made["developer"] == no_system & {*templates()}
+    dropping = {"qwen2_5", "qwen3", "phi3", "deepseekv3", "glm4moe", "gptoss"} & {*templates()}
+    assert not dropping & made["an unknown role"]
+
+
+EXPECTED = {
+    "gemma3": ["A one<end_of_turn>"],
+    "phi3": ["A one<|end|>"],
+    "glm4moe": ["\n<think></think>\nA one<|user|>"],
+    "gptoss": ["<|channel|>final<|message|>A one<|return|>"],
+    "qwen2_5": ["A one<|im_end|>"],
+    "qwen3": ["<think>\n\n</think>\n\nA one<|im_end|>"],
+    "qwen3_5_think": ["\n</think>\n\nA one<|im_end|>"],
+    "nemotron_3_nano": ["</think>A one<|im_end|>"],
+    "deepseek_r1_distill": ["\n</think>\n\nA one<｜end▁of▁sentence｜>"],
+    "cohere2": ["A one<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+    "idefics3": [" A one<end_of_utterance>"],
+    "mistral": [" A one</s>"],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_an_answer_is(name):
+    ((_, answers),) = outcome(name, "plain")
+    assert answers == EXPECTED[name]
+
+
+def test_closing_tokens_of_templates_whose_eos_is_another():
+    """As published: Gemma's eos is `<eos>`, Phi 3's and GLM's `<|endoftext|>`."""
+    ends = {"gemma3": {"<end_of_turn>"}, "phi3": {"<|end|>"}, "qwen2_5": {"<|im_end|>"}}
+    ends |= {"glm4moe": {"<|user|>", "<|observation|>"}, "gptoss": {"<|return|>", "<|call|>"}}
+    ends |= {"gemma4_v5": {"<turn|>", "<|tool_response>"}}
+    for name, texts in ends.items():
+        tokenizer, _ = build(name, ("<|endoftext|>",))
+        closing = ChatTemplate(tokenizer).closing_ids
+        assert {*tokenizer.convert_ids_to_tokens(closing)} == texts, name
+
+
+def test_a_reasoning_answer_behind_a_prompt_that_opens_a_thought():
+    """Where the template drops reasoning, the answer is what the model has to sample."""
+    template = make("deepseek_r1_distill")
+    as_keys = [USER, ANSWER | REASON]
+    as_text = [USER, {"role": "assistant", "content": "<think>\nR one\n</think>\n\nA one"}]
+    for chat in (as_keys, as_text):
+        prompt, answer = template.answer_text(chat)
+        assert prompt.endswith("<think>\n")
+        assert answer == "R one\n</think>\n\nA one<｜end▁of▁sentence｜>"
+    with pytest.raises(ValueError, match=r"messages\[1\] .*set variables of the template"):
+        make("qwen3_5_nothink").answer(as_keys)
+    told = ChatTemplate(build("qwen3_5_nothink")[0], {"enable_thinking": True})
+    assert told.answer_text(as_keys)[1] == "R one\n</think>\n\nA one<|im_end|>"
+
+
+def test_what_is_lost_is_named():
+    for name, chat, key in [
+        (
+            "qwen2_5",
+            [SYSTEM, {"role": "human", "content": "H"}],
+            r"messages\[1\]\.content.*'human'",
+        ),
+        ("qwen2_5", [USER | {"name": "Nora"}], r"messages\[0\]\.name \(role 'user'\)"),
+        ("gptoss", [USER, ANSWER, {"role": "developer", "content": "D"}, MORE], r"messages\[2\]"),
+        ("llama3_1", [USER, CALL | {"content": "A"}, RESULT], r"messages\[1\]\.content"),
+        ("phi3", [USER, CALL, RESULT], r"messages\[1\]\.tool_calls\[0\]\.name"),
+    ]:
+        with pytest.raises(ValueError, match=key):
+            make(name).prompt(chat)
+    with pytest.raises(ValueError, match=r"messages\[1\]\.reasoning_content"):
+        make("qwen2_5").answer([USER, ANSWER | REASON])
+    assert make("qwen2_5").prompt([USER, ANSWER | REASON, MORE])  # of an earlier answer
+    with pytest.raises(ValueError, match="shows no tools"):
+        make("phi3").prompt([USER], [SCHEMA])
+
+
+def test_an_answer_of_which_the_template_drops_a_part():
+    template = make("gemma4_v5")
+    with pytest.raises(ValueError, match=r"messages\[1\]\.content"):
+        template.answer([USER, {"role": "assistant", "content": "<|channel>R\n<channel|>A"}])
+
+
+def test_calls_are_written_as_the_template_wants_them():
+    as_text = {
+        **CALL["tool_calls"][0],
+        "function": {"name": "look_up", "arguments": '{"text": "zsun"}'},
+    }
+    for name in (
+        "qwen2_5",
+        "qwen3",
+        "llama3_1",
+        "gptoss",
+        "qwen3_5_think",
+        "deepseekv3",
+        "glm4moe",
+    ):
+        template = make(name)
+        chat = [USER, {**CALL, "tool_calls": [as_text]}, RESULT]
+        assert template.prompt(chat) == template.prompt([USER, CALL, RESULT]), name
+        assert r"\"text" not in template.prompt_text(chat), name
+    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls\[0\]: arguments are no JSON"):
+        broken = {**as_text, "function": {"name": "look_up", "arguments": "{"}}
+        make("qwen3").prompt([USER, {**CALL, "tool_calls": [broken]}, RESULT])
+
+
+APPEND_ONLY = ["qwen2_5", "qwen3_instruct_2507", "qwen3_8", "llama3_1", "lfm2_v2", "mistral"]
+APPEND_ONLY += ["deepseekv31", "gemma3", "phi3", "cohere", "glm4moe", "gemma4_v5"]
+
+
+@pytest.mark.parametrize("name", APPEND_ONLY)
+def test_an_episode_and_the_same_conversation_are_the_same_tokens(name):
+    """What RL samples and is told, and what SFT trains on, are one stream with one mask."""
+    template = make(name)
+    tokenizer, stops = build(name)
+    tools = [SCHEMA] if template.style and template.knows_tools else []
+    form = "pythonic" if name == "gemma4_v5" else "hermes"
+    turns = TurnTemplate(
+        tokenizer,
+        tuple(sorted({*stops, *template.closing_ids})),
+        tools=tools,
+        call_format=form if name in ("gemma4_v5", "glm4moe") or not tools else None,
+    )
+    chat = [USER, CALL, RESULT, ANSWER, MORE, LAST] if tools else [USER, ANSWER, MORE, LAST]
+    if name == "mistral":  # which moves the tools before the last question
+        chat = chat[:4]
+    ((ids, mask),) = template.conversation(chat, tools)
+    answers = iter(
+        [
+            [i for i, _ in run]
+            for sampled, run in itertools.groupby(
+                zip(ids, mask, strict=True), key=lambda pair: pair[1]
+            )
+            if sampled
+        ]
+    )
+    stream, marks, told = list[int](), list[bool](), turns.opening([USER])
+    for place, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        sampled = next(answers)
+        assert sampled[-1] in turns._stops and not {*sampled[:-1]} & {*turns._stops}
+        stream += [*told, *sampled]
+        marks += [False] * len(told) + [True] * len(sampled)
+        calls = [ToolCall("look_up", {"text": "zsun"}, "abcdefghi")] * ("tool_calls" in message)
+        if place + 1 < len(chat):
+            told = turns.following(chat[place + 1 : place + 2], calls=calls, stop=sampled[-1])
+    assert (stream, marks) == (ids, mask)
+
+
+def test_examples_of_conversations():
+    rows = [
+        {"messages": [USER, ANSWER, MORE, LAST]},
+        {"prompt": [USER, ANSWER, MORE], "response": "A two"},
+    ]
+    tokenizer, _ = build("qwen2_5")
+
+    def answers(row, **keywords):
+        examples, _ = tokenize_examples([row], tokenizer, max_tokens=500, **keywords)
+        return [
+            tokenizer.decode([t for t, m in zip(e.tokens, e.mask, strict=True) if m])
+            for e in examples
+        ]
+
+    assert answers(rows[0]) == ["A one<|im_end|>A two<|im_end|>"]
+    assert answers(rows[0], train_on="last") == answers(rows[1]) == ["A two<|im_end|>"]
+    for row in ({"messages": [USER]}, {"messages": [USER, ANSWER, MORE]}):
+        with pytest.raises(
+            ValueError, match=r"dataset row 0: messages\[\d\]: expected the chat to"
+        ):
+            answers(row)
+    qwen3, _ = build("qwen3")
+    examples, _ = tokenize_examples(rows[:1], qwen3, max_tokens=500)
+    texts = [qwen3.decode(e.tokens) for e in examples]
+    assert len(texts) == 2 and "A one" in texts[1] and texts[1].count("<think>") == 1
+
+
+def test_answers_of_episodes_are_messages_that_the_template_takes():
+    turns = TurnTemplate(*build("qwen3"), tools=[SCHEMA])
+    call = ToolCall("look_up", {"text": "zsun"}, "abcdefghi")
+    chat = [USER, turns.message(ParsedAnswer("", (call,), "R one")), RESULT, ANSWER]
+    ((ids, mask),) = turns.template.conversation(chat, [SCHEMA])
+    assert sum(mask) < len(mask) and ids[: len(turns.opening([USER]))] == turns.opening([USER])
