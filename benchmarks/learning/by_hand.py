@@ -20,6 +20,8 @@ from typing import Any
 from benchmarks.tables import describe_run, markdown_table
 from jaxrl_llm import Policy, load_config
 from jaxrl_llm.data import Prompt, batches, load_tokenizer, tokenize_prompts, verl_rows
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rewards import arithmetic
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.training.optimizer import make_optimizer
@@ -80,7 +82,9 @@ def train_by_hand(seed: int) -> Curve:
         validate(steps)
 
     assert config.steps is not None, "the quickstart has steps"
-    names |= {"model": config.model.path, "optimizer": make_optimizer(config.optim)[0]}
+    declared = declare(read_spec(config.model.path))
+    optimizer = make_optimizer(config.optim)[0](declared, declared)
+    names |= {"model": config.model.path, "optimizer": optimizer}
     names |= {"seed": seed, "prompt_batches": watched(config.steps), "score": score}
     exec(compile(listing(), "docs/by_hand.md", "exec"), names)
     names["engine"].close()

@@ -201,7 +201,8 @@ def test_more_steps_continue_a_finished_run(run, finished, copy_of, workshop, sa
 @pytest.mark.guards(*RUN, "jaxrl_llm/training/optimizer.py")
 @pytest.mark.parametrize("optimizer", ["optax.contrib:muon", "lamb"])
 def test_a_run_with_an_optimizer_of_matrices_continues_bit_for_bit(run, workshop, same, optimizer):
-    words = [f"optim.optimizer={optimizer}", "optim.schedule.value=1e-2", "checkpoint.every=2"]
+    words = [f"optim.optimizer={optimizer}", "optim.schedule.value=1e-2"]
+    words += ["checkpoint.every=2", "validation.every=2"]
     folder = run(*words, "steps=2").ok().run_dir
     ended = run(*words, "steps=4", run_dir=folder).ok()
     whole = run(*words, "steps=4").ok()
