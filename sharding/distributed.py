@@ -38,7 +38,6 @@ GRACE_SECONDS = 3.0  # for the process that failed to report its error
 PART_BYTES = 2**20  # of one message: the service's messages are bounded
 THREADS_PER_DEVICE = 16  # of the CPU; most of them sleep
 FOREVER_MS = 7 * 24 * 3600 * 1000  # a process that is gone ends the others
-
 LONGEST_WAIT_MS = 600 * 1000
 
 _numbers = itertools.count()
@@ -54,8 +53,7 @@ def initialize() -> None:
     collective holds one until all have come, in whatever order each device took its collectives,
     and XLA's default of one for each device can run out. From then on a process whose
     `abort_together` sees an error ends the others. So does one that dies, whose connection breaks;
-    where a whole machine is lost, jax notices by `HEARTBEAT_TIMEOUT_S` without a heartbeat, or by
-    as many seconds as the variable `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` says.
+    where a whole machine is lost, jax notices by `JAXRL_LLM_HEARTBEAT_TIMEOUT_S` without heartbeat.
 
     Raises:
         ValueError: The environment is incomplete, or the processes can't make up a run; see `meet`.
@@ -69,8 +67,9 @@ def initialize() -> None:
     if membership is None or membership.total == 1 or global_state.client is not None:
         return
     heartbeat_s = rendezvous.seconds_of(HEARTBEAT, HEARTBEAT_TIMEOUT_S)
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    links = rendezvous.meet(membership, versions)
+    links = rendezvous.meet(
+        membership, {n: importlib.metadata.version(n) for n in ("jax", "jaxlib")}
+    )
     settings.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing
     jax.distributed.initialize(
         *membership,
@@ -80,7 +79,7 @@ def initialize() -> None:
     )
     jax.devices()  # the processes tell each other theirs, which takes all of them
     threading.Thread(target=_watch, daemon=True, name="processes").start()
-    atexit.register(_leave, links)
+    atexit.register(rendezvous.leave, links)
     threading.Thread(target=_watch_links, args=(links,), daemon=True, name="links").start()
 
 
@@ -232,10 +231,7 @@ def wait_for_all(place: str) -> None:
     """Wait until all processes have come to a place, each as often as this one; from any thread.
 
     A collective whose program one process still compiles waits for it 30 seconds on CPUs. So all
-    wait here before they first run it; ten minutes at most, as the collective would fail, too.
-
-    Args:
-        place: Its name.
+    wait here before they first run it, but ten minutes at most.
 
     >>> wait_for_all("compiled decode 8 x 16")
     """
@@ -314,14 +310,10 @@ def _parts(turn: int, sender: int) -> Iterable[bytes]:
 # --------------------------------------------------------------------------- the end
 
 
-def _failed(error: BaseException) -> int:
-    return 1
-
-
 @contextlib.contextmanager
 def abort_together(
     agreed: tuple[type[BaseException], ...] = (),
-    status: Callable[[BaseException], int] = _failed,
+    status: Callable[[BaseException], int] = lambda error: 1,
 ) -> Iterator[None]:
     """End all processes when this one fails: an error that leaves the block is told to the others.
 
@@ -356,14 +348,12 @@ def is_aborting() -> bool:
 
 
 def _announce(number: int, status: int, text: str) -> None:
-    """Tell all processes that one has failed; this one knows."""
     _ending.set()
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was quicker
         _client().key_value_set(FAILED, f"{number} {status} {text}")
 
 
 def _watch() -> None:
-    """End this process some time after any of them has failed."""
     while True:
         time.sleep(LOOK_SECONDS)
         try:
@@ -402,12 +392,6 @@ def _lose(number: int, name: str) -> None:
         _end(1)
     with contextlib.suppress(AttributeError):  # the run is over
         _announce(number, 1, text)
-
-
-def _leave(links: Mapping[int, Link]) -> None:
-    """Say to the others that this process ends as it should."""
-    for link in links.values():
-        rendezvous.leave(link)
 
 
 def _end(status: int) -> NoReturn:

@@ -145,10 +145,11 @@ def meet(me: Membership, facts: Mapping[str, Any]) -> dict[int, Link]:
     return links
 
 
-def leave(link: Link) -> None:
-    """Say to the other side that this process ends as it should."""
-    with contextlib.suppress(OSError):
-        link.connection.sendall(b".")
+def leave(links: Mapping[int, Link]) -> None:
+    """Say to the other sides that this process ends as it should."""
+    for link in links.values():
+        with contextlib.suppress(OSError):
+            link.connection.sendall(b".")
 
 
 def has_left(link: Link) -> bool:

@@ -157,7 +157,7 @@ def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys, monkeypatc
     told = capsys.readouterr().err
     assert f"process 2 of 3 at {address} waits for process 0" in told
     assert f"process 0 of 3 at {address} waits for process 1" in told
-    rendezvous.leave(links[1][0])
+    rendezvous.leave(links[1])
     assert rendezvous.has_left(links[0][1])
     links[2][0].connection.close()
     assert not rendezvous.has_left(links[0][2])
