@@ -426,7 +426,7 @@ def calls_are_read_as_the_template_wrote_them(case):
             start = count_common(before, whole)
             if start < len(before) and whole[start - 1] == "<":
                 start -= 1  # the prompt goes on with another tag
-            answer = case.turns.parse(case.ids(whole[start:]))
+            answer = case.turns.parse(case.ids(whole[start:]), prompt=case.ids(whole[:start]))
             read = [(call.name, call.arguments, call.error) for call in answer.calls]
             if read != [(c.name, c.arguments, None) for c in calls] or answer.text:
                 yield f"{whole[start:]!r}: {answer}"
