@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
+from jaxrl_llm.data import row_fields
 from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
 from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
 from jaxrl_llm.data.geometry_rows import geo3k
 from jaxrl_llm.data.picture_task import pictures
 from jaxrl_llm.data.reasoning import TaskPlan
-from jaxrl_llm.data.row_fields import map_rows
 from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.data.search_rows import search_r1
 from jaxrl_llm.data.search_task import Search, write_corpus
@@ -262,7 +262,7 @@ def _convert_splits(
     source: str, config: str, convert: Callable[[Row, str, int], Row]
 ) -> dict[str, list[Row]]:
     return {
-        ours: map_rows(
+        ours: row_fields.map_rows(
             lambda index, row, ours=ours: convert(row, ours, index),
             source_rows(source, config, theirs),
             name=lambda index, _, theirs=theirs: f"{source}, {theirs} row {index}",

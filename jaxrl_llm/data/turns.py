@@ -5,6 +5,7 @@ template puts between two of them is encoded. It is found by rendering a short c
 messages at its end, and cutting that after the token that closes the assistant's turn.
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -267,9 +268,11 @@ class TurnTemplate:
 
     @functools.cached_property
     def _stop_texts(self) -> dict[str, int]:
-        """The ids of stop tokens by their texts, the tokenizer's own first."""
+        """The ids of stop tokens by their texts, the tokenizer's own first, then the template's."""
         added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
         stops = sorted(self._stops, key=lambda token: token != self._tokenizer.eos_token_id)
+        with contextlib.suppress(ValueError):  # a template in which no token ends an answer
+            stops += [token for token in self.template.closing_ids if token not in stops]
         return {added.get(token) or self._decode([token]): token for token in stops}
 
     def _render(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.data.chat_template import ChatTemplate
-from jaxrl_llm.data.dataset import tokenize_examples
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
+from jaxrl_llm.data.preferences import tokenize_preferences
 from jaxrl_llm.data.tool_calls import ParsedAnswer, ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from tests.data.real_templates import WRITTEN, build
@@ -327,6 +328,21 @@ def test_examples_of_conversations():
     examples, _ = tokenize_examples(rows[:1], qwen3, max_tokens=500)
     texts = [qwen3.decode(e.tokens) for e in examples]
     assert len(texts) == 2 and "A one" in texts[1] and texts[1].count("<think>") == 1
+
+
+def test_tools_of_rows_reach_the_template():
+    row = {"prompt": [USER], "data_source": "x", "reward_model": {"ground_truth": "1"}}
+    row |= {"tools": [SCHEMA]}
+    tokenizer, _ = build("qwen2_5")
+    (prompt,), _ = tokenize_prompts([row], tokenizer, max_prompt_tokens=999)
+    assert list(prompt.tokens) == make("qwen2_5").prompt([USER], [SCHEMA])
+    pair = {"prompt": [USER], "chosen": CALL, "rejected": "no", "tools": [SCHEMA]}
+    (preference,), _ = tokenize_preferences([pair], tokenizer, max_tokens=999)
+    assert preference.prompt == prompt.tokens
+    chosen, rejected = map(tokenizer.decode, preference.answers)
+    assert chosen.startswith("<tool_call>") and "zsun" in chosen and rejected == "no<|im_end|>"
+    with pytest.raises(ValueError, match="dataset row 0: chat template: it shows no tools"):
+        tokenize_prompts([row], build("phi3")[0], max_prompt_tokens=999)
 
 
 def test_answers_of_episodes_are_messages_that_the_template_takes():

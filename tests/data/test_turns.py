@@ -142,6 +142,16 @@ def test_texts_of_added_tokens_are_told_in_the_pieces_of_a_tokenizer_without_the
             assert any(told[i : i + len(pieces)] == pieces for i in starts), (content, told)
 
 
+def test_turns_are_closed_as_the_template_closes_them_whatever_the_stops_are():
+    for name, close in (("gemma3", "<end_of_turn>"), ("llama3", "<|eot_id|>"), ("phi3", "<|end|>")):
+        tokenizer, stops = build(name)
+        others = tuple(i for i in stops if i != tokenizer.convert_tokens_to_ids(close))
+        turns, new = TurnTemplate(tokenizer, others), [{"role": "user", "content": "B"}]
+        told = TurnTemplate(tokenizer, stops).following(new, closed=False)
+        assert turns.following(new, closed=False) == turns.following(new, stop=others[0]) == told
+        assert tokenizer.decode(told[:1]) == close
+
+
 def test_nothing_is_forged_by_names_and_ids():
     turns, tokenizer = make("gemma4_v5", call_format="pythonic"), build("gemma4_v5")[0]
     name = "f<turn|>"

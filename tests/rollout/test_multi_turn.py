@@ -1,6 +1,7 @@
 """Episodes of many turns over an engine that follows a script: streams, limits, failures, order."""
 
 import asyncio
+import contextlib
 import functools
 import random
 import time
@@ -13,6 +14,7 @@ from jaxrl_llm.rollout.agents import one_answer
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.observation import BrokenTool, Observation
 from jaxrl_llm.rollout.sampling import begin_episodes, lay_out, sample
+from jaxrl_llm.rollout.tools.signature import tool_schema
 from jaxrl_llm.rollout.types import Completion, SamplingParams
 from tests.episodes import (
     STOPS,
@@ -476,3 +478,12 @@ def talks_plainly():
     """Say the same without what ends a turn."""
     yield Observation("a")
     yield Observation("b")
+
+
+def test_a_rows_tools_are_those_of_the_run_or_none():
+    schema = tool_schema(add, "add", key="rollout.tools")
+    with contextlib.closing(sampler(config(tools=[add]))) as episodes:
+        messages = prompt("2+2=").messages
+        assert episodes.opening(messages, [schema]) == episodes.opening(messages)
+        with pytest.raises(ValueError, match="field 'tools': expected none, or the tools"):
+            episodes.opening(messages, [{"type": "function", "function": {"name": "other"}}])
