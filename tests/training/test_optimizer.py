@@ -212,6 +212,8 @@ def test_what_computes_by_element_is_given_the_stacks():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/training/optimizer.py", "jaxrl_llm/training/update.py")
 def test_a_mesh_changes_no_update():
     """Also where stages hold layers; what the optimizer has of an array lies where that does."""
     spec = tiny_spec(layers=2, hidden_size=8)
