@@ -204,9 +204,8 @@ def tokenize_examples(
 ) -> tuple[list[Example], int]:
     """Tokenize supervised rows: conversations, or prompts with a response.
 
-    An answer is what the chat template writes between the prompt and the end of the assistant's
-    turn; see `ChatTemplate.conversation`. A conversation is one example, or several where the
-    template rewrites earlier answers when more follows; each answer is trained once.
+    An answer is what `ChatTemplate.conversation` says. A conversation is one example, or several
+    where the template rewrites earlier answers when more follows; each answer is trained once.
 
     Args:
         rows: checked supervised rows.
@@ -245,14 +244,13 @@ def tokenize_examples(
         made = []
         for tokens, mask, load in visuals.conversation(row, chat, index, encode, tokenizer):
             check_ids(tokens, vocab_size, tokenizer)
-            fitting = fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load)
-            made.append(Example(tokens, mask, load) if fitting else None)
+            is_short = fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load)
+            made.append(Example(tokens, mask, load) if is_short else None)
         return made
 
-    of_rows = map_rows(tokenized, rows)
-    examples = [example for made in of_rows for example in made if example is not None]
-    count = sum(map(len, of_rows))
-    return examples, count_dropped(count, len(examples), "max_tokens", max_tokens)
+    made = [example for of_row in map_rows(tokenized, rows) for example in of_row]
+    examples = [example for example in made if example is not None]
+    return examples, count_dropped(len(made), len(examples), "max_tokens", max_tokens)
 
 
 def as_answer(answer: str | Message) -> Message:
