@@ -12,6 +12,7 @@ from hypothesis import given
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import as_prompts, tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import tokenize_preferences
@@ -273,51 +274,46 @@ def test_maps_and_dictionaries_of_arrow_are_read(tmp_path):
     assert verl_rows([str(tmp_path / "a.parquet")]) == [{**VERL, "extra_info": {"index": 4}}]
 
 
-def test_tools_of_a_row_reach_the_template(tokenizer):
+def test_tools_of_a_row_reach_the_template():
+    tokenizer = load_tokenizer("configs/quickstart")
     tokenizer.chat_template = (
-        "{% for t in tools or [] %}<user>{% if t.function.name == 'add' %}+{% endif %}{% endfor %}"
-        "{{ messages[0].content }}"
+        "{% for tool in tools or [] %}<|user|>{{ tool | tojson }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     rows = [normalize_prompt_row({**VERL, "tools": [TOOL]}), VERL]
-    prompts, _ = tokenize_prompts(rows, tokenizer, max_prompt_tokens=9)
-    texts = "<user>+1+2=", "1+2="
-    ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    assert [prompt.tokens for prompt in prompts] == ids
-    assert [prompt.tools for prompt in prompts] == [[TOOL], []]
-    rows = [{"prompt": [USER], "response": "3", "tools": [TOOL]}]
-    examples, _ = tokenize_examples(rows, tokenizer, max_tokens=9)
-    pairs = [
-        normalize_preference_row(
-            PAIR | {"prompt": "1", "chosen": "2", "rejected": "3", "tools": [TOOL]}
+    prompts, _ = tokenize_prompts(rows, tokenizer, max_prompt_tokens=999)
+    for prompt, tools in zip(prompts, ([TOOL], []), strict=True):
+        ids = tokenizer.apply_chat_template(
+            VERL["prompt"], tools=tools or None, add_generation_prompt=True, return_dict=False
         )
-    ]
-    preferences, _ = tokenize_preferences(pairs, tokenizer, max_tokens=9)
-    assert examples[0].tokens[:2] == preferences[0].prompt[:2] == prompts[0].tokens[:2]
+        assert (list(prompt.tokens), prompt.tools) == (ids, tools)
+    row = {"prompt": VERL["prompt"], "tools": [TOOL]}
+    (example,), _ = tokenize_examples([row | {"response": "3"}], tokenizer, max_tokens=999)
+    pair = normalize_preference_row(row | {"chosen": "2", "rejected": "3"})
+    (preference,), _ = tokenize_preferences([pair], tokenizer, max_tokens=999)
+    shown = prompts[0].tokens
+    assert example.tokens[: len(shown)] == preference.prompt == shown
 
 
 # ------------------------------------------------------------------------------- bad rows are named
 
 
 class Letters:
-    """A tokenizer whose ids are code points, and which is told what to raise for `!`."""
-
-    eos_token_id = 0
+    """A tokenizer with a token `<zz>` that its model lacks, told what to raise for `!`."""
 
     def __init__(self, error=None):
-        self.error = error
+        self.error, self._tokenizer = error, load_tokenizer("configs/quickstart")
+        self._tokenizer.add_tokens(["<zz>"])
+        self.beyond = self._tokenizer.convert_tokens_to_ids("<zz>")
 
-    def __call__(self, text, *, add_special_tokens):
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text, **keywords):
         if "!" in text:
             raise self.error
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def get_chat_template(self):
-        return "{{ messages }}"
-
-    def apply_chat_template(self, conversation, **kwargs):
-        return self("".join(m["content"] for m in conversation), add_special_tokens=False)[
-            "input_ids"
-        ]
+        return self._tokenizer(text, **keywords)
 
 
 def prompt_row(text):
@@ -384,9 +380,11 @@ def test_whatever_a_row_raises_names_it(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ids_that_the_model_does_not_have_name_their_row(path):
-    assert PATHS[path](["1", "z"], Letters(), vocab_size=123)
-    with pytest.raises(RowError, match=r" 1: token id 122 .*vocabulary of 122") as caught:
-        PATHS[path](["1", "z"], Letters(), vocab_size=122)
+    tokenizer = Letters()
+    size = tokenizer.beyond
+    assert PATHS[path](["1", "<zz>"], tokenizer, vocab_size=size + 1)
+    with pytest.raises(RowError, match=rf" 1: token id {size} .*vocabulary of {size}") as caught:
+        PATHS[path](["1", "<zz>"], tokenizer, vocab_size=size)
     assert caught.value.rows == (1,)
 
 
@@ -425,13 +423,14 @@ def test_what_is_about_no_row_stays_what_it_is():
         assert caught.value is error
 
 
-def test_rows_are_known_by_their_file(tmp_path, tokenizer):
-    for name, texts in (("a", "11"), ("b", "1x")):
+def test_rows_are_known_by_their_file(tmp_path):
+    tokenizer = Letters()
+    for name, texts in (("a", "11"), ("b", ["1", "<zz>"])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(prompt_row(t)) for t in texts))
     files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
     rows = load_rows(FunctionSpec("verl_rows"), files, normalize=normalize_prompt_row)
     with pytest.raises(RowError, match=f"^{files[1]}, row 1: token id ") as caught:
-        tokenize_prompts(rows, Letters(), max_prompt_tokens=9, vocab_size=ord("x"))
+        tokenize_prompts(rows, tokenizer, max_prompt_tokens=9, vocab_size=tokenizer.beyond)
     assert caught.value.row == 3
     (tmp_path / "mine.py").write_text(
         "class Rows(list):\n"

@@ -309,4 +309,4 @@ def test_supervised_training_names_the_model_that_is_missing(run, workshop):
     words = (f"model.path={workshop.root}/none", f"export_to={workshop.root}/other")
     result = run(*words, main=sft_main, config="sft.yaml")
     assert result.status == 2
-    assert "error: model.path: tokenizer: expected a local model" in result.err
+    assert result.err == f"error: model.path: no directory '{workshop.root}/none'\n"

@@ -173,7 +173,7 @@ def test_both_scores_can_be_components():
 
 
 def test_an_answer_without_a_score_of_the_function_has_none_where_the_model_fails_too():
-    rollouts = Rollouts([], [], ["a", "b"])
+    rollouts = Rollouts([Prompt(0, (3,))] * 2, [], ["a", "b"])
     scored = [Score(np.nan, {}, "unscored: no verdict"), Score(0.5, {}, None)]
     given = ModelScores(np.zeros(2), {0: "too long", 1: "too long"})
     first, second = combine_scores(rollouts, given, scored, on_error=-1.0)
@@ -223,7 +223,7 @@ def test_scores_that_are_not_finite_are_failures(run, reward_model, tmp_path):
     assert line["critic/score/min"] == line["critic/score/max"] == -0.5
     result = run(*words, "reward.on_error=null")
     assert result.status == 1
-    assert "reward.classifier failed on row 0" in result.err and "gave nan" in result.err
+    assert "reward.classifier failed on row " in result.err and "gave nan" in result.err
 
 
 def test_models_that_can_not_score_are_refused(run, workshop, reward_model, tmp_path):

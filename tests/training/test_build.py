@@ -7,7 +7,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.errors import ConfigError, RowError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
@@ -110,8 +110,9 @@ def test_rows_that_can_not_be_scored_are_refused_before_sampling(function, sourc
         check_reward_rows(chosen, rows, "data.train")
     else:
         rows = []
-    with pytest.raises(ConfigError, match=rf"^data\.train, row {len(rows)}: "):
+    with pytest.raises(RowError, match=r"^data\.train: dataset row ") as caught:
         check_reward_rows(chosen, [*rows, reward_row(source, truth)], "data.train")
+    assert caught.value.rows == (len(rows),)
 
 
 def reward_row(source, truth):
