@@ -154,8 +154,8 @@ def test_long_replies_pass_through_the_pipe(make):
 
 
 FAILURES = [
-    ("raise", "exception", "exception: KeyError: 'no such key' (mine.py:6)"),
-    ("exit", "exception", "exception: SystemExit: 3 (mine.py:7)"),
+    ("raise", "exception", "exception: KeyError: 'no such key' (mine.py:7)"),
+    ("exit", "exception", "exception: SystemExit: 3 (mine.py:8)"),
     ("x", "exception", "exception: ValueError: could not convert string to float: 'x' (mine.py:"),
     ("nan", "invalid", "invalid: expected a finite number (float32) as score, got nan"),
     ("inf", "invalid", "invalid: expected a finite number (float32) as score, got -inf"),
