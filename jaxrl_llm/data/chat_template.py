@@ -172,8 +172,7 @@ class ChatTemplate:
         self._check_kept(messages, tools, "answer")
         last = messages[-1]
         for key in ("content", "reasoning_content"):
-            pieces = re.split("<think>|</think>", str(last.get(key) or ""))
-            if isinstance(last.get(key), str) and any(p.strip() not in answer for p in pieces):
+            if isinstance(last.get(key), str) and not _stands_in(last[key], answer):
                 raise _lost_error(f"messages[{len(messages) - 1}].{key}", "assistant")
         return prompt, answer
 
@@ -357,8 +356,11 @@ class ChatTemplate:
             return prompt, whole[len(prompt) :]
         head = prompt[: opens.start()] if opens else prompt
         if not whole.startswith(head):
-            plain = [{k: v for k, v in m.items() if k not in REASONING} for m in messages[:-1]]
-            if plain != list(messages[:-1]):  # gpt-oss's drops it where an answer follows
+            chat = self.prepared(messages[:-1])
+            # where an answer follows, gpt-oss's drops reasoning, Mistral's the system prompt
+            plain = [{k: v for k, v in m.items() if k not in REASONING} for m in chat]
+            plain = [m for m in chat if m["role"] != "system"] if plain == chat else plain
+            if plain != chat:
                 return prompt, self._answer([*plain, last], tools)[1]
             common = count_common(prompt, whole)
             raise ValueError(
@@ -444,7 +446,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _knows_developer(self) -> bool:
-        return "zqprobe" in self._tried([{"role": "developer", "content": "zqprobe"}, USER])
+        shown = self._tried([{"role": "developer", "content": "zqprobe"}, USER])
+        return "developer" in self.source and "zqprobe" in shown
 
     @functools.cached_property
     def _content_forms(self) -> tuple[bool, bool]:
@@ -544,6 +547,17 @@ class ChatTemplate:
             ]
         for name, role in self._lost[key]:
             raise _lost_error(name, role)
+
+
+def _stands_in(content: str, answer: str) -> bool:
+    """Return whether an answer has a content, in which templates may move tags of thoughts."""
+    at = 0
+    for piece in map(str.strip, re.split("<think>|</think>", content)):
+        found = answer.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
 
 
 def _lost_error(name: str, role: str) -> ValueError:
