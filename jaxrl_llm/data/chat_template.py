@@ -28,8 +28,8 @@ OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 OPEN_THOUGHT = re.compile(r"<think>\s*$")
 REASONING = ("reasoning_content", "thinking")
-UNSHOWN = {"tool": ("name", "tool_call_id")}
-"""Keys of a role that a template need not show."""
+UNSHOWN = {"tool": ("name", "tool_call_id"), "user": ("as_tokens",)}
+"""Keys of a role that a template need not show; the last marks what an agent gave as tokens."""
 
 MOST_FORMS = 4096
 
@@ -155,8 +155,27 @@ class ChatTemplate:
             ValueError: as `prompt`; the last message is another's; the template writes it otherwise
                 than its own prompt begins.
         """
-        prompt, answer = self.answer_text(messages, tools)
-        return self._split_ids(prompt, answer, after="")
+        _check_ends_in_answer(messages)
+        prompt, answers = self.answers(messages[:-1], messages[-1:], tools)
+        return prompt, answers[0]
+
+    def answers(
+        self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = ()
+    ) -> tuple[list[int], list[list[int]]]:
+        """Return the ids of a prompt, and those of several answers to it; see `answer`.
+
+        Args:
+            messages: the prompt.
+            answers: messages of the assistant.
+            tools: as for `prompt`.
+
+        Raises:
+            ValueError: as for `answer`.
+        """
+        prompt = self.render(messages, generation=True, tools=tools)
+        asked = self.special.encode(prompt, {}, after="")
+        texts = [self._kept_answer([*messages, answer], tools, prompt) for answer in answers]
+        return asked, [self._answer_ids(asked, prompt, text, after="") for text in texts]
 
     def answer_text(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[str, str]:
         """Return the texts of `answer`.
@@ -168,14 +187,18 @@ class ChatTemplate:
         Raises:
             ValueError: as there.
         """
-        prompt, answer = self._answer(messages, tools)
+        _check_ends_in_answer(messages)
+        prompt = self.render(messages[:-1], generation=True, tools=tools)
+        return prompt, self._kept_answer(messages, tools, prompt)
+
+    def _kept_answer(self, messages: Sequence[Message], tools: Tools, prompt: str) -> str:
+        answer = self._answer(messages, tools, prompt)
         self._check_kept(messages, tools, "answer")
         last = messages[-1]
         for key in ("content", "reasoning_content"):
-            pieces = re.split("<think>|</think>", str(last.get(key) or ""))
-            if isinstance(last.get(key), str) and any(p.strip() not in answer for p in pieces):
+            if isinstance(last.get(key), str) and not _stands_in(last[key], answer):
                 raise _lost_error(f"messages[{len(messages) - 1}].{key}", "assistant")
-        return prompt, answer
+        return answer
 
     def conversation(
         self, messages: Sequence[Message], tools: Tools = (), *, last_only: bool = False
@@ -195,9 +218,8 @@ class ChatTemplate:
         Raises:
             ValueError: as `answer`.
         """
+        _check_ends_in_answer(messages)
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not places or places[-1] != len(messages) - 1:
-            raise _no_answer(messages)
         sequences = list[tuple[list[int], list[bool]]]()
         text = close = ""
         for place in places[-1:] if last_only else places:
@@ -205,10 +227,11 @@ class ChatTemplate:
             if not sequences or not prompt.startswith(text):
                 sequences.append(([], []))
                 text = close = ""
-            for ids, sampled in zip(
-                self._split_ids(prompt[len(text) :], answer, after=close),
-                (False, True),
-                strict=True,
+            new = prompt[len(text) :]
+            asked = self.special.encode(new, {}, after=close)
+            for ids, sampled in (
+                (asked, False),
+                (self._answer_ids(asked, new, answer, after=close), True),
             ):
                 sequences[-1][0].extend(ids)
                 sequences[-1][1].extend([sampled] * len(ids))
@@ -334,12 +357,9 @@ class ChatTemplate:
             raise ValueError(f"chat template: it drops an answer: expected it in {text!r}")
         return behind
 
-    def _answer(self, messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
-        """Return prompt and answer as texts; what the template leaves out is not looked for."""
-        if not messages or messages[-1]["role"] != "assistant":
-            raise _no_answer(messages)
+    def _answer(self, messages: Sequence[Message], tools: Tools, prompt: str) -> str:
+        """Return an answer to a rendered prompt; what the template leaves out is not looked for."""
         last, close = dict(messages[-1]), self.close(messages[-1])
-        prompt = self.render(messages[:-1], generation=True, tools=tools)
         opens = OPEN_THOUGHT.search(prompt)
         content, reasoning = last.get("content"), last.get("reasoning_content") or ""
         if opens and not reasoning and isinstance(content, str) and "</think>" in content:
@@ -354,12 +374,16 @@ class ChatTemplate:
             )
         whole = whole[: len(whole) - len(end)] + close.text
         if whole.startswith(prompt):
-            return prompt, whole[len(prompt) :]
+            return whole[len(prompt) :]
         head = prompt[: opens.start()] if opens else prompt
         if not whole.startswith(head):
-            plain = [{k: v for k, v in m.items() if k not in REASONING} for m in messages[:-1]]
-            if plain != list(messages[:-1]):  # gpt-oss's drops it where an answer follows
-                return prompt, self._answer([*plain, last], tools)[1]
+            chat = self.prepared(messages[:-1])
+            # where an answer follows, gpt-oss's drops reasoning, Mistral's the system prompt
+            plain = [{k: v for k, v in m.items() if k not in REASONING} for m in chat]
+            plain = [m for m in chat if m["role"] != "system"] if plain == chat else plain
+            if plain != chat:
+                shorter = self.render(plain, generation=True, tools=tools)
+                return self._answer([*plain, last], tools, shorter)
             common = count_common(prompt, whole)
             raise ValueError(
                 f"chat template: it writes the answer messages[{len(messages) - 1}] behind "
@@ -368,22 +392,24 @@ class ChatTemplate:
             )
         answer = whole[len(head) :]
         if answer.startswith("<think>"):
-            return prompt, answer.removeprefix("<think>")
-        return prompt, f"{reasoning}\n</think>\n\n{answer}"
+            return answer.removeprefix("<think>")
+        return f"{reasoning}\n</think>\n\n{answer}"
 
-    def _split_ids(self, prompt: str, answer: str, *, after: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a prompt behind a token, and of the answer behind it.
+    def _answer_ids(
+        self, asked: Sequence[int], prompt: str, answer: str, *, after: str
+    ) -> list[int]:
+        """Return the ids of an answer to a prompt, whose ids are `asked`, behind a token.
 
-        They are those of both together, unless letters at the border would be one token.
+        They are those that it has behind the prompt, unless letters at the border would be one
+        token.
         """
-        asked = self.special.encode(prompt, {}, after=after)
         both = self.special.encode(prompt + answer, {}, after=after)
         if both[: len(asked)] == asked:
-            return asked, both[len(asked) :]
+            return both[len(asked) :]
         for before in (":", "x", "\n"):
             alone, both = self.ids(before), self.ids(before + answer)
             if both[: len(alone)] == alone:
-                return asked, both[len(alone) :]
+                return both[len(alone) :]
         raise ValueError(f"tokenizer: the answer {answer[:40]!r} has no tokens of its own")
 
     # what the template asks for
@@ -434,7 +460,8 @@ class ChatTemplate:
         """Whether the template writes the reasoning of an answer."""
         answer = {"role": "assistant", "content": "Sure.", "reasoning_content": "zqprobe"}
         try:
-            return "zqprobe" in self._answer([USER, answer], ())[1]
+            prompt = self.render([USER], generation=True)
+            return "zqprobe" in self._answer([USER, answer], (), prompt)
         except ValueError:
             return False
 
@@ -444,7 +471,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _knows_developer(self) -> bool:
-        return "zqprobe" in self._tried([{"role": "developer", "content": "zqprobe"}, USER])
+        shown = self._tried([{"role": "developer", "content": "zqprobe"}, USER])
+        return "developer" in self.source and "zqprobe" in shown
 
     @functools.cached_property
     def _content_forms(self) -> tuple[bool, bool]:
@@ -530,7 +558,8 @@ class ChatTemplate:
             signs = dict[str, tuple[str, str]]()
             chat = [_signed(m, f"messages[{i}]", signs) for i, m in enumerate(messages)]
             if kind == "answer":
-                text = "".join(self._answer(chat, tools))
+                text = self.render(chat[:-1], generation=True, tools=tools)
+                text += self._answer(chat, tools, text)
             else:
                 text = self.render(chat, generation=kind == "prompt", tools=tools)
             last = None if kind == "prompt" else len(chat) - 1
@@ -546,6 +575,17 @@ class ChatTemplate:
             raise _lost_error(name, role)
 
 
+def _stands_in(content: str, answer: str) -> bool:
+    """Return whether an answer has a content, in which templates may move tags of thoughts."""
+    at = 0
+    for piece in map(str.strip, re.split("<think>|</think>", content)):
+        found = answer.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
+
+
 def _lost_error(name: str, role: str) -> ValueError:
     return ValueError(
         f"{name} (role {role!r}): the chat template leaves it out, so the model would never see "
@@ -553,12 +593,13 @@ def _lost_error(name: str, role: str) -> ValueError:
     )
 
 
-def _no_answer(messages: Sequence[Message]) -> ValueError:
+def _check_ends_in_answer(messages: Sequence[Message]) -> None:
     last = messages[-1]["role"] if messages else "nobody"
-    return ValueError(
-        f"messages[{len(messages) - 1}]: expected the chat to end with an assistant's answer, got "
-        f"a message of {last!r}"
-    )
+    if last != "assistant":
+        raise ValueError(
+            f"messages[{len(messages) - 1}]: expected the chat to end with an assistant's answer, "
+            f"got a message of {last!r}"
+        )
 
 
 def read_calls(message: Message, name: str) -> list[ToolCall]:

@@ -97,9 +97,9 @@ def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     {'role': 'assistant', 'content': 'Yes.', 'thinking': 'Why not?'}
     """
     told = {key: value for key, value in message.items() if key != "reasoning_content"}
-    reasoning = message.get("reasoning_content") or message.get("thinking")
-    if message.get("role") != "assistant" or not reasoning:
+    if message.get("role") != "assistant":
         return told
-    if told.get("tool_calls") and told.get("content"):
-        reasoning, told["content"] = f"{reasoning}\n\n{told['content']}", ""
-    return told | {"thinking": reasoning}
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    if told.get("tool_calls") and isinstance(text := told.get("content"), str):
+        reasoning, told["content"] = f"{reasoning}\n\n{text}".strip(), ""
+    return told | ({"thinking": reasoning} if reasoning else {})

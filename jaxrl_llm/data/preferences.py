@@ -103,9 +103,8 @@ def _tokenize(row: Row, template: ChatTemplate, step_separator: str) -> Preferen
         prompt = template.prompt(chat, tools)
         return Preference(tuple(prompt), (tokens,), {}, ends, tuple(row["labels"]))
     names = [name for name in ("chosen", "rejected", "response") if name in row]
-    encoded = [template.answer([*chat, as_answer(row[name])], tools) for name in names]
-    answers = tuple(tuple(answer) for _, answer in encoded)
-    return Preference(tuple(encoded[0][0]), answers, _columns(row))
+    prompt, answers = template.answers(chat, [as_answer(row[name]) for name in names], tools)
+    return Preference(tuple(prompt), tuple(map(tuple, answers)), _columns(row))
 
 
 def preference_batch(preferences: Sequence[Preference], width: int) -> Batch:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError
+from jaxrl_llm.workers.answers import short_repr
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -367,7 +368,4 @@ def field_error(name: str, value: Any, expected: str) -> ValueError:
 
 def abbreviated(value: Any) -> str:
     """Return a value as text of at most 80 characters."""
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return "nothing" if value is None else short_repr(value, 80)

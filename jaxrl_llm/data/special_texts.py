@@ -74,11 +74,17 @@ class SpecialTexts:
             ValueError: the tokenizer knows a text as its special token only.
         """
         first, *rest = re.split(f"({'|'.join(signs)})", text) if signs else [text]
-        alone, both = self._ids(after), self._ids(after + first)
-        ids = both[1:] if len(alone) == 1 and both[:1] == alone else self._ids(first)
+        ids = self._ids_after(after, first)
         for part in rest:
             ids += self._ordinary(signs[part]) if part in signs else self._ids(part)
         return ids
+
+    def _ids_after(self, after: str, text: str) -> list[int]:
+        if after:
+            alone, both = self._ids(after), self._ids(after + text)
+            if len(alone) == 1 and both[:1] == alone:
+                return both[1:]
+        return self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

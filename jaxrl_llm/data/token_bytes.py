@@ -75,14 +75,17 @@ def byte_letters() -> dict[str, int]:
 BYTE_OF = byte_letters()
 
 
-def text_decoder(tokenizer: Any) -> Decode:
-    """Return the function from token ids to their text, special tokens left out.
+def text_decoder(tokenizer: Any, *, skip_special_tokens: bool = True) -> Decode:
+    """Return the function from token ids to their text, whose spaces stay as they are.
 
     Args:
-        tokenizer: of `transformers`.
+        tokenizer: of `transformers`; some would drop the space before a full stop.
+        skip_special_tokens: whether special tokens are left out.
     """
     return functools.partial(
-        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
     )
 
 

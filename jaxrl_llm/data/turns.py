@@ -16,6 +16,7 @@ from jaxrl_llm.data.call_text import count_common
 from jaxrl_llm.data.chat_template import USER, ChatTemplate, Message, read_calls
 from jaxrl_llm.data.harmony import is_harmony
 from jaxrl_llm.data.probes import REPLY, Turn, probe_turns
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.tool_calls import (
     FORMATS,
     NO_CALLS,
@@ -65,11 +66,11 @@ class TurnTemplate:
     ) -> None:
         if not stops:
             raise ValueError("stops: got none, expected at least one id that ends an answer")
-        self.tokenizer = self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, template_kwargs)
         self._special = self.template.special
         self._stops = stops
-        self.tools = self._tools = list(tools)
+        self.tools = list(tools)
         if call_format is None and (tools or is_harmony(tokenizer)):
             call_format = "harmony" if not tools else choose_format(self.template)
         if call_format is not None and call_format not in FORMATS:
@@ -102,8 +103,8 @@ class TurnTemplate:
 
     @functools.cached_property
     def _told_tools(self) -> list[Mapping[str, Any]]:
-        if not self._tools or self.template.knows_tools:
-            return self._tools
+        if not self.tools or self.template.knows_tools:
+            return self.tools
         log.warning("the chat template tells no tools: describe them in the data's system prompts")
         return []
 
@@ -135,7 +136,7 @@ class TurnTemplate:
         hidden, signs = self._special.hide(self.template.prepared(messages, calls))
         cut = self._cut(hidden)
         ids = self._special.encode(cut.told, signs, after=cut.close)
-        close = self._stop_texts.get(cut.close) or self._ids(cut.close)[0]
+        close = self._stop_texts.get(cut.close) or self.template.ids(cut.close)[0]
         return ids if closed and (stop is None or stop == close) else [close, *ids]
 
     def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> ParsedAnswer:
@@ -147,7 +148,7 @@ class TurnTemplate:
                 as reasoning, and is nothing else if it never says `</think>`.
         """
         form = self.call_format or NO_CALLS
-        return form.parse(tokens, self._tokenizer, self._tools, prompt=prompt)
+        return form.parse(tokens, self.tokenizer, self.tools, prompt=prompt)
 
     def message(self, answer: ParsedAnswer) -> dict[str, Any]:
         """Return the assistant's message of an answer; calls that are wrong are left out."""
@@ -174,12 +175,13 @@ class TurnTemplate:
         """
         chat = self.as_rendered(messages)
         waits = bool(chat) and chat[-1]["role"] != "assistant"
-        rendered = self._render(chat, generation=waits, tools=self._told_tools)
+        rendered = self.template.render(chat, generation=waits, tools=self._told_tools)
         split = re.compile("|".join(f"({re.escape(text)})" for text in self._added) or "(?!)")
+        decode = text_decoder(self.tokenizer, skip_special_tokens=False)
         unwritten = () if self._usual.inside else self._stop_texts
         stream, whole = (
             [p.strip() for p in split.split(text) if p and p.strip() and p not in unwritten]
-            for text in (self._decode(list(tokens)), rendered)
+            for text in (decode(list(tokens)), rendered)
         )
         if (close := self._usual.close) not in self._stop_texts:  # a drawn one stands before it
             pairs = zip(stream, [*stream[1:], ""], strict=True)
@@ -224,31 +226,33 @@ class TurnTemplate:
         answer, new = turn
         chat, calls = [USER, self.message(answer)], answer.calls
         told = self.following(new, calls=calls)
-        whole = self._ids(
-            self._render([*chat, *self.template.prepared(new, calls)], generation=True)
+        whole = self.template.ids(
+            self.template.render([*chat, *self.template.prepared(new, calls)], generation=True)
         )
-        text = self._render(chat, generation=False)
+        text = self.template.render(chat, generation=False)
         asked = text[: count_common(text, self._asked)]
-        before = self._ids(text)
+        before = self.template.ids(text)
         head, tail = whole[: len(whole) - len(told)], whole[len(whole) - len(told) :]
         if tail == told and before[: len(head)] in (head, head[:-1]):  # the last may be an opener
             return False
-        kept = before[: count_common(before, self._ids(self._asked))]
+        kept = before[: count_common(before, self.template.ids(self._asked))]
         if tail == told and whole[: len(kept)] == kept and USER["content"] in asked:
             return True
         raise ValueError(
             f"chat template: it is not append-only ({name}): with more messages it writes "
-            f"{self._tokenizer.decode(whole)!r}, expected this to begin with "
-            f"{self._tokenizer.decode(before)!r} and to end in {self._tokenizer.decode(told)!r}"
+            f"{self.tokenizer.decode(whole)!r}, expected this to begin with "
+            f"{self.tokenizer.decode(before)!r} and to end in {self.tokenizer.decode(told)!r}"
         )
 
     def _moves(self) -> bool:
         more = [{"role": "assistant", "content": REPLY}, {"role": "user", "content": "More."}]
         for chat in ([{"role": "system", "content": "Be brief."}, USER], [USER]):
             try:
-                whole = self._render([*chat, *more], generation=True, tools=self._told_tools)
-                asked = self._render(chat, generation=False, tools=self._told_tools)
-                opened = self._render(chat, generation=True, tools=self._told_tools)
+                whole = self.template.render(
+                    [*chat, *more], generation=True, tools=self._told_tools
+                )
+                asked = self.template.render(chat, generation=False, tools=self._told_tools)
+                opened = self.template.render(chat, generation=True, tools=self._told_tools)
             except ValueError:
                 continue  # it takes no system prompt
             return not whole.startswith(asked[: count_common(asked, opened)])
@@ -260,31 +264,21 @@ class TurnTemplate:
 
     @functools.cached_property
     def _added(self) -> list[str]:
-        return sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
+        return sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
 
     @functools.cached_property
     def _asked(self) -> str:
-        return self._render([USER], generation=False)
+        return self.template.render([USER], generation=False)
 
     @functools.cached_property
     def _stop_texts(self) -> dict[str, int]:
         """The ids of stop tokens by their texts, the tokenizer's own first, then the template's."""
-        added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
-        stops = sorted(self._stops, key=lambda token: token != self._tokenizer.eos_token_id)
+        added = {token: text for text, token in self.tokenizer.get_added_vocab().items()}
+        stops = sorted(self._stops, key=lambda token: token != self.tokenizer.eos_token_id)
         with contextlib.suppress(ValueError):  # a template in which no token ends an answer
             stops += [token for token in self.template.closing_ids if token not in stops]
-        return {added.get(token) or self._decode([token]): token for token in stops}
-
-    def _render(
-        self, chat: Sequence[Message], *, generation: bool, tools: Sequence[Any] = ()
-    ) -> str:
-        return self.template.render(chat, generation=generation, tools=tools)
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.template.ids(text)
+        decode = text_decoder(self.tokenizer, skip_special_tokens=False)
+        return {added.get(token) or decode([token]): token for token in stops}
 
     def _styled(self, message: Message) -> Message:
         """Return a message whose calls are written as text where the template writes none."""
@@ -316,7 +310,7 @@ class TurnTemplate:
         neutral = self._neutral(messages)
         other = {**messages[0], "content": "zqother"}
         text, second = (
-            self._render([*neutral, first, *messages[1:]], generation=True)
+            self.template.render([*neutral, first, *messages[1:]], generation=True)
             for first in (messages[0], other)
         )
         if text == second:
@@ -330,7 +324,7 @@ class TurnTemplate:
         position, close = max(ends, key=lambda pair: pair[0])
         if position >= 0:
             return Cut(close, text[position + len(close) :], inside=True)
-        before = self._render(neutral, generation=False)
+        before = self.template.render(neutral, generation=False)
         for stop in filter(before.endswith, self._stop_texts):  # in history it ends otherwise
             kept = before.removesuffix(stop)
             close = next(filter(text[len(kept) :].startswith, self._added), None)

@@ -193,7 +193,8 @@ class Policy:
         batch = Batch(padded, np.array([len(tokens)], np.int32), {})
         stats = _token_logprobs(self.forward, self.layout.mesh, self.params, self.pack(batch))
         known = np.asarray(stats)[0, first : len(tokens)].tolist()
-        pieces = [self.tokenizer.decode([token]) for token in tokens[first:]]
+        decode = text_decoder(self.tokenizer, skip_special_tokens=False)
+        pieces = [decode([token]) for token in tokens[first:]]
         return TokenTable(zip(pieces, known, strict=True))
 
     def pack(self, batch: Batch) -> Rows:

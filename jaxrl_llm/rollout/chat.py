@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.data.call_text import ToolCall
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.rollout.contents import BrokenEpisode, MessageContents, Stretch, check_prompt
@@ -234,7 +235,7 @@ class Chat:
         room = self._room(told, max_tokens)
         unread = told if self._is_first or self._messages else self._opening
         if unread.tokens:
-            text = self.tokenizer.decode(unread.tokens)
+            text = text_decoder(self.tokenizer, skip_special_tokens=False)(unread.tokens)
             self._messages.append({"role": "user", "content": text, "as_tokens": True})
         return await self._add_turn(told, room, tuple(stop))
 

@@ -13,6 +13,7 @@ from jaxrl_llm.config.prefer import PreferConfig
 from jaxrl_llm.config.programs import program_of
 from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class RunFiles:
         path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
         rows: Sequence[Any] = pyarrow.parquet.read_table(path).to_pylist()
         model = read_yaml(self.folder / "config.yaml")["model"]["path"]  # of any version
-        return AnswerTable(rows, load_tokenizer(model).decode)
+        return AnswerTable(rows, text_decoder(load_tokenizer(model), skip_special_tokens=False))
 
     def __repr__(self) -> str:
         """Return where the run is and how far it has come."""

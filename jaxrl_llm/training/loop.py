@@ -13,6 +13,7 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
 from jaxrl_llm.config.sections.offload import OffloadConfig
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due, stage_label
@@ -186,7 +187,8 @@ class TrainingLoop:
         self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef), empty)
         self.ended = end_step(run, self.progress, self.window, metrics)
         BACKGROUND.release()  # the other programs, now that there is a step to see
-        return FinishedStep(step, batch, rollouts, scores, metrics, stages.rollout.tokenizer.decode)
+        decode = text_decoder(stages.rollout.tokenizer, skip_special_tokens=False)
+        return FinishedStep(step, batch, rollouts, scores, metrics, decode)
 
     def close(self) -> None:
         """End what measures the steps."""

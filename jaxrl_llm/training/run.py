@@ -19,6 +19,7 @@ from jaxrl_llm.config.sft import SftConfig
 from jaxrl_llm.config.train import TrainConfig, processes_can_train
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
+from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.display import Display
@@ -205,7 +206,8 @@ class Run(RunFiles):
         """Return answers with the scores that the run's reward function gives them."""
         self._check_usable()
         scores = self._loop.stages.scoring.score_validation(rollouts)
-        decode = self._loop.stages.rollout.tokenizer.decode
+        tokenizer = self._loop.stages.rollout.tokenizer
+        decode = text_decoder(tokenizer, skip_special_tokens=False)
         return AnswerTable(answer_rows(rollouts, scores), decode)
 
     def save(self) -> int:

@@ -66,14 +66,14 @@ class TextEncoder:
         """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
         messages = self._shown(whole_chat(rollouts, row))
         with unreadable():
-            prompt, answer = self.template.answer(messages)
+            prompt, answer = self.template.answer(messages, rollouts.prompts[row].tools)
         return ScorerInput((*prompt, *answer))
 
     def chat(self, rollouts: Rollouts, row: int) -> ScorerInput:
         """Encode the chat as the template has it, with the answer as the assistant's message."""
         messages = self._shown(whole_chat(rollouts, row))
         with unreadable():
-            return ScorerInput(tuple(self.template.chat(messages)))
+            return ScorerInput(tuple(self.template.chat(messages, rollouts.prompts[row].tools)))
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """Return a chat whose last answer has its reasoning in its text, if need be."""
@@ -105,7 +105,7 @@ class StepEncoder(TextEncoder):
         prompt = whole_chat(rollouts, row)[:-1]
         steps = split_steps(rollouts.texts[row], self.splits_at)
         with unreadable():
-            begin = self.template.prompt(prompt)
+            begin = self.template.prompt(prompt, rollouts.prompts[row].tools)
         tokens, ends = encode_steps(self.tokenizer, [text for text, _ in steps], self.separator)
         drawn = rollouts.episodes[row].last_chain.tokens.tolist()
         places = last_tokens(self.decode, drawn, [end for _, end in steps])

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, align_bytes
-from jaxrl_llm.data.token_bytes import Vocabulary
+from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.training.stages.rollout import PolicyTokens
@@ -122,7 +122,8 @@ class Retokenizer:
                 f"prompt {prompt.index} is given as token ids: a teacher with another tokenizer "
                 "needs its messages"
             )
-        given = self._policy.decode(prompt.tokens[-TAIL_TOKENS:], skip_special_tokens=False)
+        decode = text_decoder(self._policy, skip_special_tokens=False)
+        given = decode(prompt.tokens[-TAIL_TOKENS:])
         wanted = self._template.prompt_text(prompt.messages, prompt.tools)
         opened = [OPEN_REASONING.search(text) for text in (given, wanted)]
         rendered = _Rendered(
@@ -161,7 +162,8 @@ class Retokenizer:
         """Return what each token of a text stands for; a text may lose its first space."""
         pieces = [self._vocabularies[side].bytes_of(token) for token in tokens]
         if pieces and pieces[0].startswith(b" "):
-            first = (self._policy, self.teacher)[side].decode(tokens[:1])
+            tokenizer = (self._policy, self.teacher)[side]
+            first = text_decoder(tokenizer, skip_special_tokens=False)(tokens[:1])
             if f" {first}".encode() == pieces[0]:
                 pieces[0] = pieces[0][1:]
         return pieces

@@ -21,6 +21,7 @@ SYSTEM, USER, MORE = (
 )
 ANSWER, LAST = ({"role": "assistant", "content": content} for content in ("A one", "A two"))
 REASON = {"reasoning_content": "R one"}
+ROLES = ("system", "developer")
 SCHEMA = {
     "type": "function",
     "function": {
@@ -155,7 +156,7 @@ def test_no_template_refuses_what_it_can_show():
     nothing = {"qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink"}
     assert shown - nothing <= made["reasoning"]
     assert shown - {"qwen2_5_vl", "lfm2"} <= made["a result"]
-    no_system = {"gemma", "deepseekv31", "mistral", "mistral_named"}
+    no_system = {"gemma", "deepseekv31"}
     assert {*templates()} - made["developer"] == no_system & {*templates()}
     dropping = {"qwen2_5", "qwen3", "phi3", "deepseekv3", "glm4moe", "gptoss"} & {*templates()}
     assert not dropping & made["an unknown role"]
@@ -209,6 +210,24 @@ def test_a_reasoning_answer_behind_a_prompt_that_opens_a_thought():
     assert told.answer_text(as_keys)[1] == "R one\n</think>\n\nA one<|im_end|>"
 
 
+def test_what_a_template_drops_where_an_answer_follows_stays_in_its_prompt():
+    """As Mistral's does with the system prompt, gpt-oss's with the text beside a call."""
+    for name, chat in [
+        ("mistral", [SYSTEM, USER, ANSWER]),
+        ("gptoss", [USER, CALL | {"content": "A two"}, RESULT, ANSWER]),
+    ]:
+        prompt, answer = make(name).answer_text(chat)
+        assert prompt == make(name).prompt_text(chat[:-1]), name
+        assert all(text in prompt for m in chat[:-1] for text in says(m)), name
+        assert answer == EXPECTED[name][0], name
+
+
+def test_developer_is_system_where_the_template_names_no_developer():
+    for name in ("llama3_1", "gemma3", "qwen3"):  # Llama's writes any role as it is called
+        prompts = {make(name).prompt_text([SYSTEM | {"role": r}, USER]) for r in ROLES}
+        assert len(prompts) == 1, prompts
+
+
 def test_what_is_lost_is_named():
     for name, chat, key in [
         (
@@ -231,6 +250,8 @@ def test_what_is_lost_is_named():
 
 
 def test_an_answer_of_which_the_template_drops_a_part():
+    with pytest.raises(ValueError, match=r"messages\[1\]\.content"):  # it keeps one `b` of two
+        make("qwen3").answer([USER, ANSWER | {"content": "<think>a</think>b</think>b"}])
     template = make("gemma4_v5")
     with pytest.raises(ValueError, match=r"messages\[1\]\.content"):
         template.answer([USER, {"role": "assistant", "content": "<|channel>R\n<channel|>A"}])

@@ -136,7 +136,7 @@ WRONG = [
     (
         ("extra_info",),
         "x" * 99,
-        "field 'extra_info': expected an object or nothing, got '" + "x" * 76 + "...",
+        "field 'extra_info': expected an object or nothing, got '" + "x" * 38 + "…",
     ),
 ]
 

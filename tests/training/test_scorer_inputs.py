@@ -8,12 +8,14 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.training.scorer_inputs import (
+    StepEncoder,
     TextEncoder,
     Unreadable,
     policy_tokens,
     scorer_batch,
     whole_chat,
 )
+from tests.data.real_templates import build
 
 TOKENIZER = load_tokenizer("configs/quickstart")
 USER = {"role": "user", "content": "q"}
@@ -24,11 +26,11 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
-def rollouts_of(messages=(), *, prompt=(USER,)):
+def rollouts_of(messages=(), *, prompt=(USER,), tools=()):
     tokens = np.array([5, 6], np.int32)
     piece = EpisodePiece(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), drawn=True)
     episode = Episode((1, 2), (piece,), "stop", 6, messages=tuple(messages))
-    given = Prompt(index=0, tokens=(1, 2), messages=list(prompt))
+    given = Prompt(index=0, tokens=(1, 2), messages=list(prompt), tools=list(tools))
     return Rollouts([given], [episode], ["an answer"])
 
 
@@ -45,6 +47,24 @@ def test_an_episode_is_the_chat_that_it_was():
     assert whole_chat(rollouts_of(chat), 0) == chat
     read = TextEncoder(TOKENIZER, {}).answer(rollouts_of(chat), 0)
     assert TOKENIZER.decode(read.tokens).endswith("<|tool|>7<|end|><|assistant|>end<|end|>")
+
+
+def test_what_an_agent_gave_as_tokens_is_read_as_text():
+    chat = [USER | {"as_tokens": True}, said("end")]
+    read = TextEncoder(TOKENIZER, {}).answer(rollouts_of(chat), 0)
+    assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>end<|end|>"
+
+
+def test_the_tools_of_a_row_are_read_or_the_answer_is_not():
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    rollouts = rollouts_of(tools=[tool])
+    shows, _ = build("mistral")
+    encoder = TextEncoder(shows, {})
+    steps = StepEncoder(shows, {}, separator="\n", splits_at="\n", decode=shows.decode)
+    for encode in (encoder.answer, encoder.chat, steps.steps):
+        assert "look_up" in shows.decode(encode(rollouts, 0).tokens)
+    with pytest.raises(Unreadable, match="shows no tools"):
+        TextEncoder(TOKENIZER, {}).answer(rollouts, 0)
 
 
 def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_text():
