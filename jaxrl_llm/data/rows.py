@@ -91,7 +91,7 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _json_row(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the latter of what is nested too deep
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got a {type(row).__name__}")

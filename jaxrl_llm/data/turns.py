@@ -70,6 +70,7 @@ class TurnTemplate:
         self.template = ChatTemplate(tokenizer, template_kwargs)
         self._special = self.template.special
         self._stops = stops
+        self._shown = dict[tuple[str, ...], list[int]]()
         self.tools = list(tools)
         if call_format is None and (tools or is_harmony(tokenizer)):
             call_format = "harmony" if not tools else choose_format(self.template)
@@ -129,11 +130,12 @@ class TurnTemplate:
                 the template's. None: it was the template's.
 
         Raises:
-            ValueError: no messages; the template refuses them or drops the first.
+            ValueError: no messages; the template refuses them or leaves one out.
         """
         if not messages:
             raise ValueError("messages: got none, expected what is told after the answer")
         hidden, signs = self._special.hide(self.template.prepared(messages, calls))
+        self._check_shown(hidden)
         cut = self._cut(hidden)
         ids = self._special.encode(cut.told, signs, after=cut.close)
         close = self._stop_texts.get(cut.close) or self.template.ids(cut.close)[0]
@@ -301,6 +303,23 @@ class TurnTemplate:
         several = self.template.takes_several_calls
         return [USER, self.template.style.message(calls if several else calls[:1])]
 
+    def _check_shown(self, messages: Sequence[Message]) -> None:
+        """Raise ValueError if the template leaves out what messages after an answer say.
+
+        Messages of the same roles are rendered once in which each content is a sign of its own.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._shown:
+            signs = [f"zq{number}sign" for number in range(len(messages))]
+            signed = [{**m, "content": s} for m, s in zip(messages, signs, strict=True)]
+            told = self._cut(signed).told
+            self._shown[roles] = [i for i, sign in enumerate(signs) if sign not in told]
+        for number in self._shown[roles]:
+            raise ValueError(
+                f"messages[{number}] (role {roles[number]!r}): the chat template leaves it out "
+                "after an answer; use a role that it knows, such as user"
+            )
+
     def _cut(self, messages: Sequence[Message]) -> Cut:
         """Render a neutral chat with new messages, and cut it after the assistant's turn.
 
@@ -313,11 +332,6 @@ class TurnTemplate:
             self.template.render([*neutral, first, *messages[1:]], generation=True)
             for first in (messages[0], other)
         )
-        if text == second:
-            raise ValueError(
-                f"chat template: it drops the message {dict(messages[0])}, expected its content in "
-                f"{text!r}"
-            )
         start = count_common(self._asked, text)
         end = count_common(text, second)
         ends = [(text.rfind(stop, start, end), stop) for stop in self._stop_texts]

@@ -244,13 +244,18 @@ def _read_block(
         line = lines[number]
         before, found, info = _split_fence(line)
         if found and not (knows_strings and _quote_after(before, quote)):
-            if found.startswith(marks) and not info.strip():
+            if found.startswith(marks) and _closes(line, info):
                 return [*lines[first:number], *filter(str.strip, [before])], number + 1
             if _opening(line)[1] in PYTHON:
                 return None, number
         quote = _quote_after(line, quote) if knows_strings else ""
         quote = quote if len(quote) == 3 else ""
     return None, len(lines)
+
+
+def _closes(line: str, info: str) -> bool:
+    """Tell whether marks close a block: a label right behind them would open one."""
+    return re.match(r"\{|\.?\w", info) is None and _opening(line)[1] not in PYTHON
 
 
 def _quote_after(code: str, quote: str) -> str:

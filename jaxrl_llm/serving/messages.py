@@ -15,6 +15,13 @@ DETAILS = (None, "auto", "low", "high", "original")
 """What a client may say of an image's resolution, which is the server's choice here."""
 
 
+_UNSHOWN = (
+    *("tool_calls", "id", "status", "index", "annotations", "cache_control"),
+    "provider_specific_fields",
+)
+"""Keys that clients send back as they got them, or for other servers: no template shows them."""
+
+
 def parse_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a chat as templates want it; a tool's message gets the name of the call's tool.
 
@@ -52,8 +59,10 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     Raises:
         APIError: it is none, or holds something other than text and images.
 
-    >>> parse_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
+    >>> parse_message({"role": "user", "name": "Jo", "content": [{"type": "text", "text": "Hi"}]}, 0)
     {'role': 'user', 'content': 'Hi'}
+    >>> parse_message({"role": "assistant", "id": "m1", "content": "4", "reasoning": "2+2"}, 0)
+    {'role': 'assistant', 'reasoning_content': '2+2', 'content': '4'}
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -72,7 +81,11 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
-    told = {k: v for k, v in message.items() if v is not None and k != "tool_calls"}
+    told = {k: v for k, v in message.items() if v is not None and k not in _UNSHOWN}
+    if (reasoning := told.pop("reasoning", None)) is not None:
+        told.setdefault("reasoning_content", reasoning)
+    if told["role"] != "tool":
+        told.pop("name", None)
     told |= {"content": content}
     return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
 

@@ -393,7 +393,7 @@ def test_templates_that_are_not_append_only_are_refused():
     counting = "{{ messages | length }}{% for m in messages %}" + ENDS
     with pytest.raises(ValueError, match=r"not append-only \(a user turn\).*'3user:Hello\."):
         with_template(counting).check()
-    with pytest.raises(ValueError, match=r"drops the message .*'content': 'And tomorrow"):
+    with pytest.raises(ValueError, match=r"messages\[0\] .*leaves it out"):
         with_template("{% for m in messages[:2] %}" + ENDS).check()
     backwards = "{% for m in messages | reverse %}" + ENDS.replace("<|im_end|>", "\n")
     with pytest.raises(ValueError, match="not append-only"):
@@ -474,3 +474,18 @@ def test_gpt_oss_s_template_is_checked(caplog):
     with caplog.at_level(logging.WARNING):
         make("gptoss").check()
     assert "rewrites an answer when more follows (a user turn, thinking)" in caplog.text
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "gptoss", "deepseekv3", "glm4moe"])
+def test_no_message_after_an_answer_is_left_out(template):
+    turns, user = TurnTemplate(*build(template)), {"role": "user", "content": "A"}
+    for role in ("user", "tool", "usr", "system", "developer"):
+        last = {"role": role, "content": "zqlast"}
+        try:
+            ids = turns.following([user, last])
+        except ValueError as error:
+            assert role not in ("user", "tool") and "messages[1]" in str(error), error
+        else:
+            assert "zqlast" in turns.tokenizer.decode(ids), role
+    with pytest.raises(ValueError, match=r"messages\[0\] \(role 'usr'\)"):
+        turns.following([{"role": "usr", "content": "A"}])
