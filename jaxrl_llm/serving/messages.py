@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.data.call_text import ToolCall, dump_json
+from jaxrl_llm.data.row_fields import REASONING
 from jaxrl_llm.data.tool_calls import ParsedAnswer
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -54,6 +55,8 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
 
     >>> parse_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 0)
     {'role': 'user', 'content': 'Hi'}
+    >>> parse_message({"role": "assistant", "content": "4", "reasoning": "2+2"}, 0)
+    {'role': 'assistant', 'content': '4', 'reasoning_content': '2+2'}
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -74,6 +77,10 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
         raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
     told = {k: v for k, v in message.items() if v is not None and k != "tool_calls"}
     told |= {"content": content}
+    for name in REASONING[1:]:  # as vLLM's newer versions have it, `reasoning`
+        text = told.get(name)
+        if isinstance(text, str) and told.setdefault(REASONING[0], text) == text:
+            del told[name]
     return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
 
 
