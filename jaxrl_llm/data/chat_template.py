@@ -74,7 +74,7 @@ class Close(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template: what it makes of messages, what it leaves out, and what an answer is.
+    """A tokenizer's chat template, which turns messages into text and token ids.
 
     Messages have `role`, `content` (a text or typed parts) and what OpenAI's chats have besides:
     `tool_calls`, whose arguments are objects or a text of JSON, `tool_call_id`, `name` and
@@ -109,7 +109,7 @@ class ChatTemplate:
             tools: schemas of tools that the model may call.
 
         Raises:
-            ValueError: the template refuses the chat, or leaves out something that it says.
+            ValueError: the template refuses the chat, or leaves a part of it out.
         """
         return self.ids(self.prompt_text(messages, tools))
 
@@ -128,7 +128,7 @@ class ChatTemplate:
         return text
 
     def chat(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Return the ids of a chat as it stands, with what the template writes behind its end.
+        """Return the ids of a chat, with what the template writes after its end.
 
         Args:
             messages: the chat.
@@ -305,37 +305,37 @@ class ChatTemplate:
         return self._closes[calls]
 
     def _find_close(self, calls: bool) -> Close:
-        """Find the token in what stands between an answer and the message that follows.
+        """Find the token that ends an answer.
 
-        Of what stands there in both, at the end of a chat and before a message, it is the
-        tokenizer's end-of-sequence token, or else the first token; behind calls, whose own markers
-        are tokens, too, the one that ends other answers, or else the last. A template may write it
-        only at the end of a chat, or not at all.
+        The candidates stand behind an answer both at the end of a chat and before another message.
+        The tokenizer's end-of-sequence token comes first, then the first candidate. Behind calls,
+        whose own markers are tokens, too, it is the one that ends other answers, or else the last
+        candidate. A template may write it only at the end of a chat, or not at all.
         """
-        told: dict[str, Any] = {"role": "user", "content": "zqtold"}
+        reply: dict[str, Any] = {"role": "user", "content": "zqtold"}
         answer: dict[str, Any] = {"role": "assistant", "content": "zqsaid"}
         usual = self._close(False) if calls else None
         if calls:
             assert self.style is not None, "there are calls"
             answer = self.style.message([ToolCall("zqcall", {"zqkey": "zqsaid"}, PROBE.id)])
-            told |= {"role": "tool", "name": "zqcall", "tool_call_id": PROBE.id}
-        whole = self._behind([answer], generation=False)
+            reply |= {"role": "tool", "name": "zqcall", "tool_call_id": PROBE.id}
+        alone = self._behind([answer], generation=False)
         try:
-            more = self._behind([answer, told], generation=True)
+            followed = self._behind([answer, reply], generation=True)
         except ValueError:  # the template lets nothing follow
-            more = whole
-        found = self.special.find(whole[: count_common(whole, more)])
+            followed = alone
+        found = self.special.find(alone[: count_common(alone, followed)])
         if usual is None:
             ends = [text for text in found if text == self.tokenizer.eos_token]
-            end = next(iter(ends or found or self.special.find(whole)), None)
+            end = next(iter(ends or found or self.special.find(alone)), None)
         elif usual.text in found or not usual.inside:
             end = usual.text if usual.inside else None
         else:
             end = self._check_ends_calls(found[-1] if found else None)
         if end is not None:
-            at = whole.rindex(end) if calls else whole.index(end)
-            return Close(end, whole[at + len(end) :], inside=True)
-        opened = self.special.find(more[len(whole) :] if more.startswith(whole) else "")
+            at = alone.rindex(end) if calls else alone.index(end)
+            return Close(end, alone[at + len(end) :], inside=True)
+        opened = self.special.find(followed[len(alone) :] if followed.startswith(alone) else "")
         if not opened and self.tokenizer.eos_token is None:
             raise ValueError("chat template: no token ends an answer, and there is no eos token")
         return Close([*opened, self.tokenizer.eos_token][0], "", inside=False)
@@ -366,17 +366,17 @@ class ChatTemplate:
             reasoning, _, content = content.removeprefix("<think>").partition("</think>")
             reasoning, content = reasoning.strip("\n"), content.lstrip("\n")
             last |= {"reasoning_content": reasoning, "content": content}
-        whole = self.render([*messages[:-1], last], generation=False, tools=tools)
+        chat_text = self.render([*messages[:-1], last], generation=False, tools=tools)
         end = close.text + close.after if close.inside else ""
-        if not whole.endswith(end):
+        if not chat_text.endswith(end):
             raise ValueError(
-                f"chat template: expected the chat to end in {end!r}, got {whole[-80:]!r}"
+                f"chat template: expected the chat to end in {end!r}, got {chat_text[-80:]!r}"
             )
-        whole = whole[: len(whole) - len(end)] + close.text
-        if whole.startswith(prompt):
-            return whole[len(prompt) :]
+        chat_text = chat_text[: len(chat_text) - len(end)] + close.text
+        if chat_text.startswith(prompt):
+            return chat_text[len(prompt) :]
         head = prompt[: opens.start()] if opens else prompt
-        if not whole.startswith(head):
+        if not chat_text.startswith(head):
             chat = self.prepared(messages[:-1])
             # where an answer follows, gpt-oss's drops reasoning, Mistral's the system prompt
             plain = [{k: v for k, v in m.items() if k not in REASONING} for m in chat]
@@ -384,13 +384,14 @@ class ChatTemplate:
             if plain != chat:
                 shorter = self.render(plain, generation=True, tools=tools)
                 return self._answer([*plain, last], tools, shorter)
-            common = count_common(prompt, whole)
+            common = count_common(prompt, chat_text)
             raise ValueError(
-                f"chat template: it writes the answer messages[{len(messages) - 1}] behind "
-                f"{whole[:common][-40:]!r} as {whole[common:][:40]!r}, but its prompt goes on with "
-                f"{prompt[common:][:40]!r}: set variables of the template with which both agree"
+                f"messages[{len(messages) - 1}]: the answer does not fit the chat template's "
+                f"prompt: after {prompt[:common][-40:]!r} the chat goes on with "
+                f"{chat_text[common:][:40]!r}, the prompt with {prompt[common:][:40]!r}: set "
+                "variables of the template with which both agree"
             )
-        answer = whole[len(head) :]
+        answer = chat_text[len(head) :]
         if answer.startswith("<think>"):
             return answer.removeprefix("<think>")
         return f"{reasoning}\n</think>\n\n{answer}"
@@ -444,9 +445,14 @@ class ChatTemplate:
         answer: Message = {"role": "assistant", "content": "Sure."}
         if self.style is not None:
             answer = self.style.message([PROBE])
-        told = {"role": "tool", "content": "zqprobe", "name": PROBE.name, "tool_call_id": PROBE.id}
+        result = {
+            "role": "tool",
+            "content": "zqprobe",
+            "name": PROBE.name,
+            "tool_call_id": PROBE.id,
+        }
         try:
-            text = self._apply([self._in_form(m) for m in (USER, answer, told)], generation=True)
+            text = self._apply([self._in_form(m) for m in (USER, answer, result)], generation=True)
             if "zqprobe" in text:
                 return True
             reason = "drops them"
@@ -549,8 +555,9 @@ class ChatTemplate:
     def _check_kept(self, messages: Sequence[Message], tools: Tools, kind: str) -> None:
         """Raise ValueError if the template leaves out what a message says.
 
-        A chat of the same form is rendered in which every text is a sign of its own. A template may
-        drop the reasoning of earlier answers, and names and ids of tools' messages.
+        It renders a chat of the same form in which every text is replaced by a marker of its own,
+        once for each form. A template may drop the reasoning of earlier answers, and names and ids
+        of tools' messages.
         """
         form = json.dumps([_form(message) for message in messages], default=repr)
         key = form, bool(tools), kind

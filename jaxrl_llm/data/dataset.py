@@ -31,7 +31,7 @@ class Prompt:
         ground_truth: the reference answer.
         extra_info: more about the row.
         messages: the chat, if it is one.
-        tools: schemas of the tools of which the chat template tells in it.
+        tools: schemas of the row's tools, which the chat template shows.
         visuals: images and videos of the chat, in the order of their placeholder tokens.
         load: decodes them; None: there are none, or they are decoded.
     """

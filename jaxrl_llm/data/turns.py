@@ -1,6 +1,6 @@
-"""Token ids of chats that go on: what stands between a drawn answer and the next one.
+"""Token ids of chats that go on: what stands between a sampled answer and the next one.
 
-A stream of ids only ever grows: drawn answers are kept as they were drawn, and only what the chat
+A stream of ids only ever grows: answers are kept as they were sampled, and only what the chat
 template puts between two of them is encoded. It is found by rendering a short chat with the new
 messages at its end, and cutting that after the token that closes the assistant's turn.
 """
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
 
 class TurnTemplate:
-    """A chat template, of which only what is new is ever encoded.
+    """Encodes what a chat template adds to a stream of sampled tokens, and nothing again.
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
@@ -117,7 +117,7 @@ class TurnTemplate:
         closed: bool = True,
         stop: int | None = None,
     ) -> list[int]:
-        """Return the ids told after a drawn answer, up to where the next one begins.
+        """Return the ids that follow a sampled answer, up to where the next one begins.
 
         Texts of special tokens in the messages become ordinary tokens.
 
@@ -125,8 +125,8 @@ class TurnTemplate:
             messages: of tools, one for each call in their order, and of the user.
             calls: those of the answer, wrong ones included.
             closed: whether the answer ended in a stop token. Else the one with which the template
-                closes its turns is told first.
-            stop: the stop token that was drawn. Another one than the template's is followed by
+                closes its turns comes first.
+            stop: the stop token that was sampled. Another one than the template's is followed by
                 the template's. None: it was the template's.
 
         Raises:
@@ -142,10 +142,10 @@ class TurnTemplate:
         return ids if closed and (stop is None or stop == close) else [close, *ids]
 
     def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> ParsedAnswer:
-        """Take a drawn answer apart.
+        """Take a sampled answer apart.
 
         Args:
-            tokens: as drawn, stop token included or not.
+            tokens: as sampled, stop token included or not.
             prompt: what stood before them. Where it ends in an open `<think>`, the answer begins
                 as reasoning, and is nothing else if it never says `</think>`.
         """
@@ -185,7 +185,7 @@ class TurnTemplate:
             [p.strip() for p in split.split(text) if p and p.strip() and p not in unwritten]
             for text in (decode(list(tokens)), rendered)
         )
-        if (close := self._usual.close) not in self._stop_texts:  # a drawn one stands before it
+        if (close := self._usual.close) not in self._stop_texts:  # a sampled one stands before it
             pairs = zip(stream, [*stream[1:], ""], strict=True)
             stream = [p for p, after in pairs if p not in self._stop_texts or after != close]
         opens = len(stream) == len(whole) + 1 and stream[-1] in self._stop_texts

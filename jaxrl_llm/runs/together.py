@@ -1,8 +1,11 @@
 """One run by several processes: they join with the same config, and end together."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.load import as_tree, dotted_items
@@ -52,6 +55,26 @@ def _differences(theirs: Mapping[str, Any], first: Mapping[str, Any], number: in
         for key in {**first, **theirs}
         if theirs.get(key) != first.get(key)
     ]
+
+
+def check_same_data(key: str, sequences: Iterable[Sequence[int]]) -> None:
+    """Compare the tokens of the data that each process has read.
+
+    Raises:
+        ConfigError: they differ; in all processes.
+    """
+    if distributed.process_count() == 1:
+        return
+    digest = hashlib.sha256()
+    for tokens in sequences:
+        digest.update(np.array([len(tokens), *tokens], np.int64).tobytes())
+    everyone = distributed.all_gather(digest.hexdigest())
+    for number, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ConfigError(
+                f"{key}: process {number} reads other rows than process 0; give all processes the "
+                "same files"
+            )
 
 
 def ending_together() -> contextlib.AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.data.call_text import ToolCall, dump_json
+from jaxrl_llm.data.row_fields import REASONING
 from jaxrl_llm.data.tool_calls import ParsedAnswer
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -59,10 +60,11 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     Raises:
         APIError: it is none, or holds something other than text and images.
 
-    >>> parse_message({"role": "user", "name": "Jo", "content": [{"type": "text", "text": "Hi"}]}, 0)
+    >>> parts = [{"type": "text", "text": "Hi"}]
+    >>> parse_message({"role": "user", "name": "Jo", "content": parts}, 0)
     {'role': 'user', 'content': 'Hi'}
     >>> parse_message({"role": "assistant", "id": "m1", "content": "4", "reasoning": "2+2"}, 0)
-    {'role': 'assistant', 'reasoning_content': '2+2', 'content': '4'}
+    {'role': 'assistant', 'content': '4', 'reasoning_content': '2+2'}
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -82,11 +84,13 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
     told = {k: v for k, v in message.items() if v is not None and k not in _UNSHOWN}
-    if (reasoning := told.pop("reasoning", None)) is not None:
-        told.setdefault("reasoning_content", reasoning)
     if told["role"] != "tool":
         told.pop("name", None)
     told |= {"content": content}
+    for name in REASONING[1:]:  # as vLLM's newer versions have it, `reasoning`
+        text = told.get(name)
+        if isinstance(text, str) and told.setdefault(REASONING[0], text) == text:
+            del told[name]
     return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
 
 

@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.runs.resume import ResumedRun, resume_run
+from jaxrl_llm.runs.together import check_same_data
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.training.check_functions import check_schedules
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
@@ -250,7 +251,7 @@ def tokenize_rows(
 
     def tokenized(rows: Sequence[Row], key: str) -> list[Prompt]:
         with config_errors_at(key):
-            return tokenize_prompts(
+            prompts, _ = tokenize_prompts(
                 rows,
                 tokenizer,
                 max_prompt_tokens=data.max_prompt_tokens,
@@ -259,7 +260,9 @@ def tokenize_rows(
                 encode=episodes and episodes.opening,
                 visuals=visuals,
                 vocab_size=model.vocab_size,
-            )[0]
+            )
+        check_same_data(key, (prompt.tokens for prompt in prompts))
+        return prompts
 
     train = tokenized(rows[0], "data.train")
     validation = tokenized(rows[1], "data.validation") if rows[1] else []

@@ -14,6 +14,7 @@ from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import Preference, tokenize_preferences
 from jaxrl_llm.data.rows import Row, load_rows
 from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.runs.together import check_same_data
 from jaxrl_llm.training.preference_objective import ANSWER_FIELDS, OF_LABELLED, OF_ROWS, SCORES
 from jaxrl_llm.training.step_objective import LOGITS, OF_STEPS
 
@@ -113,6 +114,7 @@ def tokenize_preference_rows(
                 step_separator=config.data.step_separator,
                 vocab_size=vocab_size,
             )
+        check_same_data(key, (item.tokens for item in items))
         check_rows(items[0], loss, f"{key}: loss {config.loss.fn!r}")
         return items
 

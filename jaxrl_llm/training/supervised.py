@@ -38,7 +38,7 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import ending_together, join
+from jaxrl_llm.runs.together import check_same_data, ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.check_functions import check_divergence
@@ -274,7 +274,7 @@ def _tokenize(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[E
         tokenizer = load_tokenizer(config.model.path)
     visuals = row_visuals(config.model, config.data)
     with config_errors_at("data.train"):
-        return tokenize_examples(
+        examples, _ = tokenize_examples(
             rows,
             tokenizer,
             max_tokens=config.data.max_tokens,
@@ -283,7 +283,9 @@ def _tokenize(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[E
             template_kwargs=config.data.chat_template_kwargs,
             visuals=visuals,
             vocab_size=vocab_size,
-        )[0]
+        )
+    check_same_data("data.train", (example.tokens for example in examples))
+    return examples
 
 
 def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:

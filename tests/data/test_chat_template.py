@@ -204,7 +204,7 @@ def test_a_reasoning_answer_behind_a_prompt_that_opens_a_thought():
         prompt, answer = template.answer_text(chat)
         assert prompt.endswith("<think>\n")
         assert answer == "R one\n</think>\n\nA one<｜end▁of▁sentence｜>"
-    with pytest.raises(ValueError, match=r"messages\[1\] .*set variables of the template"):
+    with pytest.raises(ValueError, match=r"messages\[1\]: .*set variables of the template"):
         make("qwen3_5_nothink").answer(as_keys)
     told = ChatTemplate(build("qwen3_5_nothink")[0], {"enable_thinking": True})
     assert told.answer_text(as_keys)[1] == "R one\n</think>\n\nA one<|im_end|>"
