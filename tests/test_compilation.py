@@ -159,9 +159,12 @@ def test_all_are_compiled_where_others_can_not_wait(monkeypatch):
     compile_all(programs)
     assert sorted(made.order) == ["a", "b", "c"] and all(p.is_done for p in programs)
     monkeypatch.setattr(compilation.distributed, "process_count", lambda: 2)
+    places = list[str]()
+    monkeypatch.setattr(compilation.distributed, "wait_for_all", places.append)
     assert not compilation.compiles_ahead(jax.devices("cpu"))
     compile_all([made(name) for name in "defgh"])
     assert made.order[3:] == list("defgh"), "several processes keep the same order"
+    assert places == [f"compiled {name}" for name in "defgh"], "none runs before all have compiled"
 
 
 def test_only_waits_are_counted_as_such(queue):

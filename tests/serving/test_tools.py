@@ -116,9 +116,12 @@ def test_the_developers_message_reaches_the_model_and_an_unknown_role_is_refused
     assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
     client.responses.create(model="tiny", input=rule)
     assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
-    for place, lost in enumerate(({"role": "usr", "content": "a"}, {**rule[1], "name": "Nora"})):
+    named = [rule[0], {**rule[1], "name": "Nora", "cache_control": {"type": "ephemeral"}}]
+    client.chat.completions.create(model="tiny", messages=named)  # as OpenAI's server takes them
+    assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
+    for place, lost in enumerate(({"role": "usr", "content": "a"}, {**rule[1], "weight": 0})):
         messages = [rule[1]] * place + [lost]
-        with pytest.raises(openai.BadRequestError, match=rf"messages\[{place}\]\.(content|name)"):
+        with pytest.raises(openai.BadRequestError, match=rf"messages\[{place}\]\.(content|weight)"):
             client.chat.completions.create(model="tiny", messages=messages)
 
 
