@@ -82,10 +82,8 @@ def build_scoring(
     score, score_validation = make_scoring(
         config.reward, reward_model.score if reward_model else None, stack, Path(config.run_dir)
     )
-    groups = {
-        "samples": config.rollout.samples_per_prompt,
-        "compares": "group_ids" in functions.needs,
-    }
+    samples, compares = config.rollout.samples_per_prompt, "group_ids" in functions.needs
+    groups = {"samples": samples, "compares": compares}
     refused = refused_with_chains(config, functions)
 
     def arrange(rollouts: Rollouts, **layout: Any) -> Batch:
@@ -93,23 +91,26 @@ def build_scoring(
         batch = lay_out(rollouts, **{"max_tokens": longest, **groups, **layout})
         return check_chains(batch, refused)
 
-    add_scores = functools.partial(
-        add_looked_at, rounding_warner(), components=config.reward.components, **groups
-    )
+    warn_of_rounding = rounding_warner()
+
+    def add_scores(batch: Batch, scores: Sequence[Score], **layout: Any) -> Batch:
+        layout = groups | layout
+        warn_of_rounding(scores, layout["samples"])
+        return with_scores(batch, scores, components=config.reward.components, **layout)
+
     # elsewhere than on the devices, and not together with other processes
     in_background = (
         reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
     )
     executor = ThreadPoolExecutor(1, "scoring")
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-    start = submit_scores if in_background else score_now
     penalty = functions.penalty and per_answer(functions.penalty, "algorithm.penalty", np.floating)
 
     def scored_batch(rollouts: Rollouts, scores: list[Score], **layout: Any) -> Batch:
         return add_scores(arrange(rollouts, **layout), scores, **layout)
 
     return ScoringStage(
-        start=functools.partial(start, executor, score),
+        start=functools.partial(submit_scores if in_background else score_now, executor, score),
         keep=group_keeper(config, functions.group_filter, scored_batch)
         if functions.group_filter
         else None,
@@ -122,17 +123,6 @@ def build_scoring(
         score_validation=score_validation,
         in_background=in_background,
     )
-
-
-def add_looked_at(
-    look: Callable[[Sequence[Score], int], None],
-    batch: Batch,
-    scores: Sequence[Score],
-    **arguments: Any,
-) -> Batch:
-    """Add scores to a batch by `with_scores`, once they have been looked at."""
-    look(scores, arguments["samples"])
-    return with_scores(batch, scores, **arguments)
 
 
 def rounding_warner() -> Callable[[Sequence[Score], int], None]:
