@@ -12,8 +12,6 @@ from typing import Any
 
 import filelock
 import jax
-from jax._src import compiler  # the public API has no way to let another process write
-from jax._src.compilation_cache import put_executable_and_time
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.sharding.distributed import process_count, process_index
@@ -103,6 +101,14 @@ def _keeping_own_programs() -> Iterator[None]:
     if process_index() == 0 or jax.default_backend() != "cpu":
         yield
         return
+    from jax._src import compiler  # the public API has no way to let another process write
+
+    if not hasattr(compiler, "_cache_write"):
+        log.info(
+            "this process compiles its programs at each start: jax %s keeps none", jax.__version__
+        )
+        yield
+        return
     jax_writes, compiler._cache_write = compiler._cache_write, _keep
     try:
         yield
@@ -111,9 +117,21 @@ def _keeping_own_programs() -> Iterator[None]:
 
 
 def _keep(
-    key: str, seconds: float, name: str, backend: Any, program: Any, callbacks: Sequence[Any]
+    key: str, seconds: float, name: str, backend: Any, program: Any, callbacks: Sequence[Any] = ()
 ) -> None:
-    """Do as `jax._src.compiler._cache_write` does in the first process."""
+    """Do as `jax._src.compiler._cache_write` does in the first process.
+
+    Args:
+        key: of the program in the cache.
+        seconds: that it took to compile.
+        name: of its module.
+        backend: that compiled it.
+        program: compiled.
+        callbacks: into Python, with which it can't be kept; jax 0.12 asks before, and has no such
+            argument.
+    """
+    from jax._src.compilation_cache import put_executable_and_time
+
     settings: Any = jax.config
     if callbacks or seconds < settings.jax_persistent_cache_min_compile_time_secs:
         return
