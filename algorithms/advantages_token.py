@@ -32,7 +32,7 @@ def whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float32[Array, "*S
     shifted = jnp.where(mask, x - lowest, 0.0)
     mean = shifted.sum() / jnp.maximum(count, 1).astype(jnp.float32)
     centred = jnp.where(mask, shifted - mean, 0.0)
-    # In units of the largest one, if that is above 1: the square of 1e20 is no float32.
+    # In units of the largest one, if that is above 1: float32 can't hold the square of 1e20.
     unit = jnp.max(jnp.abs(centred), initial=1.0)
     centred /= unit
     variance = jnp.square(centred).sum() / jnp.maximum(count - 1, 1).astype(jnp.float32)

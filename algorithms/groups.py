@@ -73,7 +73,7 @@ def deviation(
     >>> deviation(jnp.array([-4.0, 0.0, 4.0, 0.0]), grouped(jnp.array([0, 0, 0, 1]))).tolist()
     [4.0, 4.0, 4.0, 0.0]
     """
-    # In units of the largest one, if that is above 1: the square of 1e20 is no float32.
+    # In units of the largest one, if that is above 1: float32 can't hold the square of 1e20.
     unit = jnp.maximum(over_group(jax.ops.segment_max, jnp.abs(centred_scores), groups), 1.0)
     squares = over_group(jax.ops.segment_sum, jnp.square(centred_scores / unit), groups)
     count = groups.size if count is None else count

@@ -53,7 +53,7 @@ def read_blocks(
 ) -> tuple[str, list[ToolCall]]:
     """Return the text outside of BEGIN … END, and the calls inside.
 
-    The last block of an answer needs no end where it is whole, as vLLM reads it.
+    The last block of an answer needs no end marker if it can be read, as in vLLM.
 
     Args:
         marked: with markers as single characters.

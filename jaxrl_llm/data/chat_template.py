@@ -48,7 +48,7 @@ class CallStyle(NamedTuple):
 
         Args:
             calls: at least one.
-            text: beside them.
+            text: that comes with them.
         """
         written = []
         for call in calls:
@@ -144,7 +144,7 @@ class ChatTemplate:
     def answer(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Return the ids of a chat's prompt, and those of its last message as an answer to it.
 
-        An answer is what stands between the rendered prompt and the rendered chat, up to the token
+        An answer is the text between the rendered prompt and the rendered chat, up to the token
         that ends the assistant's turn.
 
         Args:
@@ -205,9 +205,9 @@ class ChatTemplate:
     ) -> list[tuple[list[int], list[bool]]]:
         """Return a chat as sequences to train on: ids, and a mask that is true on the answers.
 
-        Each answer stands behind the prompt that the template writes for it. As long as the prompt
+        Each answer follows the prompt that the template writes for it. As long as the prompt
         of the next one begins with what has been written, it goes on in the same sequence. Where
-        the template rewrites what stands before, as by dropping the reasoning of earlier answers,
+        the template rewrites earlier turns, as by dropping the reasoning of earlier answers,
         another sequence begins.
 
         Args:
@@ -350,7 +350,7 @@ class ChatTemplate:
         return end
 
     def _behind(self, messages: Sequence[Message], *, generation: bool) -> str:
-        """Return what stands behind an answer in the text of a chat."""
+        """Return what follows an answer in the text of a chat."""
         text = self.render([USER, *messages], generation=generation)
         _, said, behind = text.rpartition("zqsaid")
         if not said:
@@ -555,7 +555,7 @@ class ChatTemplate:
     def _check_kept(self, messages: Sequence[Message], tools: Tools, kind: str) -> None:
         """Raise ValueError if the template leaves out what a message says.
 
-        It renders a chat of the same form in which every text is replaced by a marker of its own,
+        It renders a chat of the same form in which every text is replaced by a unique marker,
         once for each form. A template may drop the reasoning of earlier answers, and names and ids
         of tools' messages.
         """
@@ -660,7 +660,7 @@ def _form(message: Message) -> Any:
 
 
 def _signed(message: Message, where: str, signs: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Return a message in which each text is a sign; add what each stands for to `signs`."""
+    """Return a message in which each text is a sign; add the field of each to `signs`."""
     role = message["role"]
 
     def sign(name: str) -> str:

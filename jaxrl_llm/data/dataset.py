@@ -105,7 +105,7 @@ def tokenize_prompts(
         max_prompt_tokens: the longest prompt allowed, in tokens.
         filter_overlong: drop longer prompts (counted and logged) instead of refusing them.
         template_kwargs: variables for the chat template.
-        encode: (messages, tools of the row) -> token ids, in place of the chat template with these
+        encode: (messages, tools of the row) -> token ids, instead of the chat template with these
             variables.
         visuals: reads the rows' images and videos; None: rows that have some are refused.
         vocab_size: of the model, whose token ids are below it; None: they are not compared.

@@ -117,7 +117,7 @@ def as_row(row: Any) -> Row:
     """Return a row without the columns that hold nothing.
 
     Raises:
-        ValueError: it is no row.
+        ValueError: it is not a dict.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected a row as a dict, got {abbreviated(row)}")
@@ -139,7 +139,7 @@ def normalize_messages(messages: Any, name: str, *, parts: bool = False) -> list
     """Return a chat in one form; see `normalize_message`.
 
     Raises:
-        ValueError: it is no list of messages, or one can't be used.
+        ValueError: it is not a list of messages, or one can't be used.
     """
     if not isinstance(messages, list) or not messages:
         raise field_error(name, messages, "a list of messages")

@@ -130,7 +130,7 @@ def special_stop_ids(stops: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
         tokenizer: of `transformers`.
 
     Raises:
-        ValueError: a stop text holds a special token beside other text.
+        ValueError: a stop text holds a special token and other text.
     """
     added = tokenizer.added_tokens_decoder.items()
     special = {token.content: number for number, token in added if token.special}
@@ -145,7 +145,7 @@ def special_stop_ids(stops: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
 
 
 class AnswerText:
-    """The text of one answer, as its tokens come: whole characters only, and no stop text.
+    """The text of one answer, as its tokens come: complete characters only, and no stop text.
 
     A window of the last tokens is decoded, from a border between characters on. What may still
     become another character, or a stop text, is held back.

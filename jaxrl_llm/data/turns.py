@@ -1,4 +1,4 @@
-"""Token ids of chats that go on: what stands between a sampled answer and the next one.
+"""Token ids of multi-turn chats: the observation tokens between two sampled answers.
 
 A stream of ids only ever grows: answers are kept as they were sampled, and only what the chat
 template puts between two of them is encoded. It is found by rendering a short chat with the new
@@ -306,7 +306,7 @@ class TurnTemplate:
     def _check_shown(self, messages: Sequence[Message]) -> None:
         """Raise ValueError if the template leaves out what messages after an answer say.
 
-        Messages of the same roles are rendered once in which each content is a sign of its own.
+        Messages of the same roles are rendered once in which each content is a unique sign.
         """
         roles = tuple(message["role"] for message in messages)
         if roles not in self._shown:

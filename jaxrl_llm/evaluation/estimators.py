@@ -26,7 +26,7 @@ class Answers(NamedTuple):
     Attributes:
         quantity: "acc" where every reward function that did not fail reports one, else "reward".
         values: of the answers; 0 for the `acc` of one whose reward function failed, NaN where an
-            answer is unscored or its `acc` is no finite number.
+            answer is unscored or its `acc` is not a finite number.
         votes: what was answered, None where that is not known; no array without `pred`s.
     """
 
@@ -111,7 +111,7 @@ def majority_at(
 
     Wang et al. 2022, https://arxiv.org/abs/2203.11171. Each run of k of the n answers, one after
     another without overlap, takes one vote; their values are averaged. On a tie the answer that
-    came first wins. None is no vote: the others decide, and if there are none, the first of the k
+    came first wins. None does not vote: the others decide, and if all are None, the first of the k
     answers does. (In verl, None is a vote like any other, and can win.)
 
     Args:

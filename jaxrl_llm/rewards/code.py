@@ -67,7 +67,7 @@ def plain_number(encoder, value):
     if hasattr(value, "as_integer_ratio"):
         above, below = value.as_integer_ratio()
         return above if below == 1 else above / below
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} is not JSON")
 """
 """Runs a program in a module of its own, as graders do: names that it lacks are looked up among
 those of `MODULES`, integers of any length can be printed, recursion may be deep, `/dev/stdin` can

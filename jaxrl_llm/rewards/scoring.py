@@ -150,7 +150,7 @@ def combine_scores(
 
 
 def with_components(score: Scoring, reward: RewardConfig) -> Scoring:
-    """Return scoring in which an answer fails if one of its components is no finite number.
+    """Return scoring in which an answer fails if one of its components is not a finite number.
 
     One that is not reported at all is an error of the config, which `with_scores` finds.
     """

@@ -295,7 +295,7 @@ class Chat:
         if not 0 <= number < self.turn or added is None:
             raise BrokenEpisode(
                 f"chat.reward: got {short_repr(value)} for turn {number}, expected a finite number "
-                f"(float32) for one of the {self.turn} turns that have been drawn"
+                f"(float32) for one of the {self.turn} turns sampled so far"
             )
         self._log.rewards[number] += added
 

@@ -23,11 +23,11 @@ def join(config: Any, *rules: Callable[[Any, int], Iterator[str]]) -> None:
 
     Args:
         config: of the run.
-        rules: that yield a line for each key of it that so many processes can't have.
+        rules: yield a line for each key that this number of processes can't have.
 
     Raises:
-        ConfigError: a config, a user's function or a version differs, so many processes can't run
-            it, or they can't make up a run; in all of them.
+        ConfigError: a config, a user's function or a version differs, or the processes can't
+            make up a run; in all of them.
         RunError: they did not all come.
     """
     try:

@@ -135,7 +135,7 @@ class AnswerStream:
             self._content, self._holds = "", True
 
     def _read_answer(self) -> ParsedAnswer:
-        """Take the whole answer apart. If one of its calls is wrong, all stay in the text."""
+        """Take the complete answer apart. If one of its calls is wrong, all stay in the text."""
         form, marked = self._form, self._signed(self._marked)
         answer = form.read_marked(marked, self._tools)
         if any(call.error is not None for call in answer.calls):  # as in vLLM
@@ -165,7 +165,7 @@ def read_answer(
     index: int = 0,
     stops: Sequence[str] = (),
 ) -> ParsedAnswer:
-    """Take a drawn answer apart for a client; the arguments are those of `AnswerStream`."""
+    """Take a sampled answer apart for a client; the arguments are those of `AnswerStream`."""
     stream = AnswerStream(template, prompt=prompt, index=index, stops=stops)
     stream.push(tokens, last=True)
     assert stream.answer is not None, "it has ended"
@@ -181,5 +181,5 @@ def call_id(form: CallFormat, prompt: Sequence[int], index: int, number: int) ->
         index: the answer's number.
         number: the call's.
     """
-    drawn = hashlib.sha256(np.asarray([index, number, *prompt], "<i8").tobytes()).hexdigest()
-    return f"call_{drawn[:24]}" if "_" in form.first_id else drawn[: len(form.first_id)]
+    digest = hashlib.sha256(np.asarray([index, number, *prompt], "<i8").tobytes()).hexdigest()
+    return f"call_{digest[:24]}" if "_" in form.first_id else digest[: len(form.first_id)]

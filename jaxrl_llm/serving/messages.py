@@ -83,15 +83,15 @@ def parse_message(message: Any, index: int) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise APIError(f"{where}.tool_calls: got {shown(calls)}, expected a list", param=where)
-    told = {k: v for k, v in message.items() if v is not None and k not in _UNSHOWN}
-    if told["role"] != "tool":
-        told.pop("name", None)
-    told |= {"content": content}
+    parsed = {k: v for k, v in message.items() if v is not None and k not in _UNSHOWN}
+    if parsed["role"] != "tool":
+        parsed.pop("name", None)
+    parsed |= {"content": content}
     for name in REASONING[1:]:  # as vLLM's newer versions have it, `reasoning`
-        text = told.get(name)
-        if isinstance(text, str) and told.setdefault(REASONING[0], text) == text:
-            del told[name]
-    return told | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
+        text = parsed.get(name)
+        if isinstance(text, str) and parsed.setdefault(REASONING[0], text) == text:
+            del parsed[name]
+    return parsed | ({"tool_calls": [_parse_tool_call(c, where) for c in calls]} if calls else {})
 
 
 def _parse_part(part: Any, where: str) -> dict[str, Any]:

@@ -119,10 +119,10 @@ def completion_logprobs(
     logprobs = [floor(value) for value in piece.logprobs.tolist()]
     tops = list[dict[str, float]]()
     for token, own, top in zip(tokens, logprobs, top_pairs(piece), strict=True):
-        told = dict[str, float]()
+        by_text = dict[str, float]()
         for text, logprob in [*((vocabulary.text_of(t), floor(p)) for t, p in top), (token, own)]:
-            told[text] = max(logprob, told.get(text, logprob))  # two tokens may have one text
-        tops.append(told)
+            by_text[text] = max(logprob, by_text.get(text, logprob))  # two tokens may have one text
+        tops.append(by_text)
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,

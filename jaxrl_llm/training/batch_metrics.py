@@ -237,7 +237,7 @@ def correction_metrics(batch: Batch) -> dict[str, float]:
 def extra_metrics(scores: list[Score]) -> dict[str, float]:
     """Return the means of the reward function's other numbers, over the answers that have them.
 
-    What is not finite in float32 is no number here, as None is none.
+    Values that float32 can't hold are left out, as None is.
 
     >>> extras = {"form": 1.0}, {"form": float("nan")}, {"form": 10**400}, {"form": None}
     >>> extra_metrics([Score(0.0, extra, None) for extra in extras])

@@ -2,7 +2,7 @@
 
 Our models stack the arrays of their layers; an optimizer is written for arrays as a model has
 them, one per layer. Where that makes no difference, as for AdamW, it is given the stacks. Else it
-is given trees with `LayerArrays` in place of stacks, and its updates and state are stacked again.
+is given trees with `LayerArrays` instead of stacks, and its updates and state are stacked again.
 """
 
 import contextlib
@@ -314,7 +314,7 @@ def _may_see_stacks(
 
     It does where it takes the same decisions about both, i.e. computes by the same primitives with
     the same constants, and either computes each element by itself or has `muon_numbers`, by which
-    it knows what of an array is a matrix. Where that can't be told, it does not.
+    it knows what of an array is a matrix. Where that is not certain, it does not.
     """
     if all(not d.counts_layers and d.layer_shape == d.shape for d in jax.tree.leaves(declared)):
         return True

@@ -146,7 +146,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 def orientation(image: Image.Image) -> int:
     """Return how a picture is turned, by EXIF or XMP, from 1 (upright) to 8.
 
-    As in Pillow's `exif_transpose`, a value that is no such number means upright.
+    As in Pillow's `exif_transpose`, any other value means upright.
     """
     if image.format == "PNG" and not TURNED_BY & {*image.info}:
         return 1  # Pillow would decode all of it to look for EXIF behind the pixels
@@ -281,7 +281,7 @@ def _alone(image: Image.Image) -> Image.Image:
 
 
 def _first_jpeg(data: bytes) -> bytes:
-    """Return a file up to the end of its first JPEG; one inside of a segment is no end."""
+    """Return a file up to the end of its first JPEG; ends inside segments do not count."""
     at = len(b"\xff\xd8")
     while marker := JPEG_MARKER.search(data, at):
         at = marker.end()

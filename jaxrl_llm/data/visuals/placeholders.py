@@ -106,7 +106,7 @@ class Placeholders:
         *,
         all_shown: bool,
     ) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], int]:
-        """Expand what stands between answers, whose tokens stay as they are.
+        """Expand what is between answers, whose tokens stay as they are.
 
         Args:
             tokens: of a chat.

@@ -312,7 +312,7 @@ class NativeEngine:
         check_visuals(self.model, request, self.programs.sizes)
 
     def _with_stop_tokens(self, request: Request) -> Request:
-        """Return a request that also stops at the tokens that are whole stop texts.
+        """Return a request that also stops at its stop texts that are special tokens.
 
         Raises:
             EngineError: there is no tokenizer, or a stop text can never be found.
