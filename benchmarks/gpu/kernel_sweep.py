@@ -47,6 +47,9 @@ class Launch(NamedTuple):
     warps: int | None = None
 
 
+AS_IT_IS = Launch()
+
+
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -106,7 +109,7 @@ class Sweep:
         self._runs, self._small = runs, small
         self._first: dict[int, np.ndarray] = {}
 
-    def row(self, what: str, given: Given, launch: Launch = Launch(), **labels: Any) -> None:
+    def row(self, what: str, given: Given, launch: Launch = AS_IT_IS, **labels: Any) -> None:
         """Print a variant's row."""
         try:
             seconds, result = measure(given, launch, self._runs, self._small)
@@ -116,7 +119,9 @@ class Sweep:
         first = self._first.setdefault(id(given), result)
         off = float(np.linalg.norm(result - first) / np.linalg.norm(first))
         rate = given.read / seconds
-        emit(what=what, **labels, microseconds=1e6 * seconds, terabytes_a_second=rate / 1e12, off=off)
+        emit(
+            what=what, **labels, microseconds=1e6 * seconds, terabytes_a_second=rate / 1e12, off=off
+        )
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -20,14 +20,15 @@ import optax
 
 from benchmarks.gpu.cases import run_cases
 from benchmarks.gpu.jobs import ENGINES
-from benchmarks.gpu.shapes import SHAPES, lengths_of
-from benchmarks.gpu.specs import spec_of
+from benchmarks.gpu.shapes import SHAPES, lengths_of, peak_of
+from benchmarks.gpu.specs import scored_flops, spec_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import PLAIN, attend
+from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.kernels import (
     Heads,
     KernelChoice,
@@ -151,9 +152,14 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
         state, metrics = learner.update(state, batch, coefs)
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - begun)
+    spec, lengths = spec_of(job["shape"]), lengths_of(job)
+    taken, peak = statistics.median(times[1:]), peak_of(jax.devices()[0].device_kind)
+    rates = [count(spec, lengths) / taken for count in (update_flops, scored_flops)]
+    mfu = {"mfu": rates[0] / peak.flops, "mfu_scored": rates[1] / peak.flops} if peak else {}
     return {
-        "seconds": statistics.median(times[1:]),
+        "seconds": taken,
         "all_seconds": times[1:],
+        **mfu,
         "seconds_to_compile": times[0],
         "seconds_in_all": time.perf_counter() - start,
         "loss": float(metrics["loss"]),
