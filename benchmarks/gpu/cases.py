@@ -37,14 +37,14 @@ def run_cases(jobs: Mapping[str, Job], device: Callable[[], str], description: s
     """
     parser = argparse.ArgumentParser(description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("job", type=Path, help="JSON: do (a name), cases, and what these share")
+    parser.add_argument("job", type=Path, help="JSON: cases, and what these share, as do, a name")
     parser.add_argument("results", type=Path, help="JSON that is written: a list, in their order")
     options = parser.parse_args()
     job, name = json.loads(options.job.read_text()), device()
     rows: list[dict[str, Any]] = []
     for case in job["cases"]:
         try:
-            result = jobs[job["do"]](job | case)
+            result = jobs[(job | case)["do"]](job | case)
         except Exception as error:  # a row of the table says what happened
             result = {"error": describe_error(error)}
         rows.append({"device": name, **result})

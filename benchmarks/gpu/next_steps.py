@@ -11,6 +11,7 @@ MOST_PREFILL = 0.15  # of a call
 MOST_ATTENTION = 0.45  # of the kernels' time
 MOST_OTHER = 0.15
 LEAST_BUSY = 0.9
+MOST_OUTSIDE = 0.25  # of an update
 GAIN = 0.02  # that is worth a change
 
 
@@ -136,8 +137,15 @@ def _kernel(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _updates(rows: Sequence[Row]) -> Iterator[str]:
-    found = [r for r in rows if r["phase"].startswith("update-") and "seconds" in r]
-    found = [r for r in found if "error" not in r]
+    done = [r for r in rows if r["phase"] == "updates" and "seconds" in r]
+    found = [r for r in done if r["case"]["do"] == "update"]
+    profiles = [r for r in done if r["case"]["do"] == "profile"]
+    for profile in profiles:
+        outside = profile["outside_matrix_products_and_attention"]
+        yield (
+            f"Of an update {outside:.0%} is outside of matrix products and attention"
+            + (": look at its copies and casts first." if outside > MOST_OUTSIDE else ".")
+        )
     if not found:
         return
     best = min(found, key=lambda r: r["seconds"])
@@ -147,13 +155,6 @@ def _updates(rows: Sequence[Row]) -> Iterator[str]:
         yield (
             f"MFU is {best['mfu']:.1%}, {best['mfu_scored']:.1%} with the head counted for scored "
             "tokens only."
-        )
-    profile = _find(rows, "profile")
-    if profile:
-        outside = profile["outside_matrix_products_and_attention"]
-        yield (
-            f"Of an update {outside:.0%} is outside of matrix products and attention"
-            + (": look at its copies and casts first." if outside > 0.25 else ".")
         )
 
 

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,21 +94,14 @@ def list_phases(options: argparse.Namespace, facts: Facts) -> list[Phase]:
         command = ("benchmarks.gpu.decode_probe", *small, *words)
         return Phase(f"decode{name}", command, limit, 40, **settings)
 
-    def ours(name: str, job: dict[str, Any]) -> Phase:
-        return Phase(name, ("benchmarks.gpu.ours", job), 60, 20)
-
     return [
-        ours("target", {"do": "target", "cases": [{}]}),
+        Phase("target", ("benchmarks.gpu.ours", {"do": "target", "cases": [{}]}), 40),
         decode("", limit=150),
         decode("-while", "--no-trace", limit=100, environment=one_loop),
         Phase("decode-torch", _torch_decode(sizes, many), 60, 25, lacks=facts.lacking(*PEERS)),
         Phase("kernel", ("benchmarks.gpu.kernel_sweep", *small), 70, 20),
-        *(
-            ours(f"update-{chunk}", _update_job("update", sizes, options.small, chunk))
-            for chunk in (1024, 2048, 8192)
-        ),
+        Phase("updates", ("benchmarks.gpu.ours", _updates(sizes, options.small)), 150, 30),
         Phase("push", ("benchmarks.gpu.push_probe", *small), 60, 20),
-        ours("profile", _update_job("profile", sizes, options.small, 1024)),
         decode("-long", "--longest", longest, "--answer", "64", "--no-trace", limit=90),
         decode("-int8", "--engine", "int8 cache", "--no-trace"),
         decode("-fp8", "--engine", "fp8 weights", "--no-trace"),
@@ -122,8 +116,13 @@ def _torch_decode(sizes: Sizes, requests: int) -> tuple[Any, ...]:
     return "benchmarks.gpu.theirs", {"do": "decode", "cases": [case]}
 
 
-def _update_job(do: str, sizes: Sizes, small: bool, chunk: int) -> dict[str, Any]:
-    case = {
+def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
+    """Return updates with each chunk of log-probs, and a trace of one, in one process.
+
+    The trace comes before the same update is timed: it says less of a program that was read from
+    the folder of compiled ones.
+    """
+    common = {
         "shape": sizes.shape,
         "tokens": sizes.tokens,
         "row": sizes.row,
@@ -133,9 +132,13 @@ def _update_job(do: str, sizes: Sizes, small: bool, chunk: int) -> dict[str, Any
         "micro": sizes.micro[1],
         "remat": "dots",
         "attention": "auto",
-        "logprob_chunk": chunk // 32 if small else chunk,
     }
-    return {"do": do, "cases": [case]}
+    cases = ("update", 2048), ("profile", 1024), ("update", 1024), ("update", 8192)
+    return common | {
+        "cases": [
+            {"do": do, "logprob_chunk": chunk // 32 if small else chunk} for do, chunk in cases
+        ]
+    }
 
 
 def _tests(facts: Facts) -> Phase:
@@ -225,7 +228,8 @@ def run_phase(phase: Phase, limit: float, record: Record, cache: Path) -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             reader.join(5)
     kind = "ended" if ended == "done" else "error"
     record.add(phase.name, {kind: ended, "wall_seconds": round(time.monotonic() - begun, 1)})
@@ -247,7 +251,7 @@ def _command_of(phase: Phase, folder: Path, cache: Path) -> tuple[list[str], dic
     module, *words = phase.command
     if phase.name == "target":
         flags.append(f"--xla_dump_to={folder / 'dump'}")
-    elif phase.name != "profile":  # a trace says less of a program that was read from there
+    else:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     environment[COMPILES] = " ".join(filter(None, flags))
     if words and isinstance(words[0], dict):
@@ -287,7 +291,7 @@ def run_phases(phases: Sequence[Phase], seconds: float, record: Record) -> None:
 # -------------------------------------------------------------------------------------- the page
 
 
-HIDDEN = {"phase", "at", "what", "case", "kernels", "summary", "device", "all_seconds"}
+HIDDEN = {"phase", "at", "what", "kernels", "summary", "device", "all_seconds"}
 
 
 def shorten(value: Any) -> str:
@@ -369,7 +373,8 @@ def choose(phases: Sequence[Phase], only: str | None, skip: str | None) -> list[
 def main(words: Sequence[str] | None = None) -> int:
     """Run the phases; 2 where something is missing, 1 where no phase was done."""
     options, begun = arguments(words), time.monotonic()
-    needed, peers = probe(NEEDED), probe((*PEERS, *OPTIONAL))
+    with ThreadPoolExecutor() as pool:
+        needed, peers = pool.map(probe, (NEEDED, (*PEERS, *OPTIONAL)))
     if texts := lacking(needed, options.small):
         sys.stderr.write("\n".join(texts) + "\nwanted one NVIDIA GPU, or --small\n")
         return 2
