@@ -34,6 +34,7 @@ NEEDED = (
     *("pydantic", "PIL", "cloudpickle", "filelock"),
 )
 PEERS = ("torch", "transformers")
+PROBE_SECONDS = 120
 SYSTEMS = {"ours": "jaxrl_llm", "theirs": "torch", "parity": "both"}
 
 PROBE = """
@@ -89,7 +90,8 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
                 check=False,
             )
             lines = log.read_text(errors="replace").strip().splitlines()
-            stopped = f"the process ended with {done.returncode}: {(lines or ['-'])[-1][:200]}"
+            lines = [line for line in lines if not line.startswith("{")] or ["-"]
+            stopped = f"the process ended with {done.returncode}: {lines[-1][:200]}"
         except subprocess.TimeoutExpired:
             stopped = f"not done after {limit:.0f} s"
     outcomes = json.loads(results.read_text()) if results.exists() else []
@@ -121,15 +123,19 @@ def run_part(jobs: Sequence[Job], missing: str, folder: Path, limit: float) -> I
 
 def probe(names: Sequence[str]) -> Row:
     """Return versions, what is missing and jax's first device, seen by a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, ",".join(names)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, ",".join(names)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
         lines = done.stderr.strip().splitlines() or ["no output"]
+    except subprocess.TimeoutExpired:
+        done, lines = None, [f"importing {', '.join(names)} took over {PROBE_SECONDS} s"]
+    if done is None or done.returncode:
         return {"missing": [f"a working Python: {lines[-1]}"], "versions": {}, "platform": "none"}
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -1,7 +1,7 @@
 """Runs the cases of a job one after another, and writes what each gave as soon as it is known."""
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,31 @@ def describe_error(error: Exception) -> str:
     return "out of memory" if any(sign in text for sign in FULL) else text.splitlines()[0][:200]
 
 
-def run_cases(jobs: Mapping[str, Job], device: str) -> None:
-    """Run the job in the file that the command line names first; results go to the second."""
-    job, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def emit(**row: Any) -> None:
+    """Print a row as a line of JSON, at once."""
+    print(json.dumps(row), flush=True)
+
+
+def run_cases(jobs: Mapping[str, Job], device: Callable[[], str], description: str | None) -> None:
+    """Run the job of the file that the command line names first; results go to the second.
+
+    Args:
+        jobs: What can be done, by name.
+        device: Names the device.
+        description: For `--help`.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("job", type=Path, help="JSON: cases, and what these share, as do, a name")
+    parser.add_argument("results", type=Path, help="JSON that is written: a list, in their order")
+    options = parser.parse_args()
+    job, name = json.loads(options.job.read_text()), device()
     rows: list[dict[str, Any]] = []
     for case in job["cases"]:
         try:
-            result = jobs[job["do"]](job | case)
+            result = jobs[(job | case)["do"]](job | case)
         except Exception as error:  # a row of the table says what happened
             result = {"error": describe_error(error)}
-        rows.append({"device": device, **result})
-        results.write_text(json.dumps(rows))
+        rows.append({"device": name, **result})
+        options.results.write_text(json.dumps(rows))
+        emit(case=case, **rows[-1])

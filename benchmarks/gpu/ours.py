@@ -20,14 +20,15 @@ import optax
 
 from benchmarks.gpu.cases import run_cases
 from benchmarks.gpu.jobs import ENGINES
-from benchmarks.gpu.shapes import SHAPES, lengths_of
-from benchmarks.gpu.specs import spec_of
+from benchmarks.gpu.shapes import SHAPES, lengths_of, peak_of
+from benchmarks.gpu.specs import scored_flops, spec_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import PLAIN, attend
+from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.kernels import (
     Heads,
     KernelChoice,
@@ -40,6 +41,7 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped import BLOCKED, grouped_matmul
 from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Request, SamplingParams
@@ -93,34 +95,51 @@ def batch_of(job: dict[str, Any]) -> Batch:
     return Batch(np.where(at < sizes[:, None], tokens, 0).astype(np.int32), sizes, fields)
 
 
-def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
-    """Return a learner of the library, its state, and how it attends."""
-    spec, layout = spec_of(job["shape"]), layout_of()
-    choice = choose_kernel(job["attention"], spec, layout, "bfloat16", device=this_device())
-    split = layout.of(declare(spec))
-    params = jax.jit(lambda key: init_params(spec, key=key), out_shardings=split)(jax.random.key(0))
+def build_learner(job: dict[str, Any], layout: Layout, kernel: Any, params_like: Any) -> Learner:
+    """Return the learner of a job's updates: one shape of micro-batches, so one program."""
+    spec = spec_of(job["shape"])
     shape = row_shape(
         job["micro"],
         min(job["row"], job["micro"]),
         sequences=len(lengths_of(job)),
-        cost=dataclasses.replace(model_cost(spec), flops=0.0),  # one shape, so one program
+        cost=dataclasses.replace(model_cost(spec), flops=0.0),
     )
-    learner = Learner(
+    forward = ForwardConfig(
+        model=model_of(spec),
+        dtype="bfloat16",
+        remat=job["remat"],
+        logprob_chunk=job.get("logprob_chunk", ForwardConfig.logprob_chunk),
+        kernel=kernel,
+    )
+    return Learner(
         PolicyObjective(loss=ppo_clip),
-        ForwardConfig(
-            model=model_of(spec), dtype="bfloat16", remat=job["remat"], kernel=choice.kernel
-        ),
+        forward,
         optax.adamw(LEARNING_RATE),
         reduce=token_mean,
         shape=shape,
         mesh=layout.mesh,
-        params_like=jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
-        ),
+        params_like=params_like,
     )
+
+
+def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
+    """Return a learner of the library, its state, and how it attends."""
+    spec, layout = spec_of(job["shape"]), layout_of()
+    choice = choose_kernel(job["attention"], spec, layout, "bfloat16", device=this_device())
+    params = draw_params(spec, layout)
+    like = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+    )
+    learner = build_learner(job, layout, choice.kernel, like)
     state = learner.init(params)
     del params
     return learner, state, choice
+
+
+def draw_params(spec: ModelSpec, layout: Layout) -> Any:
+    """Draw a model's weights where the layout puts them."""
+    draw = jax.jit(functools.partial(init_params, spec), out_shardings=layout.of(declare(spec)))
+    return draw(key=jax.random.key(0))
 
 
 def update(job: dict[str, Any]) -> dict[str, Any]:
@@ -133,9 +152,14 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
         state, metrics = learner.update(state, batch, coefs)
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - begun)
+    spec, lengths = spec_of(job["shape"]), lengths_of(job)
+    taken, peak = statistics.median(times[1:]), peak_of(jax.devices()[0].device_kind)
+    rates = [count(spec, lengths) / taken for count in (update_flops, scored_flops)]
+    mfu = {"mfu": rates[0] / peak.flops, "mfu_scored": rates[1] / peak.flops} if peak else {}
     return {
-        "seconds": statistics.median(times[1:]),
+        "seconds": taken,
         "all_seconds": times[1:],
+        **mfu,
         "seconds_to_compile": times[0],
         "seconds_in_all": time.perf_counter() - start,
         "loss": float(metrics["loss"]),
@@ -264,10 +288,13 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds(run, hidden, head, runs=job["runs"]), "scratch_bytes": scratch}
 
 
-def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
+def engine_of(
+    job: dict[str, Any], requests: int, length: int, layout: Layout | None = None
+) -> NativeEngine:
     """Return one of the native engines, with room for so many sequences of a length."""
-    spec, layout, variant = spec_of(job["shape"]), layout_of(), ENGINES[job["engine"]]
-    settings = EngineSettings(requests, length, dtype=job["dtype"], **variant.get("settings", {}))
+    spec, layout, variant = spec_of(job["shape"]), layout or layout_of(), ENGINES[job["engine"]]
+    given = variant.get("settings", {}) | job.get("settings", {})
+    settings = EngineSettings(requests, length, dtype=job["dtype"], **given)
     choice = choose_cache_kernel(
         variant.get("attention", "auto"),
         spec,
@@ -283,27 +310,26 @@ def engine_of(job: dict[str, Any], requests: int, length: int) -> NativeEngine:
 def decode(job: dict[str, Any]) -> dict[str, Any]:
     """Time the native engine on as many requests as it has slots, all of one length.
 
-    What answers of half the length take has prefill in it, too: the difference is steps alone.
+    Each call has prompts of its own, which the engine has not in its cache. What answers of half
+    the length take has prefill in it, too: the difference is steps alone.
     """
     spec, (prompt, new), requests = spec_of(job["shape"]), job["answer"], job["requests"]
     engine = engine_of(job, requests, prompt + new)
-    split = layout_of().of(declare(spec))
-    draw = jax.jit(functools.partial(init_params, spec), out_shardings=split)
-    engine.load(draw(key=jax.random.key(0)), version=0)
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(1, spec.vocab_size, (requests, prompt)).tolist()
-    compiled = []
+    engine.load(draw_params(spec, layout_of()), version=0)
+    rng, compiled = np.random.default_rng(0), []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event == COMPILED else None
     )
 
     def generate(tokens: int) -> float:
         sampling = SamplingParams(max_new_tokens=tokens)
+        prompts = rng.integers(1, spec.vocab_size, (requests, prompt)).tolist()
         asked = [Request(tuple(p), sampling, seed) for seed, p in enumerate(prompts)]
-        begun = time.perf_counter()
+        before, begun = engine.stats().prompt_tokens, time.perf_counter()
         answers = engine.sample(asked)
         taken = time.perf_counter() - begun
         assert all(len(answer.tokens) == tokens for answer in answers), "no stop token was given"
+        assert engine.stats().prompt_tokens - before >= requests * (prompt - 1), "prompts were kept"
         return taken
 
     generate(new)
@@ -345,4 +371,4 @@ JOBS = {f.__name__: f for f in (update, profile, attention, experts, logprobs, d
 
 
 if __name__ == "__main__":
-    run_cases(JOBS, jax.local_devices()[0].device_kind)
+    run_cases(JOBS, lambda: jax.local_devices()[0].device_kind, __doc__)

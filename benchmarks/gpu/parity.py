@@ -201,4 +201,4 @@ def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 if __name__ == "__main__":
-    run_cases({"parity": parity}, jax.local_devices()[0].device_kind)
+    run_cases({"parity": parity}, lambda: jax.local_devices()[0].device_kind, __doc__)

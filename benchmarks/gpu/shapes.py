@@ -1,6 +1,7 @@
 """Models, GPUs and sizes of the jobs of `benchmarks.gpu`. Plain Python, for torch's jobs, too."""
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -74,6 +75,15 @@ def lengths_of(job: dict[str, Any]) -> list[int]:
     if job["lengths"] == "equal":
         return [job["length"]] * (job["tokens"] // job["length"])
     return spread_lengths(job["tokens"], job["length"] // 2, job["row"])
+
+
+def count_scored(lengths: Sequence[int]) -> int:
+    """Count the tokens that a job trains on: all but prompts, a quarter or the first one.
+
+    >>> count_scored([1024, 2])
+    769
+    """
+    return sum(length - max(length // 4, 1) for length in lengths)
 
 
 class Sizes(NamedTuple):

@@ -1,6 +1,9 @@
 """The shapes of `benchmarks.gpu` as this library describes a model."""
 
-from benchmarks.gpu.shapes import SHAPES
+from collections.abc import Sequence
+
+from benchmarks.gpu.shapes import SHAPES, count_scored
+from jaxrl_llm.models.flops import causal_pairs, forward_flops
 from jaxrl_llm.models.spec import ModelSpec
 
 
@@ -20,3 +23,12 @@ def spec_of(name: str) -> ModelSpec:
         tied_embeddings=True,
         max_positions=40960,
     )
+
+
+def scored_flops(spec: ModelSpec, lengths: Sequence[int]) -> int | float:
+    """Count an update's FLOPs with the head for scored tokens only; it is skipped for the others.
+
+    `update_flops` counts it for all tokens, as MFU is usually given.
+    """
+    pairs = causal_pairs(0, *lengths)
+    return 3 * forward_flops(spec, sum(lengths), pairs, scored=count_scored(lengths))

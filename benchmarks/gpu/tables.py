@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.gpu.jobs import ENGINES, Row
 from benchmarks.gpu.shapes import Peak, lengths_of, peak_of
-from benchmarks.gpu.specs import spec_of
+from benchmarks.gpu.specs import scored_flops, spec_of
 from benchmarks.tables import markdown_table
 from jaxrl_llm.models.flops import active_parameters, causal_pairs, update_flops
 from jaxrl_llm.models.spec import ModelSpec
@@ -34,14 +34,18 @@ def update_table(rows: Sequence[Row], peak: Peak | None) -> str:
             attended = row.get("attention", case["attention"]).partition(":")[0]
             labels += ["jaxrl_llm, float32 masters", case["remat"], attended]
         if "error" in row:
-            lines.append([*labels, row["error"], "", "", ""])
+            lines.append([*labels, row["error"], "", "", "", ""])
             continue
-        rate = update_flops(spec_of(case["shape"]), lengths) / row["seconds"]
         speed = f"{sum(lengths) / row['seconds']:.0f}"
-        mfu = _share(rate, peak and peak.flops)
-        lines.append([*labels, f"{row['seconds']:.3f}", speed, mfu, _gb(row)])
-    head = "micro-batch, lengths, system, computed again, attention, s, tokens/s, MFU, peak GB"
-    return markdown_table(head.split(", "), lines)
+        mfu = [
+            _share(count(spec_of(case["shape"]), lengths) / row["seconds"], peak and peak.flops)
+            for count in (update_flops, scored_flops)
+        ]
+        lines.append([*labels, f"{row['seconds']:.3f}", speed, *mfu, _gb(row)])
+    head = "micro-batch, lengths, system, computed again, attention, s, tokens/s, MFU"
+    head += ", of scored tokens, peak GB"
+    note = "MFU counts the head for all tokens; the next column for those that are scored."
+    return f"{note}\n\n{markdown_table(head.split(', '), lines)}"
 
 
 def attention_table(rows: Sequence[Row], peak: Peak | None) -> str:
@@ -167,7 +171,7 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
             continue
         settings = ENGINES.get(engine or "", {}).get("settings", {})
         spec = spec_of(row["case"]["shape"])
-        read = decoding_bytes(spec, requests, prompt, new, **settings)
+        read = decoding_bytes(spec, requests, range(prompt + new // 2, prompt + new), **settings)
         steps = row["seconds"] - row["half_seconds"]
         lines.append(
             [
@@ -194,23 +198,29 @@ def decode_table(rows: Sequence[Row], peak: Peak | None) -> str:
 def decoding_bytes(
     spec: ModelSpec,
     requests: int,
-    prompt: int,
-    new: int,
+    contexts: Sequence[int],
     *,
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
 ) -> int:
-    """Count the bytes that the steps of an answer's second half have to read.
+    """Count the bytes that the steps of an answer have to read.
 
     Each reads the weights once, and the keys and values of all tokens up to the one it is given, in
     bfloat16; layers in a byte a number with `fp8`, and keys and values with `int8`, with a scale of
     two bytes for each head.
+
+    Args:
+        spec: The model.
+        requests: That are decoded at once.
+        contexts: Tokens of each of them before each step.
+        quantization: Of the weights.
+        kv_cache_dtype: Of keys and values.
     """
-    active, steps = active_parameters(spec), range(new // 2, new)
+    active = active_parameters(spec)
     weights = (1 if quantization == "fp8" else 2) * active.layers + 2 * active.head
     head = spec.head_dim + 2 if kv_cache_dtype == "int8" else 2 * spec.head_dim
     per_token = 2 * spec.layers * spec.kv_heads * head
-    return len(steps) * weights + requests * per_token * sum(prompt + i for i in steps)
+    return len(contexts) * weights + requests * per_token * sum(contexts)
 
 
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row], Peak | None], str]]] = {

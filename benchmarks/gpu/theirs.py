@@ -232,4 +232,4 @@ JOBS = {f.__name__: f for f in (update, attention, experts, decode)}
 
 
 if __name__ == "__main__":
-    run_cases(JOBS, torch.cuda.get_device_name() if CUDA else "cpu")
+    run_cases(JOBS, lambda: torch.cuda.get_device_name() if CUDA else "cpu", __doc__)

@@ -34,10 +34,10 @@ def test_decoding_reads_the_weights_and_the_cache_once_a_step():
     matrices = 512 * 64 + 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
     keys_and_values = 2 * 2 * 2 * 16
     cached = 3 * keys_and_values * (6 + 7)
-    assert tables.decoding_bytes(spec, 3, 4, 4) == 2 * (2 * matrices + cached)
-    halved = tables.decoding_bytes(spec, 3, 4, 4, kv_cache_dtype="int8")
+    assert tables.decoding_bytes(spec, 3, [6, 7]) == 2 * (2 * matrices + cached)
+    halved = tables.decoding_bytes(spec, 3, [6, 7], kv_cache_dtype="int8")
     assert halved == 2 * 2 * matrices + cached + 2 * cached // 16
-    halved = tables.decoding_bytes(spec, 3, 4, 4, quantization="fp8")
+    halved = tables.decoding_bytes(spec, 3, [6, 7], quantization="fp8")
     assert halved == 2 * (matrices + 512 * 64) + 2 * cached
 
 
