@@ -108,6 +108,21 @@ def attend(
     return mixed.reshape(rows, -1, heads, v.shape[3])[:, :length]
 
 
+def keys_per_query(length: int, longest: int | None = None) -> float:
+    """Return with how many keys `attend` computes a query's scores, on average over causal rows.
+
+    Args:
+        length: Tokens of a row.
+        longest: Most tokens of a segment; None: a segment may fill the row.
+
+    >>> keys_per_query(100), keys_per_query(400, longest=100), keys_per_query(1024)
+    (100.0, 200.0, 640.0)
+    """
+    if longest is None or 2 * longest >= length:
+        return (length + _block_size(length)) / 2
+    return float(longest + _block_size(longest))
+
+
 def _attend_parts(
     q: Float[Array, "P L N H"],
     k: Float[Array, "P S K H"],

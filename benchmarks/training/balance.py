@@ -39,12 +39,13 @@ def lognormal(seed: int, sequences: int, sigma: float = 1.0) -> np.ndarray:
 def in_order(sizes: np.ndarray, shape: RowShape) -> Plan:
     """Cut the rows of best-fit-decreasing into micro-batches as they come."""
     rows = best_fit(sizes, shape)
+    rows += [[]] * (-len(rows) % shape.rows)
     return [rows[at : at + shape.rows] for at in range(0, len(rows), shape.rows)]
 
 
 def padded(sizes: np.ndarray, plan: Plan, shape: RowShape) -> float:
     """Return a step over its bound, where padding costs all but attention too."""
-    squares = sum_by_rank(VERL_COST(sizes) - sizes, plan, shape.rows, shape.ranks)
+    squares = sum_by_rank(VERL_COST(sizes) - sizes, plan, shape.ranks)
     slowest = (squares + shape.tokens / shape.ranks).max(1).sum()
     return float(slowest * shape.ranks / VERL_COST(sizes).sum())
 
@@ -59,7 +60,7 @@ def measure(
         start = time.perf_counter()
         plan = make(sizes, shape)
         seconds = time.perf_counter() - start
-        waiting = imbalance(sizes, plan, shape.rows, shape.ranks, VERL_COST)["perf/imbalance"]
+        waiting = imbalance(sizes, plan, shape.ranks, VERL_COST)["perf/imbalance"]
         figures.append((len(plan), waiting, padded(sizes, plan, shape), seconds))
     return [statistics.mean(column) for column in zip(*figures, strict=True)]
 

@@ -7,7 +7,8 @@ A case is a model, the longest sequence and the spread of lengths: `equal`, all 
 `spread`, log-normal (sigma 1) with a mean of a quarter of the longest, or a number such as 0.55,
 all of them that share of the longest. The update is that of `Learner`: GRPO's clipped loss on
 policy, AdamW, one mini-batch of random tokens. Packed, it is as the library runs it. In short rows,
-a row is as long as the longest sequence; where the library packs so, it is not run again. Padded,
+a row is as long as the longest sequence, in long ones much longer; what the library chooses of them
+is not run again. Padded,
 every sequence is filled up to the longest, as a row for itself; a micro-batch holds as many tokens
 at most. The script fails where the losses and gradients are not the same. Seconds are the median of
 the updates after the first, which compiles.
@@ -29,6 +30,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
-from jaxrl_llm.data.bin_packing import padding, plan_microbatches
+from jaxrl_llm.data.bin_packing import choose_rows, padding, plan_microbatches
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.model import model_of
@@ -52,6 +54,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training import microbatches
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import takes_long_rows
 from jaxrl_llm.training.objective import PolicyObjective
@@ -195,7 +198,7 @@ class Run(NamedTuple):
     padding: float
 
 
-def run(case: Case, batch: Batch, tokens: int, repeats: int, *, long_rows: bool = False) -> Run:
+def run(case: Case, batch: Batch, tokens: int, repeats: int, shape: RowShape) -> Run:
     """Update on a batch again and again.
 
     Args:
@@ -203,20 +206,20 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int, *, long_rows: bool 
         batch: as it is laid out, packed or padded.
         tokens: in it, without padding.
         repeats: updates after the first.
-        long_rows: whether rows are longer than the longest sequence.
+        shape: of micro-batches, which the update takes as it is.
     """
-    shape = case.shape(long_rows=long_rows)
     if (batch.sequence_lengths == shape.length).all():
         shape = shape._replace(sequences=shape.rows)  # one in a row needs no more
     learner = learner_of(case, shape)
     params = jax.jit(init_params, static_argnums=0)(case.spec, key=jax.random.key(0))
-    state, first = jax.device_get(learner.update(learner.init(params), batch, {}))
-    gradients = [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state[0].trace)]
-    state, took = learner.init(params), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(learner.update(state, batch, {}))
-        took.append(time.perf_counter() - start)
+    with mock.patch.object(microbatches, "choose_rows", lambda sizes, shape: shape):
+        state, first = jax.device_get(learner.update(learner.init(params), batch, {}))
+        gradients = [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state[0].trace)]
+        state, took = learner.init(params), []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(learner.update(state, batch, {}))
+            took.append(time.perf_counter() - start)
     filled = padding(
         batch.sequence_lengths, plan_microbatches(batch.sequence_lengths, shape), shape
     )
@@ -267,27 +270,30 @@ def measure(case: Case, repeats: int, rate: float) -> dict[str, Any]:
     """Return the figures of a case."""
     batch, tokens = batch_of(case), sum(case.lengths)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    long_rows = takes_long_rows(case.forward, layout, case.longest)
-    packed = run(case, batch, tokens, repeats, long_rows=long_rows)
-    short = run(case, batch, tokens, repeats) if long_rows else packed
-    filled = run(case, padded(batch), tokens, repeats)
+    may_be_long = takes_long_rows(case.forward, layout, case.longest)
+    shape = case.shape(long_rows=may_be_long)
+    chosen = choose_rows(batch.sequence_lengths, shape)
+    packed = run(case, batch, tokens, repeats, chosen)
+    others = [other for other in (shape, shape.in_short_rows) if other != chosen]
+    other = run(case, batch, tokens, repeats, others[0]) if others else packed
+    filled = run(case, padded(batch), tokens, repeats, shape.in_short_rows)
     middle = statistics.median(packed.seconds)
-    check(case, packed, short)
+    check(case, packed, other)
     return {
         "case": case.name,
         "parameters": sum(gradient.size for gradient in packed.gradients),
         "sequences": len(case.lengths),
         "tokens": tokens,
-        "places": case.shape(long_rows=long_rows).tokens,
+        "rows": "short" if chosen.longest is None else "long",
         "packed_s": packed.seconds,
-        "short_s": short.seconds,
+        "other_s": other.seconds,
         "padded_s": filled.seconds,
         "tokens_per_s": tokens / middle,
         "utilisation": update_flops(case.spec, case.lengths) / middle / rate,
         "padding_packed": packed.padding,
-        "padding_short": short.padding,
+        "padding_other": other.padding,
         "padding_padded": filled.padding,
-        "ratio_short": statistics.median(short.seconds) / middle,
+        "ratio_other": statistics.median(other.seconds) / middle,
         "ratio": statistics.median(filled.seconds) / middle,
         "difference": check(case, packed, filled),
     }
@@ -298,16 +304,16 @@ HEADS = [
     "parameters",
     "sequences",
     "tokens",
-    "places in a micro-batch",
+    "rows chosen",
     "packed, s (least to most)",
-    "in short rows, s",
+    "in other rows, s",
     "padded, s",
     "tokens/s",
     "of the machine's rate",
     "padding",
-    "in short rows",
+    "in other rows",
     "if padded",
-    "faster than short rows by",
+    "faster than other rows by",
     "than padded by",
     "gradients differ by",
 ]
@@ -319,19 +325,20 @@ def row(figures: dict[str, Any]) -> list[str]:
     def span(values: list[float]) -> str:
         return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
-    counts = [f"{figures[n]:,}" for n in ("parameters", "sequences", "tokens", "places")]
+    counts = [f"{figures[n]:,}" for n in ("parameters", "sequences", "tokens")]
     return [
         figures["case"],
         *counts,
+        figures["rows"],
         span(figures["packed_s"]),
-        span(figures["short_s"]),
+        span(figures["other_s"]),
         span(figures["padded_s"]),
         f"{figures['tokens_per_s']:,.0f}",
         f"{figures['utilisation']:.0%}",
         f"{figures['padding_packed']:.1%}",
-        f"{figures['padding_short']:.1%}",
+        f"{figures['padding_other']:.1%}",
         f"{figures['padding_padded']:.1%}",
-        f"{figures['ratio_short']:.2f}",
+        f"{figures['ratio_other']:.2f}",
         f"{figures['ratio']:.2f}",
         f"{figures['difference']:.0e}",
     ]

@@ -17,6 +17,10 @@ from jaxrl_llm.models.flops import active_parameters, delta_products
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.spec import ModelSpec
 
+XLA_ATTENTION = 4.0
+"""Times a FLOP of XLA's attention takes as long as one of a large product: 3 to 7 were measured on
+CPUs, for heads of 32 and 64 and rows of 82 to 512 tokens (benchmarks/README.md)."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -36,6 +40,15 @@ class Cost:
     def __call__(self, sizes: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
         """Return the cost of sequences of these sizes, in tokens."""
         return sizes + np.square(sizes, dtype=np.float64) / self.breakeven
+
+    def of_places(self, places: int, keys: float) -> float:
+        """Return what the places of packed rows cost where XLA attends, filled or not.
+
+        Args:
+            places: tokens and padding.
+            keys: whose scores are computed for each place.
+        """
+        return places * (1 + XLA_ATTENTION * 2 * keys / self.breakeven)
 
 
 VERL_COST = Cost(breakeven=24576.0)
@@ -143,7 +156,6 @@ def _spread(sums: Float[np.ndarray, " k"], parts: int) -> float:
 def sum_by_rank(
     amounts: Float[np.ndarray, " B"] | Int[np.ndarray, " B"],
     batches: Sequence[Sequence[Sequence[int]]],
-    rows: int,
     ranks: int,
 ) -> Float[np.ndarray, "M S"]:
     """Sum what each of S ranks has in each of M micro-batches of a plan.
@@ -151,24 +163,22 @@ def sum_by_rank(
     Args:
         amounts: of each sequence.
         batches: for each micro-batch, for each of its rows, the indices of the sequences in it.
-        rows: in a micro-batch; rank i has the i-th block of rows / ranks.
-        ranks: devices over which rows are split.
+        ranks: devices over which rows are split; rank i has the i-th block of a micro-batch's.
 
-    >>> print(sum_by_rank(np.array([3, 2, 1]), [[[0], [1]], [[], [2]]], rows=2, ranks=2))
+    >>> print(sum_by_rank(np.array([3, 2, 1]), [[[0], [1]], [[], [2]]], ranks=2))
     [[3. 2.]
      [0. 1.]]
     """
     sums = np.zeros((len(batches), ranks))
     for batch, total in zip(batches, sums, strict=True):
         for number, row in enumerate(batch):
-            total[number * ranks // rows] += amounts[list(row)].sum()
+            total[number * ranks // len(batch)] += amounts[list(row)].sum()
     return sums
 
 
 def imbalance(
     sizes: Int[np.ndarray, " B"],
     batches: Sequence[Sequence[Sequence[int]]],
-    rows: int,
     ranks: int,
     cost: Cost,
 ) -> dict[str, float]:
@@ -177,7 +187,6 @@ def imbalance(
     Args:
         sizes: tokens of each sequence.
         batches: the plan of these sequences.
-        rows: in a micro-batch.
         ranks: devices over which rows are split.
         cost: of a sequence.
 
@@ -186,12 +195,12 @@ def imbalance(
         the same cost, 1 at best; and under verl's names the tokens of ranks, had the sequences been
         dealt out in their order, and `balanced_` as they are.
 
-    >>> metrics = imbalance(np.array([3, 2, 1]), [[[0], [1, 2]]], 2, 2, VERL_COST)
+    >>> metrics = imbalance(np.array([3, 2, 1]), [[[0], [1, 2]]], 2, VERL_COST)
     >>> metrics["global_seqlen/minmax_diff"], metrics["global_seqlen/balanced_max"]
     (4.0, 3.0)
     """
-    costs = sum_by_rank(cost(sizes), batches, rows, ranks)
-    tokens = sum_by_rank(sizes, batches, rows, ranks).sum(0)
+    costs = sum_by_rank(cost(sizes), batches, ranks)
+    tokens = sum_by_rank(sizes, batches, ranks).sum(0)
     in_order = [float(part.sum()) for part in np.array_split(sizes, ranks)]
     return {
         "perf/imbalance": float(costs.max(1).sum() / costs.mean(1).sum()),

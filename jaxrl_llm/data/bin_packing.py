@@ -56,6 +56,32 @@ def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[lis
     return filled
 
 
+def choose_rows(sizes: Int[np.ndarray, " B"], shape: RowShape) -> RowShape:
+    """Return the shape of rows, long or short ones, in which these sequences take less time.
+
+    Long rows leave little room empty, whatever the lengths. In short ones XLA's attention computes
+    half the scores, so these are faster unless many sequences have more than half of the longest
+    length, and leave rows empty that can't hold a second one.
+
+    Args:
+        sizes: tokens of each sequence.
+        shape: of micro-batches; rows that are no longer than the longest sequence stay as they are.
+
+    >>> from jaxrl_llm.data.balance import Cost
+    >>> shape = RowShape(rows=1, length=320, sequences=64, longest=32, cost=Cost(1e3, 1e9))
+    >>> [choose_rows(np.full(64, size), shape)[:2] for size in (32, 20, 9)]
+    [(10, 32), (1, 320), (10, 32)]
+    """
+    if shape.longest is None or not sizes.any():
+        return shape
+
+    def time(shape: RowShape) -> float:
+        batches = plan_microbatches(sizes, shape)
+        return sum(in_bucket(sizes, batch, shape)[1].time for batch in batches)
+
+    return min(shape.in_short_rows, shape, key=time)
+
+
 def plan_whole(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[int]]:
     """Place all sequences into the rows of a single micro-batch.
 
@@ -108,7 +134,7 @@ def _places(sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShap
 def _time(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
     """Return the cost of all places of a rank, and that of the slowest ranks' attention."""
     places = sum(_places(sizes, batch, shape) for batch in batches) / shape.ranks
-    attention = sum_by_rank(shape.cost(sizes) - sizes, batches, shape.rows, shape.ranks)
+    attention = sum_by_rank(shape.cost(sizes) - sizes, batches, shape.ranks)
     return places + float(attention.max(1).sum())
 
 

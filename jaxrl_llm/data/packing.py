@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxrl_llm.data.balance import VERL_COST, Cost
+from jaxrl_llm.models.attention import keys_per_query
 from jaxrl_llm.types import Rows
 
 MAX_SEQUENCES_PER_ROW = 16
@@ -66,6 +67,24 @@ class RowShape(NamedTuple):
     def tokens(self) -> int:
         """Return the places for tokens in a micro-batch."""
         return self.rows * self.length
+
+    @property
+    def time(self) -> float:
+        """Return how long a micro-batch takes where XLA attends, in that of tokens outside it."""
+        keys = keys_per_query(self.length, self.longest)
+        return self.cost.of_places(self.tokens, keys) / self.ranks
+
+    @property
+    def in_short_rows(self) -> "RowShape":
+        """Return the shape whose rows are as long as the longest sequence, for as many tokens.
+
+        >>> RowShape(rows=2, length=70, sequences=9, ranks=2, longest=16).in_short_rows[:3]
+        (8, 16, 9)
+        """
+        if self.longest is None:
+            return self
+        rows = self.length // self.longest * self.rows
+        return self._replace(rows=rows, length=self.longest, longest=None)
 
     @property
     def sequences_per_row(self) -> int:
@@ -124,9 +143,9 @@ def row_shape(
         multiple_of: devices over which rows are split.
         cost: of a sequence.
         unit: what the lengths of rows are multiples of.
-        long_rows: whether a device gets one row for all of its tokens, in which sequences of more
-            than half of `length` leave less room. It does not where all of them fit into a
-            micro-batch of one shape.
+        long_rows: whether a device may get one row for all of its tokens, in which sequences of
+            more than half of `length` leave less room (`choose_rows` tells when that is faster). It
+            does not where all of them fit into a micro-batch of one shape.
 
     Raises:
         ValueError: where not even one row for each device fits.

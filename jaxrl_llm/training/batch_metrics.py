@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.algorithms.ratios import LARGEST_LOG_RATIO
 from jaxrl_llm.cluster import context
 from jaxrl_llm.data.balance import imbalance
-from jaxrl_llm.data.bin_packing import padding, plan_microbatches
+from jaxrl_llm.data.bin_packing import choose_rows, in_bucket, plan_microbatches
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, memory_metrics, summary
 from jaxrl_llm.rewards.runner import Score
@@ -264,17 +264,19 @@ def load_balance(minibatches: Sequence[Batch], shape: RowShape) -> dict[str, flo
         minibatches: of a step; without any tokens there is nothing to say.
         shape: of the micro-batches.
     """
-    planned, first = [], 0
+    planned, places, first = [], 0, 0
     each = [sequence_sizes(minibatch) for minibatch in minibatches]
     sizes = np.concatenate(each)
     for own in each:
-        packed = plan_microbatches(own, shape)
+        rows_shape = choose_rows(own, shape)
+        packed = plan_microbatches(own, rows_shape)
+        places += sum(in_bucket(own, rows, rows_shape)[1].tokens for rows in packed)
         planned += [[[first + i for i in row] for row in rows] for rows in packed]
         first += len(own)
     if not planned:
         return {}
-    metrics = imbalance(sizes, planned, shape.rows, shape.ranks, shape.cost)
-    return metrics | {"perf/padding": padding(sizes, planned, shape)}
+    metrics = imbalance(sizes, planned, shape.ranks, shape.cost)
+    return metrics | {"perf/padding": 1 - int(sizes.sum()) / places}
 
 
 def check_agreement(

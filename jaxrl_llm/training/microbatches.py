@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_all, compiles_ahead
-from jaxrl_llm.data.bin_packing import in_bucket, plan_microbatches, plan_whole
+from jaxrl_llm.data.bin_packing import choose_rows, in_bucket, plan_microbatches, plan_whole
 from jaxrl_llm.data.packing import RowShape, pack_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.vision.positions import placeholders
@@ -129,6 +129,7 @@ def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
 class BucketPrograms:
     """The programs of a jitted step over micro-batches, one for each bucket of their shapes.
 
+    Each batch gets the rows, long or short, in which it takes less time (`choose_rows`).
     On CPUs a batch waits for those that it needs, and the others are compiled while it runs.
     Elsewhere the first batch waits for all.
 
@@ -157,12 +158,14 @@ class BucketPrograms:
     def begin(self, params: Params, inputs: Callable[[RowShape], tuple[Any, ...]]) -> None:
         """Begin to compile the program of the largest bucket, before there is a batch.
 
+        It is that of short rows, which most batches get.
+
         Args:
             params: what the step will run with, or their shapes.
             inputs: bucket -> the step's inputs, as shapes.
         """
         if self._is_ahead:
-            largest = self._shape.buckets[-1]
+            largest = self._shape.in_short_rows.buckets[-1]
             BACKGROUND.add([self._program(params, largest, lambda: inputs(largest))])
 
     def microbatches(
@@ -180,31 +183,34 @@ class BucketPrograms:
             params: what the step runs with; their layout and dtypes tell programs apart.
             inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
-        buckets, visuals = self._shape.buckets, self._visuals
+        visuals = self._visuals
         ids = () if visuals is None else placeholders(visuals.spec)
         batch = cut_chains(batch, names, self._shape.width, ids)
+        shape = choose_rows(_sizes(batch, self._shape, visuals), self._shape)
         programs = self._programs.get(layout_and_dtypes(params), {})
         is_ready = all(p.is_done and not p.has_failed for p in programs.values())
-        if len(programs) < len(buckets) or not is_ready:
-            for bucket in buckets:
+        if not is_ready or not programs.keys() >= {*shape.buckets}:
+            for bucket in shape.buckets:
                 micro = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], self._mesh)
                 given = abstract(inputs(micro))
                 self._program(params, bucket, lambda given=given: given)
             programs = self._programs[layout_and_dtypes(params)]
-            self._start(programs, batch)
+            self._start(programs, batch, shape)
         ready = {bucket: program.result for bucket, program in programs.items()}
         return pack_microbatches(
-            batch, names, self._shape, self._mesh, lambda bucket: ready[bucket](), visuals
+            batch, names, shape, self._mesh, lambda bucket: ready[bucket](), visuals
         )
 
-    def _start(self, programs: dict[RowShape, PendingProgram], batch: Batch) -> None:
+    def _start(
+        self, programs: dict[RowShape, PendingProgram], batch: Batch, shape: RowShape
+    ) -> None:
         """Begin with what a batch needs, where others can wait."""
         if not self._is_ahead:
-            compile_all([programs[bucket] for bucket in self._shape.buckets])
+            compile_all([programs[bucket] for bucket in shape.buckets])
             return
-        sizes = _sizes(batch, self._shape, self._visuals)
-        plans = plan_microbatches(sizes, self._shape)
-        needed = dict.fromkeys(in_bucket(sizes, plan, self._shape)[1] for plan in plans)
+        sizes = _sizes(batch, shape, self._visuals)
+        plans = plan_microbatches(sizes, shape)
+        needed = dict.fromkeys(in_bucket(sizes, plan, shape)[1] for plan in plans)
         BACKGROUND.add([programs[bucket] for bucket in needed][1:])  # this thread takes the first
         BACKGROUND.add([p for bucket, p in programs.items() if bucket not in needed], later=True)
 

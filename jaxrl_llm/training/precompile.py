@@ -106,7 +106,7 @@ def programs(shapes: RunShapes) -> Iterator[Any]:
         if kind in (StepKind.ACCUMULATE, StepKind.INFER):  # these read micro-batches
             role = shapes.roles[name]
             shape = role.shape if kind is StepKind.INFER else role.update_shape
-            yield from map(trace, shape.buckets)
+            yield from map(trace, shape.in_short_rows.buckets)
         else:
             yield trace()
 

@@ -180,7 +180,7 @@ def test_the_square_of_a_long_sequence_does_not_overflow():
 
 def test_the_metrics_of_a_plan_by_hand():
     sizes = np.array([6, 2, 2, 4, 1])
-    metrics = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, 2, Cost(4.0))
+    metrics = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, Cost(4.0))
     slowest = (6 + 9) + (4 + 4 + 1 + 0.25)
     assert metrics == {
         "perf/imbalance": slowest / ((15 + 2 * 3 + 8 + 1.25) / 2),
@@ -196,12 +196,12 @@ def test_the_metrics_of_a_plan_by_hand():
 def test_a_plan_balances_what_the_order_did_not():
     sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
     shape = row_shape(1024, 128, sequences=64, multiple_of=8)
-    metrics = imbalance(sizes, plan_microbatches(sizes, shape), shape.rows, shape.ranks, VERL_COST)
+    metrics = imbalance(sizes, plan_microbatches(sizes, shape), shape.ranks, VERL_COST)
     left = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
     assert metrics["global_seqlen/minmax_diff"] > 5 * left
     assert 1 <= metrics["perf/imbalance"] < 1.2
 
 
 def test_one_rank_is_balanced():
-    metrics = imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, 1, VERL_COST)
+    metrics = imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)
     assert metrics["perf/imbalance"] == 1

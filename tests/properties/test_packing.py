@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxrl_llm.data.balance import Cost
-from jaxrl_llm.data.bin_packing import best_fit, padding, plan_microbatches
+from jaxrl_llm.data.balance import XLA_ATTENTION, Cost
+from jaxrl_llm.data.bin_packing import best_fit, choose_rows, padding, plan_microbatches
 from jaxrl_llm.data.packing import (
     MAX_SEQUENCES_PER_ROW,
     MIN_BUCKET_FLOPS,
@@ -221,6 +221,29 @@ def test_long_rows_are_full_whatever_the_lengths(draw, ranks, each):
     assert long < short + 0.03
     if len({*sizes.tolist()}) == 1:
         assert short > 0.09  # 0.55 of the longest: 0.45
+
+
+@pytest.mark.parametrize(
+    ("draw", "is_long"), [(constant(0.95), False), (constant(0.55), True), (lognormal, False)]
+)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_rows_are_long_where_that_saves_more_than_it_costs(draw, is_long, ranks):
+    """Where two sequences fit into no short row, and a token's scores cost a fifth of the rest."""
+    sizes = draw(np.random.default_rng(0), ranks * 64)
+    cost = Cost(breakeven=2 * 512 * XLA_ATTENTION / 0.2, flops=LARGE.flops)
+    shape = row_shape(
+        ranks * 8 * 512, 512, sequences=len(sizes), multiple_of=ranks, cost=cost, long_rows=True
+    )
+    chosen = choose_rows(sizes, shape)
+    assert (chosen.longest is not None) is is_long
+    assert chosen in (shape, shape.in_short_rows)
+    assert choose_rows(sizes, shape.in_short_rows) == shape.in_short_rows
+    # where attention costs nothing, what counts is the padding
+    free = shape._replace(cost=Cost(math.inf, LARGE.flops))
+    plans = [(plan_microbatches(sizes, s), s) for s in (free, free.in_short_rows)]
+    chosen = choose_rows(sizes, free)
+    least = min(padding(sizes, *plan) for plan in plans)
+    assert padding(sizes, plan_microbatches(sizes, chosen), chosen) == least
 
 
 def test_rows_stay_short_where_one_micro_batch_holds_all():

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.balance import Cost
+from jaxrl_llm.data.bin_packing import choose_rows
 from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, row_shape
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
@@ -129,12 +130,14 @@ def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
 
 
 @pytest.mark.parametrize(
-    "shape", [RowShape(1, 21, 4, longest=8), RowShape(2, 18, 4, ranks=2, longest=8)]
+    "shape", [RowShape(1, 21, 4, longest=8), RowShape(2, 12, 4, ranks=2, longest=8)]
 )
-def test_rows_longer_than_sequences_change_no_number(mesh, params, shape):
-    """Loss, gradient and log-probs, on one device and on two."""
+@pytest.mark.parametrize(("sizes", "is_long"), [([5, 5, 6, 5], True), ([8, 8, 3, 5], False)])
+def test_rows_longer_than_sequences_change_no_number(mesh, params, shape, sizes, is_long):
+    """Loss, gradient and log-probs, on one device and on two, also where short rows are chosen."""
     on = mesh if shape.ranks == 1 else make_mesh({"fsdp": 2}, jax.devices()[:2])
-    batch, results = make_batch(), []
+    batch, results = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes)), []
+    assert (choose_rows(batch.sequence_lengths, shape).longest is not None) is is_long
     for rows, where in ((SHAPE, mesh), (shape, on)):
         model = ForwardConfig(model=model_of(SPEC)).over(rows)
         weights = jax.device_put(params, replicated(where))
