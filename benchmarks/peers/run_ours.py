@@ -67,9 +67,9 @@ class MeteredLog:
         self._log, self._meter, self._sequences = log, meter, sequences
         self.first_s, self.lines = 0.0, []
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics."""
-        self._log.write(step, metrics)
+    def write(self, step: int, metrics: Mapping[str, float], **tables: Any) -> None:
+        """Write one step's metrics, with its table of answers and its histograms."""
+        self._log.write(step, metrics, **tables)
         self.lines.append(dict(metrics))
         self._meter.add(
             generation_s=metrics["timing_s/gen"],
