@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxrl_llm.sharding.offload import on_device
 
 LARGE = 2**20  # words
 MOST_PARTS = 32
+AT_ONCE = 8  # arrays of layers: one loop over each of them takes twice as long to compile
 
 
 def checksum(tree: Any) -> UInt32[Array, ""]:
@@ -30,7 +32,8 @@ def checksum(tree: Any) -> UInt32[Array, ""]:
     total = jnp.zeros((), jnp.uint32)
     for leaf in jax.tree.leaves(tree, is_leaf=_is_stack):
         pieces = leaf if _is_stack(leaf) else (leaf,)
-        sums = (_sum(piece, number * piece.size) for number, piece in enumerate(pieces))
+        terms = [t for n, piece in enumerate(pieces) for t in _terms(piece, n * piece.size)]
+        sums = (_sum(terms[n : n + AT_ONCE]) for n in range(0, len(terms), AT_ONCE))
         total = total * jnp.uint32(1000003) + sum(sums, jnp.zeros((), jnp.uint32))
     return total
 
@@ -74,7 +77,7 @@ def digests(tree: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames="parts")
 def _digest(leaf: Any, *, parts: int) -> UInt32[Array, ""]:
-    return _sum(_plain(leaf), 0, parts)
+    return _sum(_terms(_plain(leaf), 0, parts))
 
 
 def _parts(leaf: jax.Array) -> int:
@@ -101,13 +104,25 @@ def _is_stack(tree: Any) -> bool:
     return type(tree) is tuple and len(tree) > 0 and all(hasattr(piece, "dtype") for piece in tree)
 
 
-def _sum(piece: Any, first: int, parts: int = 1) -> UInt32[Array, ""]:
+def _sum(terms: Sequence[Any]) -> UInt32[Array, ""]:
+    """Add up terms of one shape, first to each other: a sum of each would be a program's loop."""
+    return jnp.sum(functools.reduce(operator.add, terms), dtype=jnp.uint32)
+
+
+def _terms(piece: Any, first: int, parts: int = 1) -> list[UInt32[Array, "..."]]:
+    """Return what each word adds to the checksum, in parts of one shape.
+
+    Args:
+        piece: an array, whose words are `first`, `first` + 1, ... of their array's.
+        first: place of its first word.
+        parts: into how many its rows are cut.
+    """
     cut = jnp.split(piece, parts, axis=-1) if parts > 1 else [piece]
     terms = []
     for part in cut:
         terms.append(_mix(_words(part)) * (2 * _places(part.shape, piece.shape, first) + 1))
         first += part.shape[-1] if parts > 1 else 0
-    return jnp.sum(functools.reduce(operator.add, terms), dtype=jnp.uint32)
+    return terms
 
 
 def _words(array: Any) -> UInt32[Array, "..."]:

@@ -100,7 +100,10 @@ def _on_steps(scores: Sequence[Score], mask: np.ndarray) -> np.ndarray:
 
 
 def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.asarray(rewards_from_scores(jnp.asarray(scores), jnp.asarray(mask)))
+    return np.asarray(_rewards_from_scores(scores, mask))
+
+
+_rewards_from_scores = jax.jit(rewards_from_scores)
 
 
 def with_ages(batch: Batch, step: int) -> Batch:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.fields import asks_for, call, name_of
@@ -40,7 +39,8 @@ class AlgorithmStage:
 
 def build_algorithm(config: TrainConfig, functions: AlgorithmFunctions) -> AlgorithmStage:
     """Build what the functions of a config add to a batch."""
-    kl, controller = functions.kl, checked_controller(functions.controller)
+    kl = kl_to_reference(functions.kl) if functions.kl else None
+    controller = checked_controller(functions.controller)
     in_reward = config.algorithm.kl_reward is not None
     corrections = functions.corrections
     return AlgorithmStage(
@@ -56,9 +56,9 @@ def build_algorithm(config: TrainConfig, functions: AlgorithmFunctions) -> Algor
     )
 
 
-def penalize_kl(kl: Callable[..., Any], batch: Batch, kl_coef: float) -> Batch:
+def penalize_kl(kl: Callable[[Batch], np.ndarray], batch: Batch, kl_coef: float) -> Batch:
     """Subtract the KL to the reference from a batch's rewards."""
-    return penalize(batch, kl_to_reference(kl, batch), kl_coef)
+    return penalize(batch, kl(batch), kl_coef)
 
 
 def without_kl_penalty(batch: Batch, kl_coef: float) -> Batch:
@@ -78,13 +78,13 @@ def without_correction(batch: Batch) -> Batch:
 
 
 def control_kl(
-    kl: Callable[..., Any],
+    kl: Callable[[Batch], np.ndarray],
     controller: Callable[[float, float, int], float],
     batch: Batch,
     kl_coef: float,
 ) -> tuple[dict[str, float], float]:
     """Return metrics of a batch's KL, and the controller's next coefficient."""
-    metrics = kl_metrics(batch, kl_to_reference(kl, batch), kl_coef)
+    metrics = kl_metrics(batch, kl(batch), kl_coef)
     return metrics, controller(kl_coef, metrics["actor/kl"], int(batch["usable"].sum()))
 
 
@@ -94,18 +94,25 @@ def keep_kl_coef(batch: Batch, kl_coef: float) -> tuple[dict[str, float], float]
     return {}, kl_coef
 
 
-def kl_to_reference(kl: Callable[..., Any], batch: Batch) -> np.ndarray:
-    """Return the KL of every token to the reference [B T].
+def kl_to_reference(kl: Callable[..., Any]) -> Callable[[Batch], np.ndarray]:
+    """Return a function from a batch to the KL of every token to the reference [B T].
 
-    Raises:
-        LossError: it is not finite, or no array of this shape.
+    It raises LossError where that is not finite, or no array of this shape.
     """
-    fields = {**batch.arrays, "logprobs": batch["old_logprobs"]}
-    result = call(kl, {name: jnp.asarray(fields[name]) for name in asks_for(kl)})
-    values = np.asarray(per_token(result, kl, "kl", batch.tokens.shape), np.float32)
-    if not np.isfinite(values[batch["mask"]]).all():
-        raise LossError(f"kl {name_of(kl)!r} returned NaN or infinity")
-    return np.where(batch["mask"], values, 0)
+
+    @functools.partial(jax.jit, static_argnames="shape")
+    def estimate(fields: dict[str, Any], shape: tuple[int, ...]) -> Any:
+        return per_token(call(kl, fields), kl, "kl", shape)
+
+    def of_batch(batch: Batch) -> np.ndarray:
+        fields = {**batch.arrays, "logprobs": batch["old_logprobs"]}
+        asked = {name: fields[name] for name in asks_for(kl)}
+        values = np.asarray(estimate(asked, batch.tokens.shape), np.float32)
+        if not np.isfinite(values[batch["mask"]]).all():
+            raise LossError(f"kl {name_of(kl)!r} returned NaN or infinity")
+        return np.where(batch["mask"], values, 0)
+
+    return of_batch
 
 
 def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float, int], float]:
