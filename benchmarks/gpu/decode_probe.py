@@ -247,6 +247,7 @@ def main(words: Sequence[str] | None = None) -> None:
     emit(what="first call", seconds=first["seconds"], load_seconds=loaded, **probe.started)
     emit(what="fresh prompts", **probe.generate(probe.fresh(), options.answer))
     watch, steps = probe.watch, probe.engine.programs.sizes.steps
+    probe.generate(probe.prompts, 2)  # compiles what prompts in the cache need
     watch.is_on = True
     for what in ("fresh prompts, each program waited for", "the same prompts again"):
         prompts = probe.fresh() if what.startswith("fresh") else probe.prompts

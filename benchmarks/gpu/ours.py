@@ -169,7 +169,12 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile(job: dict[str, Any]) -> dict[str, Any]:
-    """Trace one update, and share its time out by kinds of operations."""
+    """Trace one update, and share its time out by kinds of operations.
+
+    It is compiled anew: a trace says less of a program that was read from a cache.
+    """
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
     from jaxrl_llm.monitoring.profiler import (  # which read configs, too
         device_timeline,
         summarize,
@@ -177,6 +182,8 @@ def profile(job: dict[str, Any]) -> dict[str, Any]:
     )
     from jaxrl_llm.monitoring.trace_reader import read_trace
 
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
     learner, state, choice = learner_of(job)
     batch, coefs = batch_of(job), {"kl_coef": 0.0, "entropy_coef": 0.0}
     for _ in range(2):

@@ -117,11 +117,7 @@ def _torch_decode(sizes: Sizes, requests: int) -> tuple[Any, ...]:
 
 
 def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
-    """Return updates with each chunk of log-probs, and a trace of one, in one process.
-
-    The trace comes before the same update is timed: it says less of a program that was read from
-    the folder of compiled ones.
-    """
+    """Return updates with each chunk of log-probs, and a trace of one, in one process."""
     common = {
         "shape": sizes.shape,
         "tokens": sizes.tokens,
@@ -133,7 +129,7 @@ def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
         "remat": "dots",
         "attention": "auto",
     }
-    cases = ("update", 2048), ("profile", 1024), ("update", 1024), ("update", 8192)
+    cases = ("update", 1024), ("update", 2048), ("update", 8192), ("profile", 1024)
     return common | {
         "cases": [
             {"do": do, "logprob_chunk": chunk // 32 if small else chunk} for do, chunk in cases
