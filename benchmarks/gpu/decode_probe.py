@@ -26,6 +26,7 @@ from benchmarks.gpu.cases import describe_error, emit
 from benchmarks.gpu.jobs import ENGINES
 
 LISTED = 30
+TIMED, AGAIN = "fresh prompts, each program waited for", "the same prompts again"
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace_seconds",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_seconds",
@@ -249,8 +250,8 @@ def main(words: Sequence[str] | None = None) -> None:
     watch, steps = probe.watch, probe.engine.programs.sizes.steps
     probe.generate(probe.prompts, 2)  # compiles what prompts in the cache need
     watch.is_on = True
-    for what in ("fresh prompts, each program waited for", "the same prompts again"):
-        prompts = probe.fresh() if what.startswith("fresh") else probe.prompts
+    for what in (TIMED, AGAIN):
+        prompts = probe.fresh() if what == TIMED else probe.prompts
         watch.restart()
         row = probe.generate(prompts, options.answer) | watch.row(steps)
         row |= {"of_floor": probe.floor_ms(rate) / row["decode_ms_a_token"]}

@@ -37,7 +37,10 @@ from benchmarks.gpu.shapes import FULL, SMALL, Sizes
 from benchmarks.tables import markdown_table
 
 COMPILES = "XLA_FLAGS"
-OPTIONAL = ("pytest", "hypothesis", "trl")
+TESTS = ("pytest", "hypothesis")
+OURS = ("transformers", "grain", "pyarrow")  # what a run needs besides `NEEDED`
+THEIRS = ("torch", "transformers", "trl", "datasets")
+NO_MODEL = "needs --model DIR, the folder of a model (docs/real_model.md says how to make one)"
 LEAST = 12
 """Seconds that must be left for a phase to begin, if it names no others."""
 
@@ -107,6 +110,8 @@ def list_phases(options: argparse.Namespace, facts: Facts) -> list[Phase]:
         decode("-fp8", "--engine", "fp8 weights", "--no-trace"),
         decode("-32", "--requests", str((middle or [many])[0]), "--no-trace"),
         decode("-1", "--requests", str(few), "--no-trace"),
+        _learn(options, facts, "learn", "ours", OURS),
+        _learn(options, facts, "learn-trl", "trl", THEIRS),
         _tests(facts),
     ]
 
@@ -137,8 +142,19 @@ def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
     }
 
 
+def _learn(
+    options: argparse.Namespace, facts: Facts, name: str, system: str, packages: Sequence[str]
+) -> Phase:
+    if options.model is None:
+        return Phase(name, (), 0, lacks=NO_MODEL)
+    words = ["--model", str(options.model), "--system", system]
+    words += ["--small"] if options.small else []
+    command = ("benchmarks.gpu.learn", *words)
+    return Phase(name, command, 110, 60, lacks=facts.lacking(*packages))
+
+
 def _tests(facts: Facts) -> Phase:
-    lacks = facts.lacking("pytest", "hypothesis")
+    lacks = facts.lacking(*TESTS)
     if not facts.has_gpu:
         lacks = "needs an NVIDIA GPU"
     words = "-m gpu tests/gpu -x -q -W default -p no:cacheprovider"
@@ -259,16 +275,17 @@ def _command_of(phase: Phase, folder: Path, cache: Path) -> tuple[list[str], dic
 
 def _read_rows(stream: Any, phase: str, record: Record, seen: list[str]) -> None:
     """Add each line of JSON as a row; keep the others."""
-    for line in stream:
-        try:
-            row = json.loads(line) if line.startswith("{") else None
-        except json.JSONDecodeError:
-            row = None
-        if isinstance(row, dict):
-            record.add(phase, row)
-        elif line.strip():
-            seen.append(line.strip())
-            record.log(line)
+    with stream:
+        for line in stream:
+            try:
+                row = json.loads(line) if line.startswith("{") else None
+            except json.JSONDecodeError:
+                row = None
+            if isinstance(row, dict):
+                record.add(phase, row)
+            elif line.strip():
+                seen.append(line.strip())
+                record.log(line)
 
 
 def run_phases(phases: Sequence[Phase], seconds: float, record: Record) -> None:
@@ -337,6 +354,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="in all; by default 8")
     parser.add_argument("--out", default="runs/quarter_hour", type=Path, help="folder of results")
     parser.add_argument("--small", action="store_true", help="a tiny model, on any device")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="for the phases learn*")
     parser.add_argument("--only", metavar="NAME,NAME", help="phases; * stands for anything")
     parser.add_argument("--skip", metavar="NAME,NAME", help="phases that are left out")
     return parser.parse_args(words)
@@ -370,7 +388,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the phases; 2 where something is missing, 1 where no phase was done."""
     options, begun = arguments(words), time.monotonic()
     with ThreadPoolExecutor() as pool:
-        needed, peers = pool.map(probe, (NEEDED, (*PEERS, *OPTIONAL)))
+        needed, peers = pool.map(probe, (NEEDED, sorted({*PEERS, *TESTS, *OURS, *THEIRS})))
     if texts := lacking(needed, options.small):
         sys.stderr.write("\n".join(texts) + "\nwanted one NVIDIA GPU, or --small\n")
         return 2
