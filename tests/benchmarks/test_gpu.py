@@ -109,7 +109,7 @@ def test_phases_that_fail_hang_or_no_longer_fit_are_rows(record, tmp_path, monke
         quarter_hour.Phase("late", ("says",), 2000, least=1000),
     ]
     quarter_hour.run_phases(phases, 60, record)
-    written = [json.loads(line) for line in (record.folder / "rows.jsonl").open()]
+    written = [json.loads(line) for line in (record.folder / "rows.jsonl").read_text().splitlines()]
     assert written[1:] == record.rows
     rows = [(row["phase"], row.get("what") or row.get("error", "")) for row in record.rows]
     names, texts = zip(*rows, strict=True)
@@ -159,7 +159,7 @@ def test_every_phase_of_the_quarter_hour_runs_without_a_gpu(tmp_path):
     pytest.importorskip("torch")
     words = ["--small", "--minutes", "9", "--out", str(tmp_path)]
     assert quarter_hour.main(words) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     errors = {row["phase"]: row["error"] for row in rows if "error" in row}
     assert errors == {
         "target": "XLA has written no description of the device",
