@@ -37,6 +37,7 @@ from benchmarks.gpu.shapes import FULL, SMALL, Sizes
 from benchmarks.tables import markdown_table
 
 COMPILES = "XLA_FLAGS"
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 TESTS = ("pytest", "hypothesis")
 OURS = ("transformers", "grain", "pyarrow")  # what a run needs besides `NEEDED`
 THEIRS = ("torch", "transformers", "trl", "datasets")
@@ -264,7 +265,7 @@ def _command_of(phase: Phase, folder: Path, cache: Path) -> tuple[list[str], dic
     if phase.name == "target":
         flags.append(f"--xla_dump_to={folder / 'dump'}")
     else:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        environment[CACHE] = str(cache)
     environment[COMPILES] = " ".join(filter(None, flags))
     if words and isinstance(words[0], dict):
         job, results = folder / "job.json", folder / "results.json"
@@ -290,7 +291,8 @@ def _read_rows(stream: Any, phase: str, record: Record, seen: list[str]) -> None
 
 def run_phases(phases: Sequence[Phase], seconds: float, record: Record) -> None:
     """Run phases one after another while there is time; the others are rows that say so."""
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as folder:
+        cache = os.environ.get(CACHE, folder)
         for phase in phases:
             left = seconds - record.seconds()
             if phase.lacks:
