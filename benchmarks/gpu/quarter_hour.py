@@ -264,6 +264,7 @@ def _command_of(phase: Phase, folder: Path, cache: Path) -> tuple[list[str], dic
     module, *words = phase.command
     if phase.name == "target":
         flags.append(f"--xla_dump_to={folder / 'dump'}")
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     else:
         environment[CACHE] = str(cache)
     environment[COMPILES] = " ".join(filter(None, flags))

@@ -169,7 +169,11 @@ def test_every_phase_of_the_quarter_hour_runs_without_a_gpu(tmp_path):
         "tests": "needs an NVIDIA GPU",
     }
     timed = [row for row in rows if row.get("what") == decode_probe.TIMED]
-    assert [row["prompt_tokens_read"] for row in timed] == [8 * 15] * 5 + [4 * 15, 15]
+    read = {row["phase"]: row["prompt_tokens_read"] for row in timed}
+    assert len(read) == 7
+    for phase, tokens in read.items():  # a few prompts begin alike
+        requests = {"decode-32": 4, "decode-1": 1}.get(phase, 8)
+        assert 0.8 * requests * 15 < tokens <= requests * 15, read
     again = [row for row in rows if row.get("what") == decode_probe.AGAIN]
     assert {row["prompt_tokens_read"] for row in again} == {0}
     (trace,) = [row for row in rows if row.get("what") == "trace"]
