@@ -69,7 +69,7 @@ class Watch:
 
     def restart(self) -> None:
         """Forget what was timed."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.runs: Counter[str] = Counter()
         self.cpu_in_programs = 0.0
         self.between: list[tuple[float, float]] = []  # of each chunk: seconds, those of the CPU
@@ -140,7 +140,7 @@ class Probe:
         from jaxrl_llm.sharding.rules import ROLLOUT_RULES
 
         self.options, self.spec = options, spec_of(options.shape)
-        self.started: Counter[str] = Counter()
+        self.started: defaultdict[str, float] = defaultdict(float)
         jax.monitoring.register_event_duration_secs_listener(self._note)
         layout = layout_of()
         if options.devices:
@@ -160,9 +160,9 @@ class Probe:
         self._rng = np.random.default_rng(0)
         self.prompts = self.fresh()
 
-    def _note(self, event: str, seconds: float, **_: Any) -> None:
+    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in EVENTS:
-            self.started[EVENTS[event]] += seconds
+            self.started[EVENTS[event]] += duration_secs
             self.started["programs"] += event.endswith("backend_compile_duration")
 
     def fresh(self) -> list[list[int]]:
