@@ -75,7 +75,7 @@ def measure(job: Job, limit: float, folder: Path) -> list[Row]:
     if job.do == "target":
         flags = f"{environment.get('XLA_FLAGS', '')} --xla_dump_to={folder / 'dump'}"
         environment["XLA_FLAGS"] = flags.strip()
-    elif job.do != "profile":  # a trace says less of a program that was read from there
+    else:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
     command = [sys.executable, "-m", f"benchmarks.gpu.{job.system}", given, results]
     with log.open("w") as output:

@@ -1,11 +1,10 @@
 """What the rows of `benchmarks.gpu.quarter_hour` say to do next: sentences with their figures."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.gpu.decode_probe import TIMED
+from benchmarks.gpu.jobs import Row
 
-TIMED = "fresh prompts, each program waited for"
 MOST_HOST = 0.05  # of a chunk's time on the device
 MOST_PREFILL = 0.15  # of a call
 MOST_ATTENTION = 0.45  # of the kernels' time

@@ -106,7 +106,7 @@ def by_ipc(array: Any) -> None:
 
     bits = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, jnp.int16))(array)
     total = int(np.asarray(bits).astype(np.int64).sum())
-    driver, handle = ctypes.CDLL("libcuda.so.1"), Handle()
+    driver, handle = _driver(), Handle()
     start, size = ctypes.c_ulonglong(), ctypes.c_size_t()
     at = array.addressable_data(0).unsafe_buffer_pointer()
     found = driver.cuMemGetAddressRange_v2(
@@ -131,6 +131,15 @@ def by_ipc(array: Any) -> None:
         emit(what="CUDA IPC", error=f"the other process ended: {lines[-1][:200]}")
     for line in done.stdout.splitlines():
         print(line, flush=True)
+
+
+def _driver() -> Any:
+    """Return CUDA's driver, with the context that XLA uses as this thread's."""
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    driver.cuInit(0)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    driver.cuCtxSetCurrent(context)
+    return driver
 
 
 def read_by_torch(given: dict[str, Any]) -> None:

@@ -37,7 +37,11 @@ from benchmarks.gpu.shapes import FULL, SMALL, Sizes
 from benchmarks.tables import markdown_table
 
 COMPILES = "XLA_FLAGS"
-OPTIONAL = ("pytest", "hypothesis", "trl")
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+TESTS = ("pytest", "hypothesis")
+OURS = ("transformers", "grain", "pyarrow")  # what a run needs besides `NEEDED`
+THEIRS = ("torch", "transformers", "trl", "datasets")
+NO_MODEL = "needs --model DIR, the folder of a model (docs/real_model.md says how to make one)"
 LEAST = 12
 """Seconds that must be left for a phase to begin, if it names no others."""
 
@@ -107,6 +111,8 @@ def list_phases(options: argparse.Namespace, facts: Facts) -> list[Phase]:
         decode("-fp8", "--engine", "fp8 weights", "--no-trace"),
         decode("-32", "--requests", str((middle or [many])[0]), "--no-trace"),
         decode("-1", "--requests", str(few), "--no-trace"),
+        _learn(options, facts, "learn", "ours", OURS),
+        _learn(options, facts, "learn-trl", "trl", THEIRS),
         _tests(facts),
     ]
 
@@ -117,11 +123,7 @@ def _torch_decode(sizes: Sizes, requests: int) -> tuple[Any, ...]:
 
 
 def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
-    """Return updates with each chunk of log-probs, and a trace of one, in one process.
-
-    The trace comes before the same update is timed: it says less of a program that was read from
-    the folder of compiled ones.
-    """
+    """Return updates with each chunk of log-probs, and a trace of one, in one process."""
     common = {
         "shape": sizes.shape,
         "tokens": sizes.tokens,
@@ -133,7 +135,7 @@ def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
         "remat": "dots",
         "attention": "auto",
     }
-    cases = ("update", 2048), ("profile", 1024), ("update", 1024), ("update", 8192)
+    cases = ("update", 1024), ("update", 2048), ("update", 8192), ("profile", 1024)
     return common | {
         "cases": [
             {"do": do, "logprob_chunk": chunk // 32 if small else chunk} for do, chunk in cases
@@ -141,8 +143,19 @@ def _updates(sizes: Sizes, small: bool) -> dict[str, Any]:
     }
 
 
+def _learn(
+    options: argparse.Namespace, facts: Facts, name: str, system: str, packages: Sequence[str]
+) -> Phase:
+    if options.model is None:
+        return Phase(name, (), 0, lacks=NO_MODEL)
+    words = ["--model", str(options.model), "--system", system]
+    words += ["--small"] if options.small else []
+    command = ("benchmarks.gpu.learn", *words)
+    return Phase(name, command, 110, 60, lacks=facts.lacking(*packages))
+
+
 def _tests(facts: Facts) -> Phase:
-    lacks = facts.lacking("pytest", "hypothesis")
+    lacks = facts.lacking(*TESTS)
     if not facts.has_gpu:
         lacks = "needs an NVIDIA GPU"
     words = "-m gpu tests/gpu -x -q -W default -p no:cacheprovider"
@@ -251,8 +264,9 @@ def _command_of(phase: Phase, folder: Path, cache: Path) -> tuple[list[str], dic
     module, *words = phase.command
     if phase.name == "target":
         flags.append(f"--xla_dump_to={folder / 'dump'}")
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     else:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        environment[CACHE] = str(cache)
     environment[COMPILES] = " ".join(filter(None, flags))
     if words and isinstance(words[0], dict):
         job, results = folder / "job.json", folder / "results.json"
@@ -263,21 +277,23 @@ def _command_of(phase: Phase, folder: Path, cache: Path) -> tuple[list[str], dic
 
 def _read_rows(stream: Any, phase: str, record: Record, seen: list[str]) -> None:
     """Add each line of JSON as a row; keep the others."""
-    for line in stream:
-        try:
-            row = json.loads(line) if line.startswith("{") else None
-        except json.JSONDecodeError:
-            row = None
-        if isinstance(row, dict):
-            record.add(phase, row)
-        elif line.strip():
-            seen.append(line.strip())
-            record.log(line)
+    with stream:
+        for line in stream:
+            try:
+                row = json.loads(line) if line.startswith("{") else None
+            except json.JSONDecodeError:
+                row = None
+            if isinstance(row, dict):
+                record.add(phase, row)
+            elif line.strip():
+                seen.append(line.strip())
+                record.log(line)
 
 
 def run_phases(phases: Sequence[Phase], seconds: float, record: Record) -> None:
     """Run phases one after another while there is time; the others are rows that say so."""
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as folder:
+        cache = os.environ.get(CACHE, folder)
         for phase in phases:
             left = seconds - record.seconds()
             if phase.lacks:
@@ -341,6 +357,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="in all; by default 8")
     parser.add_argument("--out", default="runs/quarter_hour", type=Path, help="folder of results")
     parser.add_argument("--small", action="store_true", help="a tiny model, on any device")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="for the phases learn*")
     parser.add_argument("--only", metavar="NAME,NAME", help="phases; * stands for anything")
     parser.add_argument("--skip", metavar="NAME,NAME", help="phases that are left out")
     return parser.parse_args(words)
@@ -374,7 +391,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the phases; 2 where something is missing, 1 where no phase was done."""
     options, begun = arguments(words), time.monotonic()
     with ThreadPoolExecutor() as pool:
-        needed, peers = pool.map(probe, (NEEDED, (*PEERS, *OPTIONAL)))
+        needed, peers = pool.map(probe, (NEEDED, sorted({*PEERS, *TESTS, *OURS, *THEIRS})))
     if texts := lacking(needed, options.small):
         sys.stderr.write("\n".join(texts) + "\nwanted one NVIDIA GPU, or --small\n")
         return 2

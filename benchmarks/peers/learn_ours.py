@@ -1,4 +1,8 @@
-"""GRPO of jaxrl_llm for `benchmarks.learning.against_trl`: `learn_ours.py JOB RESULT`."""
+"""GRPO of jaxrl_llm for `benchmarks.learning.against_trl`: `learn_ours.py JOB RESULT`.
+
+With `device` cuda in the job, for `benchmarks.gpu.learn`, it runs on the GPU and computes in
+bfloat16; with `seconds` it ends after the step in which they are over.
+"""
 
 from meter import peak_gb, read_job, since_begin  # isort: skip  (first: it starts the clock)
 
@@ -9,7 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "JAX_PLATFORMS": "cuda,cpu" if read_job().get("device") == "cuda" else "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import jax
 
@@ -80,6 +88,8 @@ def main() -> None:
             rewards.append(step.metrics["critic/score/mean"])
             lengths.append(step.metrics["response_length/mean"])
             ends.append(since_begin())
+            if ends[-1] > job.get("seconds", ends[-1]):
+                break
     versions = {"Python": sys.version.split()[0], "jax": jax.__version__}
     result = {"rewards": rewards, "lengths": lengths, "ends": ends, "peak_gb": peak_gb()}
     Path(sys.argv[2]).write_text(json.dumps({**result, "versions": versions}))

@@ -1,4 +1,7 @@
-"""GRPO of TRL for `benchmarks.learning.against_trl`: `learn_trl.py JOB RESULT`, in its venv."""
+"""GRPO of TRL for `benchmarks.learning.against_trl`: `learn_trl.py JOB RESULT`, in its venv.
+
+`device` and `seconds` in the job are as for `learn_ours.py`.
+"""
 
 from meter import exact_match, peak_gb, read_job, since_begin  # isort: skip  (starts the clock)
 
@@ -18,15 +21,18 @@ from datasets import Dataset
 
 
 class EndsOfSteps(transformers.TrainerCallback):
-    """Keeps when each step ended."""
+    """Keeps when each step ended, and ends the run when its seconds are over."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None) -> None:
         """Begin without any."""
         self.ends: list[float] = []
+        self._seconds = seconds
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the time."""
         self.ends.append(since_begin())
+        if self._seconds is not None and self.ends[-1] > self._seconds:
+            control.should_training_stop = True
 
 
 def config_of(job: dict[str, Any], folder: str) -> trl.GRPOConfig:
@@ -35,8 +41,8 @@ def config_of(job: dict[str, Any], folder: str) -> trl.GRPOConfig:
     return trl.GRPOConfig(
         output_dir=folder,
         seed=job["seed"],
-        use_cpu=True,
-        bf16=False,
+        use_cpu=job.get("device", "cpu") == "cpu",
+        bf16=job.get("device", "cpu") != "cpu",
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
@@ -65,7 +71,7 @@ def main() -> None:
     job = read_job()
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    ends = EndsOfSteps()
+    ends = EndsOfSteps(job.get("seconds"))
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [messages[0]["content"] for messages in completions]
