@@ -16,8 +16,6 @@ from jaxrl_llm.models.hf.hub import resolve
 log = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-WITH_OWN_TOKENIZER = ("qwen2", "qwen3_5", "qwen4", "siglip2", "hyperclovax_vision")
-"""What model types begin with whose tokenizer transformers makes by their class, always."""
 
 
 @runtime_checkable
@@ -61,44 +59,19 @@ def load_tokenizer(directory: str | Path) -> Any:
         path = resolve(directory)
     except FileNotFoundError as error:
         raise ValueError(f"tokenizer: expected a local model or one of the hub: {error}") from error
+    from transformers import AutoTokenizer
+
     try:
         if not any((path / name).is_file() for name in VOCABULARIES):
             # transformers would make an empty tokenizer of the model's type
             raise ValueError(f"there is none of {', '.join(VOCABULARIES)}")
-        return _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         files = ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "no files"
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"tokenizer: can't load one from {str(path)!r} (it holds {files}): {reason}"
         ) from error
-
-
-def _tokenizer_class(path: Path) -> Any:
-    """Return the class that reads a model's tokenizer.
-
-    `AutoTokenizer` looks it up in tables whose import takes torch along where that is installed:
-    two seconds and 190 MB. What transformers 5 has saved without a model's own class needs no
-    tables, but for model types that have one there which goes before what is saved.
-    """
-    saved, model = (_read_object(path / f"{name}.json") for name in ("tokenizer_config", "config"))
-    is_plain = saved.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in saved
-    if is_plain and not str(model.get("model_type")).startswith(WITH_OWN_TOKENIZER):
-        from transformers import TokenizersBackend
-
-        return TokenizersBackend
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; an empty one where there is none, or no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def encode_prompt(

@@ -2,14 +2,10 @@
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
-from jaxrl_llm.models.hf.families import FAMILIES
 
 CHAT = [{"role": "user", "content": "1+2="}]
 EOS, USER, REPLY = 15, 16, 17
@@ -45,38 +41,6 @@ def test_tokenizer_without_template(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"the tokenizer has none; .*chat_template.jinja"):
         encode_prompt(tokenizer, CHAT)
-
-
-@pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/data/chat.py")
-def test_tokenizers_are_of_the_class_that_transformers_takes(model_directory, tmp_path):
-    from transformers import AutoTokenizer
-
-    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
-    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert saved["tokenizer_class"] == "TokenizersBackend"
-    differing = {}
-    for model_type in [family.model_type for family in FAMILIES] + ["bert", "gpt2"]:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-        classes = [
-            type(tokenizer)
-            for tokenizer in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
-        ]
-        if classes[0] is not classes[1]:
-            differing[model_type] = classes
-    assert differing == {}
-
-
-def test_a_tokenizer_is_read_without_torch(model_directory):
-    source = f"""if True:
-        import sys
-        from jaxrl_llm.data.chat import encode_prompt, load_tokenizer
-        encode_prompt(load_tokenizer({str(model_directory)!r}), [dict(role="user", content="1")])
-        print("torch" in sys.modules)
-    """
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 def test_missing_directory():
