@@ -15,14 +15,13 @@ a step is trained. Each K has the division that is best for it, with the engines
 step. Two minutes.
 """
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_head, markdown_row
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
@@ -297,11 +296,9 @@ def pushes() -> None:
         print(f"| {model.name} | {where.engines} of {tensor} | {seconds} |")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--stale", action="store_true", help="for each rollout.staleness")
     if parser.parse_args().stale:
         print(f"{describe_run('cluster.scaling', ['--stale'])}, simulated\n")

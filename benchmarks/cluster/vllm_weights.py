@@ -18,7 +18,6 @@ Needs the environment of `python -m jaxrl_llm.rollout.vllm.setup`.
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.load import load_params
@@ -154,9 +153,7 @@ def report(lines: list[list[str]], heads: str) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.1, 1.0], metavar="GB")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
@@ -179,7 +176,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 gaps += differences(engine, params, spec, options.dtype)
             finally:
                 engine.close()
-    print(f"{describe_run('cluster.vllm_weights', words or sys.argv[1:])}, jax {jax.__version__}")
+    print(f"{describe_run('cluster.vllm_weights', words)}, jax {jax.__version__}")
     heads = "GB | weight sync, s | GB/s | through the connection, s | save a checkpoint, s"
     report(sync_times, f"{heads} | read, s | weight sync is faster by")
     report(gaps, "dtype | sampled at | mean | median | 90 % | 99 % | largest difference, nats")
