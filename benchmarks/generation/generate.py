@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peers.measure import PEERS, measure
+from benchmarks.peers.measure import PEERS, check_python, measure
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from benchmarks.training import workloads
 
@@ -203,6 +203,10 @@ def main(words: Sequence[str] | None = None) -> None:
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if options.device == "cpu":
         os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if options.trl_python:
+        check_python(options.trl_python, "torch", "transformers")
+    if options.tunix_python:
+        check_python(options.tunix_python, "tunix")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.work.absolute() if options.work else Path(scratch)

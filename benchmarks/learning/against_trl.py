@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.measure import PEERS, measure
+from benchmarks.peers.measure import PEERS, check_python, measure
 from benchmarks.tables import command_of, parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +188,8 @@ def main(words: Sequence[str] | None = None) -> int:
     args = arguments(words)
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    if args.trl_python:
+        check_python(args.trl_python, "trl")
     recipe = prepare(args.recipe, work)
     systems: dict[str, tuple[str, str, str]] = {
         "ours": (sys.executable, "learn_ours.py", "native"),

@@ -27,6 +27,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from benchmarks.peers.measure import check_python
 from benchmarks.tables import parser_of
 from jaxrl_llm.data.rows import verl_rows
 
@@ -127,6 +128,7 @@ def by_harness(
 def main(words: Sequence[str] | None = None) -> int:
     """Print both accuracies, and on how many questions they agree."""
     args = arguments(words)
+    check_python(args.python, "lm_eval")
     rows = verl_rows([args.data])
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -89,9 +89,10 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     args = arguments(words, list(configs), __doc__, "docs/learning", "runs/real_tasks")
     work = args.work
-    if not (ROOT / "runs/models").exists():
+    if (ROOT / "runs/models").exists():
+        link("runs/models", work)
+    if not (work / "runs/models").exists():
         raise SystemExit("error: expected runs/models: python -m benchmarks.real_model makes one")
-    link("runs/models", work)
     for name in args.recipes:
         for seed in args.seeds:
             if finished(configs[name], seed, work) is None:

@@ -1,22 +1,22 @@
-"""What training and loading cost in memory and time: log-probs, rematerialisation, loading.
+"""What training and loading cost in memory: log-probs, rematerialisation, loading.
 
     python -m benchmarks.memory.peak            all tables, as Markdown
     python -m benchmarks.memory.peak --small    their smallest sizes
     python -m benchmarks.memory.peak load DIRECTORY DTYPE    one measurement of loading, as JSON
 
 The first two tables give the scratch memory that XLA plans for the compiled gradient, besides
-inputs and results, and the best of several runs. The third is measured in fresh processes on a
-model of over 1 GB with random weights: the peak of the resident set.
+inputs and results; nothing is run, so that a busy machine gives the same. The third is measured in
+fresh processes on a model of over 1 GB with random weights: the peak of the resident set.
 """
 
 import gc
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import describe_run, parser_of
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.files import find_arrays
@@ -52,16 +52,10 @@ SMALL = dict(
 )
 
 
-def cost(function: Any, *arguments: Any, runs: int = 3) -> tuple[float, float]:
-    """Return the scratch memory in MiB and the seconds of a function under jit."""
+def scratch(function: Any, *arguments: Any) -> float:
+    """Return the scratch memory in MiB of a function under jit, of arguments or their shapes."""
     compiled = jax.jit(function).lower(*arguments).compile()
-    jax.block_until_ready(compiled(*arguments))
-    seconds = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return compiled.memory_analysis().temp_size_in_bytes / MIB, min(seconds)
+    return compiled.memory_analysis().temp_size_in_bytes / MIB
 
 
 class Sizes(NamedTuple):
@@ -79,57 +73,46 @@ SMALL_SIZES = Sizes((1024,), (8000,), (256,), ((2, 128),))
 
 
 def print_logprobs(dtype: str, sizes: Sizes) -> None:
-    """Print the cost of a gradient through log-probs and entropies, by tokens, V and chunk."""
-    print(f"\nGradient of log-probs and entropies, D = {WIDTH}, {dtype}\n")
-    print("| tokens T | V | chunk | T·V float32, MiB | chunk·V float32, MiB | scratch, MiB | s |")
-    print("| --- " * 7 + "|")
-    for tokens in sizes.tokens:
-        for vocab in sizes.vocabularies:
-            rng = np.random.default_rng(0)
-            hidden = jnp.asarray(rng.normal(size=(tokens, WIDTH)), dtype)
-            head = jnp.asarray(0.02 * rng.normal(size=(WIDTH, vocab)), jnp.float32)
-            targets = jnp.asarray(rng.integers(0, vocab, tokens))
-            for chunk in sorted({*sizes.chunks, tokens}):
+    """Print the scratch of a gradient through log-probs and entropies, by tokens, V and chunk."""
+    print(f"\nGradient of log-probs and entropies, D = {WIDTH}, {dtype}:\n")
+    names = ["tokens T", "V", "chunk", "T·V float32, MiB", "chunk·V float32, MiB", "scratch, MiB"]
+    print(markdown_head(names))
+    for tokens, vocab in itertools.product(sizes.tokens, sizes.vocabularies):
+        hidden = jax.ShapeDtypeStruct((tokens, WIDTH), dtype)
+        head = jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32)
+        targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        for chunk in sorted({*sizes.chunks, tokens}):
 
-                def total(
-                    hidden: Any, head: Any, targets: Any = targets, chunk: int = chunk
-                ) -> Any:
-                    stats = token_stats(hidden, head, targets, chunk=chunk)
-                    return stats.logprobs.sum() + stats.entropy.sum()
+            def total(hidden: Any, head: Any, targets: Any, chunk: int = chunk) -> Any:
+                stats = token_stats(hidden, head, targets, chunk=chunk)
+                return stats.logprobs.sum() + stats.entropy.sum()
 
-                scratch, seconds = cost(jax.grad(total, (0, 1)), hidden, head)
-                whole, part = (4 * n * vocab / MIB for n in (tokens, chunk))
-                print(
-                    f"| {tokens} | {vocab} | {chunk} | {whole:.0f} | {part:.0f} | {scratch:.0f} "
-                    f"| {seconds:.2f} |",
-                    flush=True,
-                )
+            arrays = [4 * n * vocab / MIB for n in (tokens, chunk)]
+            taken = scratch(jax.grad(total, (0, 1)), hidden, head, targets)
+            cells = [tokens, vocab, chunk, *(f"{size:.0f}" for size in (*arrays, taken))]
+            print(markdown_row(cells), flush=True)
 
 
 def print_remat(dtype: str, sizes: Sizes) -> None:
-    """Print the cost of a gradient through the decoder, by policy and rows."""
+    """Print the scratch of a gradient through the decoder, by policy and rows."""
     spec = ModelSpec(vocab_size=1000, hidden_size=512, layers=8, ff_width=1536, **SMALL)
-    params = jax.jit(init_params, static_argnums=0)(spec, key=jax.random.key(0))
-    print(f"\nGradient through {spec.layers} layers, D = {spec.hidden_size}, {dtype}\n")
-    print("| rows × length | remat | scratch, MiB | scratch / (layers · token · D numbers) | s |")
-    print("| --- " * 5 + "|")
-    for shape in sizes.rows:
-        tokens = jnp.zeros(shape, jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-        for policy in POLICIES:
+    params = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
+    print(f"\nGradient through {spec.layers} layers, D = {spec.hidden_size}, {dtype}:\n")
+    unit_name = "scratch / (layers · token · D numbers)"
+    print(markdown_head(["rows × length", "remat", "scratch, MiB", unit_name]))
+    for shape, policy in itertools.product(sizes.rows, POLICIES):
+        rows = [jax.ShapeDtypeStruct(shape, jnp.int32)] * 3
 
-            def total(params: Any, rows: Any, policy: str = policy) -> Any:
-                hidden = forward(params, spec, *rows, dtype=jnp.dtype(dtype), remat=policy)
-                return jnp.square(hidden.astype(jnp.float32)).sum()
+        def total(params: Any, rows: Any, policy: str = policy) -> Any:
+            hidden = forward(params, spec, *rows, dtype=jnp.dtype(dtype), remat=policy)
+            return jnp.square(hidden.astype(jnp.float32)).sum()
 
-            rows = (tokens, positions, jnp.ones_like(tokens))
-            scratch, seconds = cost(jax.grad(total), params, rows)
-            unit = spec.layers * tokens.size * spec.hidden_size * jnp.dtype(dtype).itemsize / MIB
-            print(
-                f"| {shape[0]} × {shape[1]} | `{policy}` | {scratch:.0f} | {scratch / unit:.1f} "
-                f"| {seconds:.2f} |",
-                flush=True,
-            )
+        taken = scratch(jax.grad(total), params, rows)
+        numbers = spec.layers * shape[0] * shape[1] * spec.hidden_size
+        unit = numbers * jnp.dtype(dtype).itemsize / MIB
+        size = f"{shape[0]} × {shape[1]}"
+        cells = [size, f"`{policy}`", f"{taken:.0f}", f"{taken / unit:.1f}"]
+        print(markdown_row(cells), flush=True)
 
 
 def peak_gb() -> float:
@@ -173,13 +156,11 @@ def measure_loading(directory: Path) -> dict[str, float]:
     stored = find_arrays(directory)
     sizes = [array.map().nbytes for array in stored.values()]
     figures |= {"stored_gb": sum(sizes) / GB, "largest_stored_gb": max(sizes) / GB}
-    start = time.perf_counter()
     params = jax.block_until_ready(load_params(directory, spec))
-    figures |= {"load_s": time.perf_counter() - start, "load_peak_gb": peak_gb()}
+    figures["load_peak_gb"] = peak_gb()
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        start = time.perf_counter()
         save_params(Path(folder) / "x", params, spec, source=directory, dtype=jnp.float32)
-        figures |= {"save_s": time.perf_counter() - start, "save_peak_gb": peak_gb()}
+        figures["save_peak_gb"] = peak_gb()
     return figures
 
 
@@ -195,17 +176,17 @@ def load_in_processes(directory: Path, dtype: str, *, small: bool) -> dict[str, 
 
 def print_loading(*, small: bool) -> None:
     """Print the peak of host memory while a model is loaded, and after it is saved."""
-    print("\nLoading into float32 on the CPU, and saving, GB of the resident set\n")
     print(
-        "| stored as | on disk | model | largest array | before | peak, loaded | s | peak, saved |"
+        "\nLoading into float32 on the CPU, each in a separate process, GB of the resident set:\n"
     )
-    print("| --- " * 8 + "|")
+    names = ["stored as", "on disk", "model", "largest array", "before", "peak, loaded"]
+    print(markdown_head([*names, "peak, saved"]))
+    columns = ("stored_gb", "model_gb", "largest_array_gb", "before_gb", "load_peak_gb")
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as folder:
             figures = load_in_processes(Path(folder), dtype, small=small)
-        columns = ("stored_gb", "model_gb", "largest_array_gb", "before_gb", "load_peak_gb")
-        columns += ("load_s", "save_peak_gb")
-        print(f"| {dtype} | " + " | ".join(f"{figures[name]:.2f}" for name in columns) + " |")
+        cells = [f"{figures[name]:.2f}" for name in (*columns, "save_peak_gb")]
+        print(markdown_row([dtype, *cells]), flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Runs one system in a process of its own."""
+"""Runs the systems that are compared, each in a process of its own."""
 
 import json
 import subprocess
@@ -7,6 +7,21 @@ from typing import Any
 
 PEERS = Path(__file__).resolve().parent
 """Folder of the scripts that a system's own interpreter runs."""
+
+
+def check_python(python: str | Path, *modules: str) -> None:
+    """Check that an interpreter has modules of others.
+
+    Raises:
+        SystemExit: it lacks one, or does not run.
+    """
+    try:
+        command = [python, "-c", f"import {', '.join(modules)}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SystemExit(f"error: {python}: {error.strerror}") from None
+    if done.returncode:
+        raise SystemExit(f"error: {python}: {done.stderr.strip().splitlines()[-1]}")
 
 
 def measure(python: str, script: Path, job: dict[str, Any], name: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.recipes import ROOT, curve_of, metrics_of, write_numbers
+from benchmarks.peers.measure import check_python
 from benchmarks.tables import markdown_table, parser_of
 
 HERE = Path(__file__).parent.relative_to(ROOT)
@@ -43,6 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
     args = parser.parse_args(words)
+    check_python(args.python, "openai", "agents", "smolagents")
     for task in args.tasks:
         for seed in args.seeds:
             train_missing(task, seed, args.python.absolute())
