@@ -24,7 +24,6 @@ transformers don't generate the same tokens greedily.
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -199,10 +198,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Make the models, run everything, print the table."""
     options = arguments(words)
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    shared = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    shared["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if options.device == "cpu":
-        os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        shared |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     if options.trl_python:
         check_python(options.trl_python, "torch", "transformers")
     if options.tunix_python:
@@ -218,11 +217,10 @@ def main(words: Sequence[str] | None = None) -> None:
             job = job_of(WORKLOADS[name], tokenizer, options)
             job["model"] = str(folder / WORKLOADS[name].model)
             results[name] = {}
-            for system, python, script, environment in systems(options):
-                os.environ |= environment
-                results[name][system] = measure(
-                    python, PEERS / script, job, folder / f"{name}-{system}"
-                )
+            for system, python, script, own in systems(options):
+                files = folder / f"{name}-{system}"
+                measured = measure(python, PEERS / script, job, files, shared | own)
+                results[name][system] = measured
             check(name, job, results[name])
     if options.json:
         options.json.write_text(json.dumps(results) + "\n")

@@ -1,8 +1,11 @@
 """Runs the systems that are compared, each in a process of its own."""
 
 import json
+import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 PEERS = Path(__file__).resolve().parent
@@ -24,7 +27,13 @@ def check_python(python: str | Path, *modules: str) -> None:
         raise SystemExit(f"error: {python}: {done.stderr.strip().splitlines()[-1]}")
 
 
-def measure(python: str, script: Path, job: dict[str, Any], name: Path) -> dict[str, Any]:
+def measure(
+    python: str,
+    script: Path,
+    job: dict[str, Any],
+    name: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Run one system in a process of its own; return what it wrote.
 
     Args:
@@ -32,6 +41,7 @@ def measure(python: str, script: Path, job: dict[str, Any], name: Path) -> dict[
         script: what it runs.
         job: what the script is told.
         name: of the files for the job, the result and the log, which differ in their ends.
+        environment: variables besides this process's.
 
     Raises:
         SystemExit: it failed.
@@ -41,7 +51,8 @@ def measure(python: str, script: Path, job: dict[str, Any], name: Path) -> dict[
     result.unlink(missing_ok=True)
     with log.open("w") as file:
         command = [python, script, given, result]
-        done = subprocess.run(command, cwd=name.parent, stdout=file, stderr=file, check=False)
+        env, folder = os.environ | environment, name.parent
+        done = subprocess.run(command, cwd=folder, env=env, stdout=file, stderr=file, check=False)
     if done.returncode:
         last = "\n".join(log.read_text().splitlines()[-15:])
         raise SystemExit(f"{command} stopped with status {done.returncode}:\n{last}")

@@ -3,6 +3,7 @@
 A program is a module with `__name__ == "__main__"`; `test_gpu.py` has those of `benchmarks/gpu`.
 """
 
+import doctest
 import importlib
 import inspect
 import json
@@ -15,6 +16,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from benchmarks.learning.recipes import make_base, place_configs
+from benchmarks.peers import meter
+from benchmarks.training import workloads
 from tests.guarded import MODEL, NATIVE, RUN, UPDATE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,8 +93,6 @@ def program(monkeypatch, capfd):
 @pytest.fixture(scope="module")
 def small_base(tmp_path_factory):
     """A folder with the quickstart's data, and a base model that has seen two batches of them."""
-    from benchmarks.learning.recipes import make_base, place_configs
-
     work = tmp_path_factory.mktemp("base")
     place_configs(work, small=True)
     make_base(ROOT / "configs/quickstart.yaml", "runs/quickstart/base", work)
@@ -154,6 +156,56 @@ def test_what_is_missing_is_said_in_one_line(name, monkeypatch, tmp_path):
     assert said in str(end.value) and "\n" not in str(end.value)
 
 
+# ------------------------------------------------------------------- what is computed without a run
+
+
+def test_examples():
+    wrong = []
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if ">>> " in path.read_text(encoding="utf-8") and "/gpu/" not in str(path):
+            wrong += [name] * doctest.testmod(importlib.import_module(name)).failed
+    assert wrong == []
+
+
+def test_a_steps_flops_are_the_sum_over_its_passes():
+    shape, prompts, lengths = workloads.MODELS["tiny"], [3, 5], [2, 4, 1, 6]
+    layers = 4 * (2 * 128 * 32 * (4 + 2) + 3 * 128 * 384)
+    head = 128 * workloads.VOCABULARY
+    per_pair = 4 * shape.layers * shape.heads * shape.head_dim
+    total = 0
+    for prompt in prompts:
+        total += sum(2 * layers + per_pair * (at + 1) for at in range(prompt)) + 2 * head
+    for prompt, length in zip([3, 3, 5, 5], lengths, strict=True):
+        for at in range(prompt, prompt + length - 1):
+            total += 2 * layers + per_pair * (at + 1) + 2 * head
+        for at in range(prompt + length):
+            total += 4 * (2 * layers + per_pair * (at + 1))
+        total += 4 * 2 * head * length
+    assert workloads.step_flops(workloads.spec_of(shape), prompts, lengths) == total
+
+
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
+def test_every_step_generates_as_many_tokens(name):
+    steps = workloads.lengths_of(workloads.WORKLOADS[name], 3)
+    totals = {sum(lengths) for lengths in steps}
+    assert len(totals) == 1
+    assert totals.pop() == pytest.approx(128 * 64, rel=0.01)
+    assert all(min(lengths) >= 1 for lengths in steps)
+    assert {max(lengths) for lengths in steps} == {workloads.WORKLOADS[name].max_new_tokens}
+
+
+def test_a_meter_counts_each_step_from_zero():
+    watch = meter.Meter()
+    watch.add(generated=3)
+    watch.add(generated=4)
+    watch.end_step()
+    watch.end_step()
+    assert watch.steps[0]["generated"] == 7
+    assert "generated" not in watch.steps[1]
+    assert all(step["other_cores"] >= 0 and step["seconds"] > 0 for step in watch.steps)
+
+
 # ------------------------------------------------------------------------------- cluster, planning
 
 
@@ -211,8 +263,6 @@ def test_greedy(program, work):
 @pytest.mark.slow
 @pytest.mark.guards(*ENGINE, "models/int8.py", "benchmarks/generation/")
 def test_kv_cache_dtype(program, tmp_path):
-    from benchmarks.training import workloads
-
     workloads.make_model(tmp_path / "m", workloads.MODELS["tiny"], workloads.make_tokenizer())
     words = [tmp_path / "m", "--prompt-tokens", "32", "--new-tokens", "8"]
     exact, rounded = program("generation.kv_cache_dtype", *words)
@@ -336,8 +386,6 @@ def test_quickstart_and_by_hand(program, tmp_path):
 @pytest.mark.guards(*TRAINER, "configs/real/", "benchmarks/learning/real_tasks.py")
 def test_real_tasks(program, tmp_path):
     pytest.importorskip("reasoning_gym")
-    from benchmarks.training import workloads
-
     (tmp_path / "runs/models").mkdir(parents=True)
     model = tmp_path / "runs/models/SmolLM2-135M-Instruct"
     workloads.make_model(model, workloads.MODELS["tiny"], workloads.make_tokenizer())
@@ -366,8 +414,6 @@ def test_against_trl_without_trl(program, work, tmp_path):
 @pytest.mark.guards(*TRAINER, "jaxrl_llm/rollout/", "benchmarks/learning/external/")
 def test_watched(program, tmp_path, monkeypatch):
     """It fails where what was trained on is not what the engine drew."""
-    from benchmarks.learning.recipes import make_base, place_configs
-
     place_configs(tmp_path, small=True)
     config = ROOT / "configs/agents/guess_number.yaml"
     make_base(config, yaml.safe_load(config.read_text())["model"]["path"], tmp_path)
