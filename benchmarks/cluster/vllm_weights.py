@@ -17,7 +17,6 @@ Needs the environment of `python -m jaxrl_llm.rollout.vllm.setup`.
 """
 
 import argparse
-import math
 import statistics
 import tempfile
 import time
@@ -57,7 +56,7 @@ def spec_of(gb: float) -> ModelSpec:
 
     >>> from jaxrl_llm.models.parameters import declare
     >>> leaves = jax.tree.leaves(declare(spec_of(0.1)))
-    >>> round(4e-9 * sum(math.prod(leaf.shape) for leaf in leaves), 1)
+    >>> round(float(4e-9 * sum(np.prod(leaf.shape) for leaf in leaves)), 1)
     0.1
     """
     width, layers = (512, 6) if gb < 0.5 else (1024, 16)
