@@ -86,6 +86,8 @@ def make_pairs(work: Path, rows: int) -> dict[str, int]:
         if sides[True]
         for wrong in dict.fromkeys(filter(None, sides[False]))
     ]
+    if len(pairs) < 16:
+        raise SystemExit(f"error: {len(pairs)} pairs, expected 16 or more: take more --rows")
     held = len(pairs) // 8
     files: dict[str, list[dict[str, Any]]] = {"held": pairs[:held], "pairs": pairs[held:]}
     files["labelled"] = [

@@ -92,7 +92,7 @@ def program(monkeypatch, capfd):
 
 @pytest.fixture(scope="module")
 def small_base(tmp_path_factory):
-    """A folder with the quickstart's data, and a base model that has seen two batches of them."""
+    """A folder with the quickstart's data, and a base model that has seen some of them."""
     work = tmp_path_factory.mktemp("base")
     place_configs(work, small=True)
     make_base(ROOT / "configs/quickstart.yaml", "runs/quickstart/base", work)
@@ -357,7 +357,7 @@ def test_staleness_of_learning(program, work):
     *TRAINER, "jaxrl_llm/prefer.py", "jaxrl_llm/evaluation/", "benchmarks/learning/"
 )
 def test_preferences(program, work):
-    words = ["--seeds", "0", "--rows", "64", "--small", "--work", work]
+    words = ["--seeds", "0", "--rows", "256", "--small", "--work", work]
     rows = program("learning.preferences", *words)
     assert len(rows) == 9 and all(len(numbers(cells)) == 3 for cells in rows)
     assert (work / "preferences.png").exists()
