@@ -12,7 +12,7 @@ another prompt. All run at several learning rates; a point of a curve is the gre
 With `FEW` prompts, both pass over these 40 times: the student answers them anew each time, and
 `imitate` has one answer of the teacher to each.
 
-`--small` takes two updates of each run, to see that all of it works. A table goes to stdout;
+`--small` takes two updates at one rate, to see that all of it works. A table goes to stdout;
 `--out` gets the curves (distillation.png) and the numbers behind them
 (distillation.json). Finished runs are kept in the work folder and not repeated.
 """
@@ -204,9 +204,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     options = parser.parse_args(words)
     place_folders(options, *FOLDERS)
-    work, steps, keys = options.work, EVALUATED, ()
+    work, steps, rates, keys = options.work, EVALUATED, RATES, ()
     if options.small:
-        steps, keys = (1, 2), SHORT
+        steps, rates, keys = (1, 2), RATES[:1], SHORT
     if not (work / "runs/quickstart/exported").exists():
         run("train", "--config", "configs/quickstart.yaml", *keys, work=work)
         run("export", "runs/quickstart", "runs/quickstart/exported", work=work)
@@ -222,7 +222,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "imitate": lambda rate, seed: imitate(rate, seed, work, steps),
     }
     runs = {
-        name: {f"{rate:g}": {str(s): method(rate, s) for s in options.seeds} for rate in RATES}
+        name: {f"{rate:g}": {str(s): method(rate, s) for s in options.seeds} for rate in rates}
         for name, method in methods.items()
     }
     goals = {share: round(share * teacher, 4) for share in SHARES}

@@ -9,7 +9,7 @@ trained on right sums against wrong ones that are made up, for 8,000 pairs of nu
 held out, and PPO by its scores, without the reward function. All accuracies are greedy, on the 512
 sums that the quickstart holds out.
 
-`--small` takes two steps of each run, to see that all of it works. A table goes to stdout;
+`--small` takes two steps of two losses, to see that all of it works. A table goes to stdout;
 `--out` gets the curves (preferences.png) and the numbers behind them
 (preferences.json). Finished runs are kept in the work folder and not repeated.
 """
@@ -241,14 +241,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for number, name in enumerate(n for n in RUNS if n != "kto"):
+    for number, name in enumerate(n for n in results["runs"] if n not in ("kto", "imitate")):
         for seed, result in results["runs"][name].items():
             curve = result["curves"]["val/rewards/accuracies"]
             label = name if seed == min(results["runs"][name]) else None
             left.plot(*zip(*curve, strict=True), color=f"C{number}", label=label)
     left.set(xlabel="step", ylabel="rewards/accuracies, held out", ylim=(0, 1))
     left.legend(fontsize=8)
-    names = [*RUNS, "imitate"]
+    names = list(results["runs"])
     for place, name in enumerate(names):
         for result in results["runs"][name].values():
             right.plot(result["accuracy"], place, "o", color="C0")
@@ -293,7 +293,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "base": accuracy("runs/quickstart/base", "base", work),
         "runs": {},
     }
-    for name in RUNS:
+    for name in ("dpo", "kto") if options.small else RUNS:
         results["runs"][name] = {str(s): train(name, s, work, steps) for s in options.seeds}
     results["runs"]["imitate"] = {str(s): imitate(s, work, steps) for s in options.seeds}
     results["reward_model"] = {str(s): reward_model(s, work, steps) for s in options.seeds}

@@ -359,7 +359,7 @@ def test_staleness_of_learning(program, work):
 def test_preferences(program, work):
     words = ["--seeds", "0", "--rows", "256", "--small", "--work", work]
     rows = program("learning.preferences", *words)
-    assert len(rows) == 9 and all(len(numbers(cells)) == 3 for cells in rows)
+    assert len(rows) == 4 and all(len(numbers(cells)) == 3 for cells in rows)
     assert (work / "preferences.png").exists()
 
 
@@ -367,7 +367,7 @@ def test_preferences(program, work):
 @pytest.mark.guards(*TRAINER, "jaxrl_llm/training/teachers.py", "benchmarks/learning/")
 def test_distillation(program, work):
     rows = program("learning.distillation", "--seeds", "0", "--small", "--work", work)
-    assert [cells[0] for cells in rows[::2]] == ["reverse_kl", "reverse_kl_divergence", "imitate"]
+    assert [cells[0] for cells in rows] == ["reverse_kl", "reverse_kl_divergence", "imitate"]
     assert (work / "distillation.png").exists()
 
 
