@@ -13,7 +13,7 @@ each recipe have logged, for the test of `jaxrl_llm/reporting/health.py`.
 goes to stdout and, once every recipe has its runs, between the two marks of docs/algorithms.md.
 
 `--small` shows in a minute or two that all of it works: two steps of each run, from a base model
-that has had a hundred, in folders of their own.
+that has had 300, in folders of their own.
 
 Exit status 1: a run failed, or gained less than 0.2 in held-out accuracy.
 """
@@ -114,7 +114,7 @@ def place_folders(args: argparse.Namespace, out: str, work: str) -> None:
 
 
 def place_configs(work: Path, *, small: bool) -> None:
-    """Let a folder have the configs; of small ones supervised runs have a hundred steps.
+    """Let a folder have the configs; of small ones supervised runs have 300 steps at most.
 
     After these the quickstart's base model knows some sums, so that there are pairs to learn from.
     """
@@ -123,7 +123,7 @@ def place_configs(work: Path, *, small: bool) -> None:
     elif not (work / "configs").exists():
         shutil.copytree(ROOT / "configs", work / "configs")
         for path in (work / "configs").rglob("*_sft.yaml"):
-            short = re.sub(r"^steps: \d{3,}", "steps: 100", path.read_text(), flags=re.MULTILINE)
+            short = re.sub(r"^steps: \d{3,}", "steps: 300", path.read_text(), flags=re.MULTILINE)
             path.write_text(short)
 
 

@@ -41,7 +41,7 @@ GPU = jax.default_backend() != "cpu"
 WIDTH = 2048 if GPU else 128
 MIB, GB = 2**20, 10**9
 
-SMALL = dict(
+SMALL: dict[str, Any] = dict(
     heads=8,
     kv_heads=4,
     head_dim=64,
