@@ -13,7 +13,6 @@ that the newest of them counts.
 Exit status 1: with `--check` a figure is older; with `--remake` a command failed.
 """
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -25,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.tables import markdown_table
+from benchmarks.tables import markdown_table, parser_of
 from jaxrl_llm.reporting.health import anchor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,9 +194,7 @@ def remake(figures: Sequence[Figure], root: Path) -> list[str]:
 def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """List, check or make again."""
     figures = {f.name: f for f in read_figures(root / "benchmarks/figures.yaml")}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="only those that are older")
     action.add_argument("--remake", action="store_true", help="run their commands")

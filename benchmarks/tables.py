@@ -1,9 +1,20 @@
-"""What the benchmarks print: Markdown tables, and the line that names command, date and machine."""
+"""What the benchmarks share: their command lines, and what they print.
 
+They print Markdown tables, below a line that names the command, the date and the machine.
+"""
+
+import argparse
 import datetime
 import os
 import platform
+import sys
 from collections.abc import Sequence
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help shows a module's docstring as it stands."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=about, formatter_class=formatter)
 
 
 def markdown_row(cells: Sequence[object]) -> str:
@@ -36,12 +47,22 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> st
     return "\n".join([markdown_head(names), *map(markdown_row, rows)])
 
 
+def command_of(module: str, words: Sequence[str] | None) -> str:
+    """Return the command of a module below `benchmarks`; words None: those of this process."""
+    return " ".join([f"python -m benchmarks.{module}", *(words or sys.argv[1:])])
+
+
 def describe_machine() -> str:
     """Return the processor's architecture and the number of cores."""
     return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
-def describe_run(module: str, arguments: Sequence[str] = ()) -> str:
-    """Return the line over the figures: the command, the date and the machine."""
-    command = " ".join(["python -m", f"benchmarks.{module}", *arguments])
-    return f"`{command}`, {datetime.datetime.now(datetime.UTC).date()}, {describe_machine()}"
+def describe_run(module: str, words: Sequence[str] | None = None) -> str:
+    """Return the line over the figures: the command, the date and the machine.
+
+    Args:
+        module: below `benchmarks`.
+        words: of the command line; None: those that the process was started with.
+    """
+    today = datetime.datetime.now(datetime.UTC).date()
+    return f"`{command_of(module, words)}`, {today}, {describe_machine()}"

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cluster.scaling            the tables, as Markdown; a minute of one core
     python -m benchmarks.cluster.scaling --stale    with answers that are begun before their step
+    python -m benchmarks.cluster.scaling --small    to see that all of it works
 
 Nothing is run: engines are simulated answer by answer (`planning.sampling`), the rest is summed up
 from the planner's assumptions (`planning.timeline`). Colocated GPUs sample and train in turn; of
@@ -15,14 +16,13 @@ a step is trained. Each K has the division that is best for it, with the engines
 step. Two minutes.
 """
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_head, markdown_row
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
@@ -297,20 +297,21 @@ def pushes() -> None:
         print(f"| {model.name} | {where.engines} of {tensor} | {seconds} |")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--stale", action="store_true", help="for each rollout.staleness")
-    if parser.parse_args().stale:
-        print(f"{describe_run('cluster.scaling', ['--stale'])}, simulated\n")
-        stale_table(CASES)
+    parser.add_argument("--small", action="store_true", help="64 answers on 8 GPUs alone")
+    options = parser.parse_args(words)
+    few = [(SMALL, 8, 4)]
+    cases, same = (few, few) if options.small else (CASES, SAME)
+    print(f"{describe_run('cluster.scaling', words)}, simulated\n")
+    if options.stale:
+        stale_table(cases)
         return
-    print(f"{describe_run('cluster.scaling')}, simulated\n")
-    table(CASES)
+    table(cases)
     print("\nThe 4,096 answers of 64 GPUs on fewer and on more:\n")
-    table(SAME)
+    table(same)
     print("\nSeconds of a push to disaggregated engines, on half of the GPUs:\n")
     pushes()
 

@@ -18,7 +18,6 @@ Needs the environment of `python -m jaxrl_llm.rollout.vllm.setup`.
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections.rollout import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.load import load_params
@@ -40,6 +40,7 @@ from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm.environment import find_python
 from jaxrl_llm.sharding.cast import cast_tree
 
 VOCABULARY = 4096
@@ -55,7 +56,7 @@ def spec_of(gb: float) -> ModelSpec:
 
     >>> from jaxrl_llm.models.parameters import declare
     >>> leaves = jax.tree.leaves(declare(spec_of(0.1)))
-    >>> round(4e-9 * sum(np.prod(leaf.shape) for leaf in leaves), 1)
+    >>> round(float(4e-9 * sum(np.prod(leaf.shape) for leaf in leaves)), 1)
     0.1
     """
     width, layers = (512, 6) if gb < 0.5 else (1024, 16)
@@ -154,14 +155,16 @@ def report(lines: list[list[str]], heads: str) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.1, 1.0], metavar="GB")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, metavar="DIR", help="where checkpoints are written")
     options = parser.parse_args(words)
+    try:
+        find_python(None)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     sync_times, gaps = [], []
     for size in options.sizes:
         spec = spec_of(size)
@@ -179,7 +182,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 gaps += differences(engine, params, spec, options.dtype)
             finally:
                 engine.close()
-    print(f"{describe_run('cluster.vllm_weights', words or sys.argv[1:])}, jax {jax.__version__}")
+    print(f"{describe_run('cluster.vllm_weights', words)}, jax {jax.__version__}")
     heads = "GB | weight sync, s | GB/s | through the connection, s | save a checkpoint, s"
     report(sync_times, f"{heads} | read, s | weight sync is faster by")
     report(gaps, "dtype | sampled at | mean | median | 90 % | 99 % | largest difference, nats")

@@ -8,9 +8,11 @@ promise that changes.
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.tables import parser_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/api.md"
 PARTS = ("algorithms", "data", "evaluation", "models", "rewards", "rollout", "sharding")
@@ -141,5 +143,12 @@ def first_line(value: Any) -> str:
     return text.partition("\n")[0]
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    parser.parse_args(words).out.write_text(page(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    main()

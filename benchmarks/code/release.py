@@ -7,8 +7,10 @@ A release's section is headed `## 0.1.0 (2026-12-31)`; CONTRIBUTING.md has the s
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import parser_of
 from jaxrl_llm.version import __version__
 
 CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
@@ -37,10 +39,13 @@ def read_notes(tag: str, version: str, changelog: str) -> str:
     return found[1].strip() + "\n"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("tag", help="of the commit, v and the version")
+    tag = parser.parse_args(words).tag
     try:
-        sys.stdout.write(read_notes(sys.argv[1], __version__, CHANGELOG.read_text("utf-8")))
+        sys.stdout.write(read_notes(tag, __version__, CHANGELOG.read_text("utf-8")))
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

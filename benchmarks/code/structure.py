@@ -1,20 +1,21 @@
 """Print the structure of the code in one or more checkouts as a Markdown table.
 
     git worktree add ../before c5337bd
-    python benchmarks/code/structure.py ../before .
+    python -m benchmarks.code.structure ../before .
 
 One column for each directory. `tests/test_style.py` holds the limits by the same functions.
 A function's lines are those from its `def` to its end, docstring included; nested functions count
 for themselves too. Imports inside functions and under `if TYPE_CHECKING:` count as any other.
 """
 
-import argparse
 import ast
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.tables import parser_of
 
 PACKAGE = "jaxrl_llm"
 LINKED = ("algorithms", "models", "sharding", "configs")
@@ -208,13 +209,11 @@ def describe_structure(root: Path) -> dict[str, str]:
     return dict(rows)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("directory", nargs="+", type=Path)
-    directories = parser.parse_args().directory
+    directories = parser.parse_args(words).directory
     columns = [describe_structure(directory) for directory in directories]
     print("| |", *(f"{directory} |" for directory in directories))
     print("|---|" + "---|" * len(directories))

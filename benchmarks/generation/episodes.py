@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections.agent import AgentConfig
@@ -66,15 +66,13 @@ class Forgetful(NativeEngine):
         return super().sample(requests)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--sequences", type=int, default=64, help="decoded at once")
     parser.add_argument("--repeats", type=int, default=2)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def measure(engine: NativeEngine, sampler: EpisodeSampler, prompts: list[Prompt]) -> dict[str, Any]:
@@ -105,10 +103,11 @@ def build(kind: type[NativeEngine], args: argparse.Namespace, *, kept: int | Non
     return engine
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure all ways in turn, and print a table."""
-    take_huge_pages()
-    args = arguments()
+    args = arguments(words)
+    if words is None:
+        take_huge_pages()
     tokenizer = load_tokenizer(MODEL)
     config = AgentConfig(
         environment=FunctionSpec.of(chatters),
@@ -141,7 +140,7 @@ def main() -> int:
         rows.append(
             [name, f"{args.episodes / seconds:.1f}", f"{base / seconds:.2f}", f"{share:.0%}"]
         )
-    print(describe_run("generation.episodes", sys.argv[1:]))
+    print(describe_run("generation.episodes", words))
     print(markdown_table(["way", "episodes a second", "against no reuse", "reused"], rows))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     turns = [episode.turns for episode in best["ours"]["rollouts"].episodes]

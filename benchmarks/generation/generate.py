@@ -18,12 +18,12 @@ done, which is what they do where answers end by themselves: none of them can pu
 into a row that is done. What goes beyond the lengths asked for is not counted, for any system.
 
 The script fails where a system returns fewer tokens than asked for, where ours compiles something
-after its warm-up, or where ours and transformers don't generate the same tokens greedily.
+after its warm-up, which ends when all programs of the engine are compiled, or where ours and
+transformers don't generate the same tokens greedily.
 """
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -32,8 +32,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peers.measure import PEERS, measure
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.peers.measure import PEERS, check_python, measure
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from benchmarks.training import workloads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,11 +171,9 @@ def summary(name: str, results: dict[str, dict[str, Any]]) -> str:
     return f"- {name}: as fast as {', '.join(times[1:]) or 'nothing else that ran'}"
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has transformers")
     parser.add_argument("--tunix-python", metavar="PATH", help="interpreter that has Tunix")
     parser.add_argument(
@@ -197,13 +195,17 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Make the models, run everything, print the table."""
-    options = arguments()
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    options = arguments(words)
+    shared = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    shared["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if options.device == "cpu":
-        os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        shared |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if options.trl_python:
+        check_python(options.trl_python, "torch", "transformers")
+    if options.tunix_python:
+        check_python(options.tunix_python, "tunix")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.work.absolute() if options.work else Path(scratch)
@@ -215,20 +217,19 @@ def main() -> None:
             job = job_of(WORKLOADS[name], tokenizer, options)
             job["model"] = str(folder / WORKLOADS[name].model)
             results[name] = {}
-            for system, python, script, environment in systems(options):
-                os.environ |= environment
-                results[name][system] = measure(
-                    python, PEERS / script, job, folder / f"{name}-{system}"
-                )
+            for system, python, script, own in systems(options):
+                files = folder / f"{name}-{system}"
+                measured = measure(python, PEERS / script, job, files, shared | own)
+                results[name][system] = measured
             check(name, job, results[name])
     if options.json:
         options.json.write_text(json.dumps(results) + "\n")
-    report(results)
+    report(results, words)
 
 
-def report(results: dict[str, Any]) -> None:
+def report(results: dict[str, Any], words: Sequence[str] | None) -> None:
     """Print everything as Markdown."""
-    print(describe_run("generation.generate", sys.argv[1:]))
+    print(describe_run("generation.generate", words))
     for system, result in next(iter(results.values())).items():
         print(f"- {system}: {', '.join(f'{n} {v}' for n, v in result['versions'].items())}")
     lines = [line for name, by_system in results.items() for line in rows(name, by_system)]

@@ -12,8 +12,10 @@ Exit status 1: an answer differs.
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import parser_of
 from jaxrl_llm import load_policy
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.sections.rollout import VllmConfig
@@ -27,17 +29,15 @@ from jaxrl_llm.rollout.vllm.engine import VllmEngine
 Answers = list[list[int]]
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("data", help="parquet or jsonl file with verl's columns")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--vllm", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def by_native(policy: Policy, prompts: list[list[int]], new: int) -> Answers:
@@ -83,10 +83,11 @@ def by_transformers(policy: Policy, directory: Path, prompts: list[list[int]], n
     return answers
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print how many answers are the same, and those that are not."""
-    take_huge_pages()
-    args = arguments()
+    args = arguments(words)
+    if words is None:
+        take_huge_pages()
     policy, new = load_policy(args.directory), args.max_new_tokens
     messages = [row["prompt"] for row in verl_rows([args.data])[: args.prompts]]
     prompts = [list(prompt.tokens) for prompt in as_prompts(messages, policy.tokenizer)]

@@ -9,8 +9,6 @@ same seeds. The table says how far they are off, and of how many answers all tok
 the engine without int8 drew.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import AutoTokenizer
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -80,14 +78,14 @@ def differences(
     return np.concatenate(off)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description="Measure what int8 keys and values cost.")
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=128)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     spec, tokenizer = read_spec(options.model), AutoTokenizer.from_pretrained(options.model)
     params = load_params(options.model, spec)
     texts = [tokenizer.encode(page.read_text()) for page in sorted(PAGES.glob("*.md"))]
@@ -107,7 +105,7 @@ def main() -> None:
         quantiles = np.quantile(off, [0.5, 0.9, 0.99, 1])
         figures = [f"{figure:.2g}" for figure in (off.mean(), *quantiles)]
         rows.append([kind, *figures, f"{same} of {len(requests)}", f"{sampled.tokens_per_gb:,.0f}"])
-    print(describe_run("generation.kv_cache_dtype", sys.argv[1:]))
+    print(describe_run("generation.kv_cache_dtype", words))
     print(f"\n{len(requests)} answers of {options.new_tokens} tokens, {options.dtype}\n")
     header = ["kv_cache_dtype", "mean", "median", "90 %", "99 %", "largest, nats", "same", "per GB"]
     print(markdown_table(header, rows))

@@ -14,15 +14,14 @@ a layer at least. The engine differs from the trainer in one of two ways:
   2 experts, which all tokens take: nothing is chosen there, and rounding is what is left.
 """
 
-import argparse
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.model import model_of
@@ -127,11 +126,11 @@ def compare(
     return np.concatenate(off), np.concatenate(others)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description="Measure what replaying the experts changes.")
+    parser = parser_of(__doc__)
     parser.add_argument("--answers", type=int, default=32)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     rows = []
     for experts, dtype, noise in (
         (EXPERTS, "float32", 1e-3),
@@ -153,7 +152,7 @@ def main() -> None:
                 for part in (off[others], off[~others])
             )
             rows.append([engine, f"{TOP} of {experts}", replay, f"{others.mean():.1%}", *parts])
-    print(describe_run("generation.router_replay", sys.argv[1:]))
+    print(describe_run("generation.router_replay", words))
     print(f"\n{options.answers} answers of {ANSWER} tokens\n")
     print("|difference of log-probs| in nats, median, mean and largest:\n")
     header = ["engine", "experts", "router_replay", "other experts", "of these tokens"]

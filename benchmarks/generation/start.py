@@ -9,7 +9,6 @@ first response. "cold" has an empty cache of compiled programs, "warm" is the sa
 of several. One process at a time; run it on a machine that does nothing else.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -22,6 +21,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+
+from benchmarks.tables import parser_of
 
 LIMIT_S = 300
 
@@ -61,17 +62,15 @@ def first_answer_s(model: str, environment: Mapping[str, str]) -> float:
     raise SystemExit(f"{' '.join(command)} returned no response")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure both and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", help="a Hugging Face directory or a run's folder")
     parser.add_argument(
         "--evaluate", nargs="+", required=True, metavar="KEY=VALUE", help="keys of the evaluation"
     )
     parser.add_argument("--repeats", type=int, default=3, help="of each warm start")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     print("| program | cold, s | warm, s (least to most) |\n| --- | --- | --- |")
     for name, measure in (

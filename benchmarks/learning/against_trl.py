@@ -26,12 +26,14 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.measure import PEERS, measure
+from benchmarks.peers.measure import PEERS, check_python, measure
+from benchmarks.tables import command_of, parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 10
@@ -39,12 +41,10 @@ MAX_T = 4.6
 COLORS = {"ours": "C0", "ours with vLLM": "C2", "TRL": "C1"}
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trl-python", required=True)
+    parser = parser_of(__doc__)
+    parser.add_argument("--trl-python", help="interpreter that has TRL; without it ours run alone")
     parser.add_argument("--recipe", default="configs/quickstart.yaml")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--steps", type=int, default=60)
@@ -52,7 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm", nargs="+", type=int, default=[], metavar="N", help="seeds")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/against_trl")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if args.steps < WINDOW or args.steps % WINDOW:
+        parser.error(f"--steps {args.steps}: expected a multiple of {WINDOW}")
     if unknown := set(args.vllm) - set(args.seeds):
         parser.error(f"--vllm: expected some of --seeds {args.seeds}, got {sorted(unknown)}")
     return args
@@ -181,16 +183,19 @@ def draw(runs: dict[str, list[dict[str, Any]]], picture: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Train what is missing; report everything."""
-    args = arguments()
+    args = arguments(words)
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    if args.trl_python:
+        check_python(args.trl_python, "trl")
     recipe = prepare(args.recipe, work)
     systems: dict[str, tuple[str, str, str]] = {
         "ours": (sys.executable, "learn_ours.py", "native"),
-        "TRL": (args.trl_python, "learn_trl.py", "transformers"),
     }
+    if args.trl_python:
+        systems["TRL"] = (args.trl_python, "learn_trl.py", "transformers")
     if args.vllm:
         systems["ours with vLLM"] = (sys.executable, "learn_ours.py", "vllm")
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
@@ -207,9 +212,9 @@ def main() -> int:
             done = json.loads(kept.read_text()) if same and kept.exists() else None
             runs[system].append(done or measure(python, PEERS / script, job, name))
     args.out.mkdir(parents=True, exist_ok=True)
-    words = ["TRL/bin/python" if word == args.trl_python else word for word in sys.argv[1:]]
+    command = command_of("learning.against_trl", words)
     about = {
-        "command": " ".join(["python -m benchmarks.learning.against_trl", *words]),
+        "command": command.replace(args.trl_python or "TRL/bin/python", "TRL/bin/python"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
         "recipe": args.recipe,
@@ -218,6 +223,8 @@ def main() -> int:
     (args.out / "against_trl.json").write_text(json.dumps(about, indent=1) + "\n")
     draw(runs, args.out / "against_trl.png")
     print("\n" + table(runs))
+    if "TRL" not in runs:
+        return 0
     seconds = zip(seconds_per_step(runs["TRL"]), seconds_per_step(runs["ours"]), strict=True)
     ratios = ", ".join(f"{theirs / ours:.2f}" for theirs, ours in seconds)
     difference = welch(windows(runs["ours"]), windows(runs["TRL"]))

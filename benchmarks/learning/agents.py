@@ -10,7 +10,7 @@ is seed 0 with a tool that answers `?`. `--out` gets the curves (agents.png) and
 them (agents.json); the table goes to stdout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from benchmarks.learning.recipes import (
     arguments,
     base_and_final,
     finished,
-    link,
     make_base,
     metrics_of,
     run,
@@ -88,14 +87,14 @@ def numbers(job: Job, work: Path) -> dict[str, Any] | None:
     }
 
 
-def train_missing(job: Job, work: Path) -> None:
+def train_missing(job: Job, work: Path, keys: Sequence[str]) -> None:
     """Train a run that is not finished, after its base model."""
     (task, seed, override), name = job, name_of(job)
     config = CONFIGS / f"{task}.yaml"
     if finished(config, seed, work, name) is None:
         print(f"{name} seed {seed}", flush=True)
         make_base(config, load(TrainConfig, config).model.path, work)
-        run(config, seed, work, *filter(None, [override]), name=name)
+        run(config, seed, work, *filter(None, [override]), *keys, name=name)
 
 
 def optimum(task: str) -> float | None:
@@ -144,16 +143,16 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train what is missing, report everything that is there."""
     flags = ("--tasks", "--runs")
-    args = arguments([*SAMPLED], __doc__, "docs/learning", "runs/agents/learning", flags)
-    work = args.work.resolve()
-    link("configs", work)
+    folders = ("docs/learning", "runs/agents/learning")
+    args = arguments(words, [*SAMPLED], __doc__, *folders, flags)
+    work = args.work
     for job in jobs(args.recipes, args.seeds):
-        train_missing(job, work)
+        train_missing(job, work, args.keys)
     results = [result for job in jobs([*SAMPLED], args.seeds) if (result := numbers(job, work))]
-    write_numbers(args.out / "agents.json", "agents", results)
+    write_numbers(args.out / "agents.json", "agents", words, results)
     draw(results, args.out / "agents.png")
     print("\n" + markdown_table(HEADS, [row(result) for result in results]))
 

@@ -12,13 +12,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import describe_run, markdown_table
-from jaxrl_llm import Policy, load_config
+from benchmarks.learning.recipes import ROOT, SHORT, place_configs
+from benchmarks.tables import describe_run, markdown_table, parser_of
+from jaxrl_llm import Policy, TrainConfig
+from jaxrl_llm.config.files import load
 from jaxrl_llm.data import Prompt, batches, load_tokenizer, tokenize_prompts, verl_rows
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare
@@ -26,9 +28,8 @@ from jaxrl_llm.rewards import arithmetic
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.training.optimizer import make_optimizer
 
-ROOT = Path(__file__).resolve().parents[2]
 METRIC = "val-core/arithmetic/acc/mean@1"
-SHOWN = (0, 20, 60, 100, 150)
+SHOWN = (0, 20, 60, 100)
 
 Curve = dict[int, float]  # accuracy by step
 
@@ -44,24 +45,18 @@ def score(prompt: Prompt, text: str) -> float:
     return arithmetic("arithmetic", text, prompt.ground_truth, None)["score"]
 
 
-def train_by_trainer(seed: int) -> Curve:
+def train_by_trainer(seed: int, keys: Sequence[str]) -> Curve:
     """Run the quickstart here; make its data and base model where there are none."""
-    words = [
-        "--config",
-        "quickstart",
-        f"seed={seed}",
-        f"run_dir=runs/{seed}",
-        "rollout.dump_every=0",
-    ]
-    command = [sys.executable, "-m", "jaxrl_llm.train", *words, "checkpoint.every=0"]
+    own = [f"seed={seed}", f"run_dir=runs/{seed}", "rollout.dump_every=0", "checkpoint.every=0"]
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "quickstart", *own, *keys]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = map(json.loads, Path(f"runs/{seed}/metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[METRIC] for line in lines if METRIC in line}
 
 
-def train_by_hand(seed: int) -> Curve:
+def train_by_hand(seed: int, keys: Sequence[str]) -> Curve:
     """Run the page's loop on the quickstart's data, which are here."""
-    config = load_config("quickstart", {"seed": seed})
+    config = load(TrainConfig, "quickstart", [f"seed={seed}", *keys])
     tokenizer, longest = load_tokenizer(config.model.path), config.data.max_prompt_tokens
     train, held_out = (
         tokenize_prompts(verl_rows(files), tokenizer, max_prompt_tokens=longest)[0]
@@ -98,17 +93,22 @@ def accuracy(policy: Policy, engine: Engine, prompts: list[Prompt]) -> float:
     return sum(score(prompt, text) for prompt, text in pairs) / len(prompts)
 
 
-def main() -> None:
-    """Run three seeds both ways."""
-    rows = []
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the seeds both ways."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--small", action="store_true", help="two steps of one seed")
+    small = parser.parse_args(words).small
+    rows, steps = [], []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for seed in (0, 1, 2):
+        place_configs(Path(folder), small=small)
+        for seed in (0,) if small else (0, 1, 2):
             for name, run in (("trainer", train_by_trainer), ("by hand", train_by_hand)):
-                curve = run(seed)
-                rows.append([seed, name, *(f"{curve[step]:.3f}" for step in SHOWN)])
+                curve = run(seed, SHORT if small else ())
+                steps = [step for step in curve if step in (*SHOWN, max(curve))]
+                rows.append([seed, name, *(f"{curve[step]:.3f}" for step in steps)])
                 print(*rows[-1], file=sys.stderr, flush=True)
-    print(describe_run("learning.by_hand"), end="\n\n")
-    print(markdown_table(["seed", "loop", *(f"step {step}" for step in SHOWN)], rows))
+    print(describe_run("learning.by_hand", words), end="\n\n")
+    print(markdown_table(["seed", "loop", *(f"step {step}" for step in steps)], rows))
 
 
 if __name__ == "__main__":

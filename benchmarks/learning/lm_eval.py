@@ -21,12 +21,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from benchmarks.peers.measure import check_python
+from benchmarks.tables import parser_of
 from jaxrl_llm.data.rows import verl_rows
 
 TASK = """
@@ -47,16 +49,14 @@ metric_list:
 START_S = 300
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("data", help="parquet or jsonl file with verl's columns")
     parser.add_argument("--python", required=True, help="interpreter that has lm-eval")
     parser.add_argument("--max-new-tokens", type=int, default=8)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def by_evaluate(model: str, data: str, tokens: int, folder: Path) -> list[float]:
@@ -125,9 +125,10 @@ def by_harness(
     return [s["exact_match"] for s in sorted(samples, key=lambda sample: sample["doc_id"])]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print both accuracies, and on how many questions they agree."""
-    args = arguments()
+    args = arguments(words)
+    check_python(args.python, "lm_eval")
     rows = verl_rows([args.data])
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -11,6 +11,7 @@ the quickstart holds out. `--out` gets the curves (online.png) and the numbers b
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,10 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Train what is missing, report everything that was asked for and is there."""
-    return compare("online", RUNS, ROOT / "configs/quickstart.yaml", __doc__, numbers, draw, table)
+    base = ROOT / "configs/quickstart.yaml"
+    return compare(words, "online", RUNS, base, __doc__, numbers, draw, table)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ numbers behind them (pictures.json); the table goes to stdout. Exit status 1: a 
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,9 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Train what is missing, report everything that was asked for and is there."""
-    return compare("pictures", RUNS, CONFIG, __doc__, numbers, draw, table)
+    return compare(words, "pictures", RUNS, CONFIG, __doc__, numbers, draw, table)
 
 
 if __name__ == "__main__":

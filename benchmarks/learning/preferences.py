@@ -9,11 +9,11 @@ trained on right sums against wrong ones that are made up, for 8,000 pairs of nu
 held out, and PPO by its scores, without the reward function. All accuracies are greedy, on the 512
 sums that the quickstart holds out.
 
-A table goes to stdout; `--out` gets the curves (preferences.png) and the numbers behind them
+`--small` takes two steps of two losses, to see that all of it works. A table goes to stdout;
+`--out` gets the curves (preferences.png) and the numbers behind them
 (preferences.json). Finished runs are kept in the work folder and not repeated.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -22,15 +22,18 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.learning.recipes import add_folders, place_folders
+from benchmarks.tables import command_of, markdown_table, parser_of
+
+FOLDERS = ("docs/learning", "runs/preferences")
 RATE = 1e-4
-STEPS = 60
 RUNS: dict[str, tuple[dict[str, Any], float]] = {
     "dpo": ({"fn": "dpo", "beta": 0.5}, 3e-5),
     "dpo_weak_pull": ({"fn": "dpo", "beta": 0.1}, RATE),
@@ -83,6 +86,8 @@ def make_pairs(work: Path, rows: int) -> dict[str, int]:
         if sides[True]
         for wrong in dict.fromkeys(filter(None, sides[False]))
     ]
+    if len(pairs) < 16:
+        raise SystemExit(f"error: {len(pairs)} pairs, expected 16 or more: take more --rows")
     held = len(pairs) // 8
     files: dict[str, list[dict[str, Any]]] = {"held": pairs[:held], "pairs": pairs[held:]}
     files["labelled"] = [
@@ -98,13 +103,20 @@ def make_pairs(work: Path, rows: int) -> dict[str, int]:
     return {"prompts": len(by_prompt), **{name: len(some) for name, some in files.items()}}
 
 
+class Steps(NamedTuple):
+    """How many steps a loss, the reward model and PPO have."""
+
+    loss: int = 60
+    scorer: int = 800
+    ppo: int = 60
+
+
 def config(name: str, seed: int, rate: float, work: Path, **keys: Any) -> Path:
     """Write the config of a run of `prefer`, and return its path."""
     tree = {
         "run_dir": f"runs/{name}_{seed}",
         "export_to": f"models/{name}_{seed}",
         "seed": seed,
-        "steps": STEPS,
         "model": {"path": "runs/quickstart/base"},
         "data": {"train": "pairs.jsonl", "validation": "held.jsonl", "max_tokens": 16},
         "optim": {"schedule": {"fn": "constant_schedule", "value": rate}},
@@ -141,10 +153,10 @@ def make_comparisons(work: Path) -> None:
         (work / f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def train(name: str, seed: int, work: Path) -> dict[str, Any]:
+def train(name: str, seed: int, work: Path, steps: Steps) -> dict[str, Any]:
     """Train by one loss; return its accuracy and its metrics by step."""
     loss, rate = RUNS[name]
-    keys: dict[str, Any] = {"loss": loss}
+    keys: dict[str, Any] = {"loss": loss, "steps": steps.loss}
     if name == "kto":
         keys["data"] = {"train": "labelled.jsonl", "max_tokens": 16}
         keys["batch"] = {"pairs_per_step": 128, "max_tokens_per_device": 1024}
@@ -164,14 +176,14 @@ def train(name: str, seed: int, work: Path) -> dict[str, Any]:
     }
 
 
-def imitate(seed: int, work: Path) -> dict[str, Any]:
+def imitate(seed: int, work: Path, steps: Steps) -> dict[str, Any]:
     """Train on the chosen answers alone; return the accuracy."""
     name = f"imitate_{seed}"
     tree = {
         "run_dir": f"runs/{name}",
         "export_to": f"models/{name}",
         "seed": seed,
-        "steps": STEPS,
+        "steps": steps.loss,
         "model": {"path": "runs/quickstart/base"},
         "data": {"train": "chosen.jsonl", "max_tokens": 16},
         "optim": {"schedule": {"fn": "constant_schedule", "value": RATE}},
@@ -183,9 +195,9 @@ def imitate(seed: int, work: Path) -> dict[str, Any]:
     return {"rate": RATE, "accuracy": accuracy(f"models/{name}", name, work)}
 
 
-def reward_model(seed: int, work: Path) -> dict[str, Any]:
+def reward_model(seed: int, work: Path, steps: Steps) -> dict[str, Any]:
     """Train a reward model on made-up comparisons, then PPO by its scores."""
-    name, steps = f"reward_model_{seed}", 800
+    name = f"reward_model_{seed}"
     make_comparisons(work)
     schedule = {"fn": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 1e-3}
     data = {"train": "comparisons.jsonl", "validation": "held_comparisons.jsonl", "max_tokens": 16}
@@ -194,10 +206,10 @@ def reward_model(seed: int, work: Path) -> dict[str, Any]:
         seed,
         RATE,
         work,
-        steps=steps,
+        steps=steps.scorer,
         loss={"fn": "bradley_terry", "center_coef": 0.01},
         data=data,
-        optim={"schedule": schedule | {"warmup_steps": 20, "decay_steps": steps}},
+        optim={"schedule": schedule | {"warmup_steps": 20, "decay_steps": max(steps.scorer, 40)}},
         batch={"pairs_per_step": 128, "max_tokens_per_device": 2048},
         validation={"every": 100},
     )
@@ -205,7 +217,7 @@ def reward_model(seed: int, work: Path) -> dict[str, Any]:
         run("prefer", f"--config={path}", work=work)
     if not (work / f"runs/ppo_{seed}/checkpoints").exists():
         words = ("reward.function=null", f"reward.classifier=models/{name}", f"seed={seed}")
-        words = (*words, f"run_dir=runs/ppo_{seed}", "steps=60", "model.warm_start=null")
+        words = (*words, f"run_dir=runs/ppo_{seed}", f"steps={steps.ppo}", "model.warm_start=null")
         run("train", "--config", "configs/recipes/ppo.yaml", *words, work=work)
     scorer = read_lines(work / f"runs/{name}/metrics.jsonl")
     ppo = read_lines(work / f"runs/ppo_{seed}/metrics.jsonl")
@@ -229,14 +241,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for number, name in enumerate(n for n in RUNS if n != "kto"):
+    for number, name in enumerate(n for n in results["runs"] if n not in ("kto", "imitate")):
         for seed, result in results["runs"][name].items():
             curve = result["curves"]["val/rewards/accuracies"]
             label = name if seed == min(results["runs"][name]) else None
             left.plot(*zip(*curve, strict=True), color=f"C{number}", label=label)
     left.set(xlabel="step", ylabel="rewards/accuracies, held out", ylim=(0, 1))
     left.legend(fontsize=8)
-    names = [*RUNS, "imitate"]
+    names = list(results["runs"])
     for place, name in enumerate(names):
         for result in results["runs"][name].values():
             right.plot(result["accuracy"], place, "o", color="C0")
@@ -246,45 +258,48 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def table(results: dict[str, Any]) -> str:
+    """Return the Markdown table: a row for each run."""
+    base = f"{results['base']:.3f}"
+    rows = [
+        [f"`{name}`", seed, base, f"{result['accuracy']:.3f}"]
+        for name, by_seed in results["runs"].items()
+        for seed, result in by_seed.items()
+    ]
+    for seed, result in results["reward_model"].items():
+        before, after = result["pair_accuracy"]
+        name = f"PPO by the reward model ({before:.3f} to {after:.3f} of held-out pairs)"
+        rows.append([name, seed, base, f"{result['ppo_accuracy']:.3f}"])
+    return markdown_table(["run", "seed", "base", "after"], rows)
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Run everything, print the table, and write picture and numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/preferences")
+    parser = parser_of(__doc__)
+    add_folders(parser, *FOLDERS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--rows", type=int, default=1024, help="prompts that the base answers")
-    options = parser.parse_args()
-    work: Path = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / "configs").exists():
-        (work / "configs").symlink_to(ROOT / "configs")
+    options = parser.parse_args(words)
+    place_folders(options, *FOLDERS)
+    work, steps = options.work, Steps(2, 2, 2) if options.small else Steps()
     if not (work / "runs/quickstart/base").exists():
         run("train", "--config", "configs/quickstart.yaml", "steps=1", work=work)
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}",
-        "command": "python -m benchmarks.learning.preferences",
+        "command": command_of("learning.preferences", words),
         "rows": make_pairs(work, options.rows),
         "base": accuracy("runs/quickstart/base", "base", work),
         "runs": {},
     }
-    for name in RUNS:
-        results["runs"][name] = {str(s): train(name, s, work) for s in options.seeds}
-    results["runs"]["imitate"] = {str(s): imitate(s, work) for s in options.seeds}
-    results["reward_model"] = {str(s): reward_model(s, work) for s in options.seeds}
+    for name in ("dpo", "kto") if options.small else RUNS:
+        results["runs"][name] = {str(s): train(name, s, work, steps) for s in options.seeds}
+    results["runs"]["imitate"] = {str(s): imitate(s, work, steps) for s in options.seeds}
+    results["reward_model"] = {str(s): reward_model(s, work, steps) for s in options.seeds}
     for seed, result in results["reward_model"].items():
         result["ppo_accuracy"] = accuracy(f"runs/ppo_{seed}", f"ppo_{seed}", work)
-    print("| run | seed | base | after |\n|---|---|---|---|")
-    for name, by_seed in results["runs"].items():
-        for seed, result in by_seed.items():
-            print(f"| `{name}` | {seed} | {results['base']:.3f} | {result['accuracy']:.3f} |")
-    for seed, result in results["reward_model"].items():
-        before, after = result["pair_accuracy"]
-        print(
-            f"| PPO by the reward model ({before:.3f} to {after:.3f} of held-out pairs) | {seed} | "
-            f"{results['base']:.3f} | {result['ppo_accuracy']:.3f} |"
-        )
+    print(table(results))
     (options.out / "preferences.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, options.out / "preferences.png")
 

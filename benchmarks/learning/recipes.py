@@ -12,6 +12,9 @@ each recipe have logged, for the test of `jaxrl_llm/reporting/health.py`.
 `--out` gets a curve for each recipe (NAME.png) and the numbers behind it (results.json). The table
 goes to stdout and, once every recipe has its runs, between the two marks of docs/algorithms.md.
 
+`--small` shows in a minute or two that all of it works: two steps of each run, from a base model
+that has had 300, in folders of their own.
+
 Exit status 1: a run failed, or gained less than 0.2 in held-out accuracy.
 """
 
@@ -26,13 +29,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import yaml
 
+from benchmarks.tables import command_of, parser_of
 from jaxrl_llm.config.load import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +45,8 @@ PAGE = ROOT / "docs/algorithms.md"
 MARKS = ("<!-- learning: begin -->\n", "<!-- learning: end -->\n")
 LEAST_GAIN = 0.2
 REFERENCE = "grpo"
+SHORT = ("steps=2", "validation.every=2", "checkpoint.every=2")
+"""Of each run, with `--small`."""
 NOT_KEPT = r"timing_s/(?!step)|perf/(?!compile_wait|dropped)|global_seqlen/|prompt_length/"
 """Metrics that say nothing about a run's health."""
 
@@ -49,6 +55,7 @@ Runs: TypeAlias = Mapping[str, tuple[Path, tuple[str, ...]]]
 
 
 def arguments(
+    words: Sequence[str] | None,
     everything: list[str],
     about: str | None,
     out: str,
@@ -59,16 +66,18 @@ def arguments(
     """Read the command line of a benchmark that trains some of these recipes.
 
     Args:
+        words: of the command line; None: those that the process was started with.
         everything: the names of the recipes.
         about: what the benchmark does.
         out: the folder of its results, below the repository's.
         work: the folder of its runs, likewise.
         flags: the options that name recipes and the folder of the runs.
         more: further options, with the types of their values.
+
+    Returns:
+        Also `keys` that each run gets besides its own.
     """
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(about)
     parser.add_argument(
         flags[0],
         dest="recipes",
@@ -78,11 +87,44 @@ def arguments(
         metavar="NAME",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
-    parser.add_argument("--out", type=Path, default=ROOT / out)
-    parser.add_argument(flags[1], dest="work", type=Path, default=ROOT / work)
+    add_folders(parser, out, work, flags[1])
     for flag, kind in more.items():
         parser.add_argument(flag, type=kind)
-    return parser.parse_args()
+    args = parser.parse_args(words)
+    place_folders(args, out, work)
+    args.keys = SHORT if args.small else ()
+    return args
+
+
+def add_folders(parser: argparse.ArgumentParser, out: str, work: str, flag: str = "--work") -> None:
+    """Let a command line say where results and runs go, and that these are to be small."""
+    parser.add_argument("--out", type=Path, help=f"of the results; by default {out}")
+    parser.add_argument(flag, dest="work", type=Path, help=f"of the runs; by default {work}")
+    parser.add_argument(
+        "--small", action="store_true", help=f"two steps a run, by default all in {work}_small"
+    )
+
+
+def place_folders(args: argparse.Namespace, out: str, work: str) -> None:
+    """Make the folders of the results and the runs, with the configs that the runs find."""
+    args.work = (args.work or ROOT / (f"{work}_small" if args.small else work)).resolve()
+    args.out = args.out or (args.work if args.small else ROOT / out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    place_configs(args.work, small=args.small)
+
+
+def place_configs(work: Path, *, small: bool) -> None:
+    """Let a folder have the configs; of small ones supervised runs have 300 steps at most.
+
+    After these the quickstart's base model knows some sums, so that there are pairs to learn from.
+    """
+    if not small:
+        link("configs", work)
+    elif not (work / "configs").exists():
+        shutil.copytree(ROOT / "configs", work / "configs")
+        for path in (work / "configs").rglob("*_sft.yaml"):
+            short = re.sub(r"^steps: \d{3,}", "steps: 300", path.read_text(), flags=re.MULTILINE)
+            path.write_text(short)
 
 
 def link(folder: str, work: Path) -> None:
@@ -234,22 +276,28 @@ def draw(name: str, results: list[dict[str, Any]], picture: Path) -> None:
         image.convert("RGB").quantize(64).save(picture, optimize=True)
 
 
-def write_numbers(file: Path, module: str, runs: list[dict[str, Any]], **more: Any) -> None:
+def write_numbers(
+    file: Path,
+    module: str,
+    words: Sequence[str] | None,
+    runs: Sequence[dict[str, Any]],
+    **more: Any,
+) -> None:
     """Write what the curves are drawn from, with the command line and the machine."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     about = {
-        "command": " ".join([f"python -m benchmarks.learning.{module}", *sys.argv[1:]]),
+        "command": command_of(f"learning.{module}", words),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
     }
     file.write_text(json.dumps({**more, **about, "runs": runs}, indent=1) + "\n")
 
 
-def write(results: list[dict[str, Any]], out: Path) -> None:
+def write(results: list[dict[str, Any]], words: Sequence[str] | None, out: Path) -> None:
     """Write results.json and the pictures."""
     keys = ("recipe", "seed", "seconds", "curve", "date", "versions")
     runs = [{k: r[k] for k in keys} for r in results]
-    write_numbers(out / "results.json", "recipes", runs, metric="val-core/arithmetic/acc/mean@1")
+    metric = "val-core/arithmetic/acc/mean@1"
+    write_numbers(out / "results.json", "recipes", words, runs, metric=metric)
     for name in dict.fromkeys(r["recipe"] for r in results):
         draw(name, results, out / f"{name}.png")
 
@@ -261,7 +309,7 @@ def write_page(text: str) -> None:
     PAGE.write_text(page[:begin] + text + page[page.index(MARKS[1]) :], encoding="utf-8")
 
 
-def train_missing(runs: Runs, seeds: list[int], work: Path) -> list[str]:
+def train_missing(runs: Runs, seeds: list[int], work: Path, keys: Sequence[str]) -> list[str]:
     """Run what is not finished; return a line for each run that failed."""
     failed = []
     for name, seed in ((n, s) for n in runs for s in seeds):
@@ -270,13 +318,14 @@ def train_missing(runs: Runs, seeds: list[int], work: Path) -> list[str]:
             continue
         print(f"{name} seed {seed}", file=sys.stderr, flush=True)
         try:
-            run(config, seed, work, *overrides, name=name)
+            run(config, seed, work, *overrides, *keys, name=name)
         except subprocess.CalledProcessError:
             failed.append(f"{name} seed {seed} stopped: see {work}/runs/{name}/{seed}.log")
     return failed
 
 
 def compare(
+    words: Sequence[str] | None,
     name: str,
     runs: Runs,
     base: Path,
@@ -288,6 +337,7 @@ def compare(
     """Train what is missing of some runs from one base model, and report all that is there.
 
     Args:
+        words: of the command line.
         name: of the files of results.
         runs: all of them.
         base: config whose model the runs begin with.
@@ -299,15 +349,14 @@ def compare(
     Returns:
         The exit status: 1 if a run failed.
     """
-    args = arguments([*runs], about, "docs/learning", f"runs/{name}", ("--runs", "--work"))
-    work = args.work.resolve()
-    link("configs", work)
+    args = arguments(words, [*runs], about, "docs/learning", f"runs/{name}", ("--runs", "--work"))
+    work = args.work
     make_base(base, read_yaml(base)["model"]["path"], work)
-    failed = train_missing({run: runs[run] for run in args.recipes}, args.seeds, work)
+    failed = train_missing({run: runs[run] for run in args.recipes}, args.seeds, work, args.keys)
     pairs = [(run, seed) for run in args.recipes for seed in args.seeds]
     results = [result for pair in pairs if (result := numbers(*pair, work))]
     if results:
-        write_numbers(args.out / f"{name}.json", name, results)
+        write_numbers(args.out / f"{name}.json", name, words, results)
         draw(results, args.out / f"{name}.png")
         print("\n" + table(results))
     if failed:
@@ -339,28 +388,27 @@ def keep_metrics(file: Path, names: list[str], seed: int, work: Path) -> None:
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Train what is missing, report everything that is there."""
     everything = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     options = {"--keep-metrics": Path}
-    args = arguments(everything, __doc__, "docs/learning", "runs/learning", more=options)
-    work = args.work.resolve()
-    link("configs", work)
+    args = arguments(words, everything, __doc__, "docs/learning", "runs/learning", more=options)
+    work = args.work
     make_base(RECIPES / f"{REFERENCE}.yaml", "runs/quickstart/base", work)
     recipes: Runs = {name: (RECIPES / f"{name}.yaml", ()) for name in args.recipes}
-    failed = train_missing(recipes, args.seeds, work)
+    failed = train_missing(recipes, args.seeds, work, args.keys)
     pairs = [(RECIPES / f"{name}.yaml", seed) for name in everything for seed in args.seeds]
     results = [result for pair in pairs if (result := finished(*pair, work))]
     if results:
         print("\n" + table(results))
-        write(results, args.out)
-    if len(results) == len(pairs):
+        write(results, words, args.out)
+    if len(results) == len(pairs) and not args.small:
         write_page(table(results))
     if args.keep_metrics and not failed:
         keep_metrics(args.keep_metrics, args.recipes, args.seeds[0], work)
     for result in results:
         base, final = base_and_final(result)
-        if final - base < LEAST_GAIN:
+        if final - base < LEAST_GAIN and not args.small:
             failed.append(f"{result['recipe']} seed {result['seed']} gained {final - base:.3f}")
     if failed:
         print("\n".join(failed), file=sys.stderr)

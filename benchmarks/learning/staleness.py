@@ -33,19 +33,22 @@ from typing import Any, NamedTuple
 
 from benchmarks.learning.recipes import (
     ROOT,
+    SHORT,
+    add_folders,
     base_and_final,
     finished,
-    link,
     make_base,
     metrics_of,
+    place_folders,
     run,
     write_numbers,
 )
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.load import read_yaml
 
 CONFIG = ROOT / "configs/quickstart.yaml"
 METRIC = "val-core/arithmetic/acc/mean@1"
+FOLDERS = ("docs/learning", "runs/staleness")
 UNCORRECTED = "no_correction.py"
 CORRECTIONS = {
     "none": [f"algorithm.correction=['{UNCORRECTED}:ones']"],
@@ -102,11 +105,9 @@ class Job(NamedTuple):
         ]
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     corrections = {"choices": CORRECTIONS, "default": [*CORRECTIONS], "metavar": "NAME"}
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4, 8], metavar="K")
     parser.add_argument("--corrections", nargs="+", **corrections)
@@ -114,9 +115,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=[1, 3], metavar="FACTOR")
     parser.add_argument("--slots", type=int, help="rollout.max_running_sequences")
     parser.add_argument("--prompts", type=int, help="batch.prompts_per_step, even")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/staleness")
-    return parser.parse_args()
+    add_folders(parser, *FOLDERS, "--runs")
+    args = parser.parse_args(words)
+    place_folders(args, *FOLDERS)
+    return args
 
 
 def learning_rate(factor: float) -> float:
@@ -136,7 +138,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     ]
 
 
-def train_missing(wanted: Sequence[Job], work: Path) -> list[str]:
+def train_missing(wanted: Sequence[Job], work: Path, keys: Sequence[str]) -> list[str]:
     """Run what is not finished; return a line for each run that failed."""
     failed = []
     for job in wanted:
@@ -144,7 +146,7 @@ def train_missing(wanted: Sequence[Job], work: Path) -> list[str]:
             continue
         print(f"{job.name} seed {job.seed}", file=sys.stderr, flush=True)
         try:
-            run(CONFIG, job.seed, work, *job.overrides, name=job.name)
+            run(CONFIG, job.seed, work, *job.overrides, *keys, name=job.name)
         except subprocess.CalledProcessError:
             failed.append(f"{job.name} seed {job.seed} stopped: {work}/runs/{job.name}/")
     return failed
@@ -233,7 +235,7 @@ def draw(results: Sequence[dict[str, Any]], picture: Path) -> None:
     plt.close(figure)
 
 
-def write(results: Sequence[dict[str, Any]], out: Path) -> None:
+def write(results: Sequence[dict[str, Any]], words: Sequence[str] | None, out: Path) -> None:
     """Write the numbers and the picture; versions stand once, and not in every run."""
     versions: list[dict[str, Any]] = []
     for result in results:
@@ -241,23 +243,23 @@ def write(results: Sequence[dict[str, Any]], out: Path) -> None:
         if own not in versions:
             versions.append(own)
     runs = [{k: v for k, v in result.items() if k != "versions"} for result in results]
-    write_numbers(out / "staleness.json", "staleness", runs, metric=METRIC, versions=versions)
+    about = {"metric": METRIC, "versions": versions}
+    write_numbers(out / "staleness.json", "staleness", words, runs, **about)
     draw(results, out / "staleness.png")
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Train what is missing, report everything that was asked for and is there."""
-    args = arguments()
-    work = args.runs.resolve()
-    link("configs", work)
+    args = arguments(words)
+    work = args.work
     (work / UNCORRECTED).write_text(ONES)
     make_base(CONFIG, read_yaml(CONFIG)["model"]["path"], work)
     wanted = jobs(args)
-    failed = train_missing(wanted, work)
+    failed = train_missing(wanted, work, SHORT if args.small else ())
     results = [result for job in wanted if (result := numbers(job, work))]
     if results:
-        write(results, args.out)
-        print(describe_run("learning.staleness", sys.argv[1:]))
+        write(results, words, args.out)
+        print(describe_run("learning.staleness", words))
         print("\n" + table(results, len(args.seeds)))
     if failed:
         print("\n".join(failed), file=sys.stderr)

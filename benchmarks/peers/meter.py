@@ -3,6 +3,7 @@
 The three environments have no packages in common that matter here, so this imports none.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -15,7 +16,10 @@ BEGIN = time.perf_counter()
 
 def read_job() -> dict[str, Any]:
     """Return what to run: the JSON file that the command line names first."""
-    return json.loads(Path(sys.argv[1]).read_text())
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("job", type=Path, help="JSON: what to run")
+    parser.add_argument("result", type=Path, help="JSON that is written: what it took")
+    return json.loads(parser.parse_args().job.read_text())
 
 
 def reward(text: str) -> float:

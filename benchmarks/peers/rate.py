@@ -1,11 +1,10 @@
-"""Measure the rate of float32 matrix products in one library: `rate.py jax|torch SHAPES`, as JSON.
+"""Measure the rate of float32 matrix products in one library, in GFLOP/s: a JSON list is printed.
 
-SHAPES is a JSON list of [rows, inner, columns]; each is run for about half a second, five times,
-and the best is taken.
+Each shape is run for about half a second, five times, and the best is taken.
 """
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 
@@ -33,11 +32,15 @@ def seconds(run: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def main(library: str, shapes: list[list[int]]) -> None:
-    """Print the GFLOP/s of each shape."""
+def main() -> None:
+    """Print the rate of each shape."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("library", choices=("jax", "torch"))
+    parser.add_argument("shapes", type=json.loads, help="a JSON list of [rows, inner, columns]")
+    options = parser.parse_args()
     rates = []
-    for m, k, n in shapes:
-        run = product(library, m, k, n)
+    for m, k, n in options.shapes:
+        run = product(options.library, m, k, n)
         seconds(run, 2)
         times = max(1, int(0.5 / seconds(run, 3)))
         best = min(seconds(run, times) for _ in range(5))
@@ -46,4 +49,4 @@ def main(library: str, shapes: list[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main()

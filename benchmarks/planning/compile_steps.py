@@ -1,15 +1,18 @@
 """The steps of a planned run, compiled for GPUs that are not there, as files of text.
 
+    python benchmarks/planning/compile_steps.py ORDER.json
+
 `benchmarks.planning.gpu_programs` starts it with the library's tree on the path that is to be
-measured, so it uses nothing of this tree: `python compile_steps.py ORDER.json`.
+measured, so it uses nothing of this tree.
 """
 
+import argparse
 import gzip
 import json
 import os
 import resource
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 SIZES = ("argument", "output", "alias", "temp")
@@ -61,5 +64,14 @@ def compile_steps(order: dict) -> None:
         print(f"{name}: {seconds:.1f} s", flush=True)
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("order", type=Path, help="JSON: see compile_steps")
+    compile_steps(json.loads(parser.parse_args(words).order.read_text()))
+
+
 if __name__ == "__main__":
-    compile_steps(json.loads(Path(sys.argv[1]).read_text()))
+    main()

@@ -4,12 +4,15 @@
     python -m benchmarks.planning.gpu_programs --tree ../before --json before.json
     python -m benchmarks.planning.gpu_programs --tables before.json after.json
 
+    python -m benchmarks.planning.gpu_programs --cases Qwen3-1.7B-1 --steps "engine decode"
+
 It needs jax's CUDA plugin (the extra `gpu-compiler`). Each case compiles in a process of its own
 with the library of `--tree`, so that an older tree can be measured; the texts are kept in
 `--programs` and read by this tree. Small models take seconds, the largest minutes a program.
+
+Exit status 1: a program was not compiled.
 """
 
-import argparse
 import gzip
 import json
 import os
@@ -21,10 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.tables import markdown_table
+from benchmarks.tables import markdown_table, parser_of
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.planning.gpu_compiler import UNMERGED, UNTUNED, describe_topology
+from jaxrl_llm.planning.gpu_compiler import UNMERGED, UNTUNED, describe_topology, gpu_devices
 from jaxrl_llm.planning.program import count_operations, list_loops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,19 +234,23 @@ def join_tables(results: Sequence[Sequence[dict[str, Any]]]) -> str:
     return "\n\n".join(tables)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.gpu_programs")
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 where a program is missing."""
+    parser = parser_of(__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="whose library is compiled")
     parser.add_argument("--programs", type=Path, help="folder of the texts; a temporary one")
     parser.add_argument("--cases", help="some of them, as Qwen3-1.7B-8,Qwen3-8B-8")
     parser.add_argument("--steps", default=",".join((ACCUMULATE, DECODE, *REST)))
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--tables", nargs="+", type=Path, help="print results that were written")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
     if options.tables:
         print(join_tables([json.loads(path.read_text()) for path in options.tables]))
-        return
+        return 0
+    try:
+        gpu_devices("H200", 1)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     chosen = options.cases.split(",") if options.cases else [case.name for case in CASES]
     cases, steps = [case for case in CASES if case.name in chosen], options.steps.split(",")
     with tempfile.TemporaryDirectory() as temporary:
@@ -254,7 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     print(join_tables([results]))
+    return int(len(results) < len(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

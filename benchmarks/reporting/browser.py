@@ -15,11 +15,11 @@ def open_browser() -> Iterator[Browser]:
     """Open a browser.
 
     Raises:
-        FileNotFoundError: none is installed.
+        SystemExit: none is installed.
     """
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        raise FileNotFoundError(f"expected a browser, one of {', '.join(BROWSERS)}")
+        raise SystemExit(f"error: expected a browser, one of {', '.join(BROWSERS)}")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

@@ -6,17 +6,18 @@ The run's lines and answers are repeated until there are so many steps. It is op
 Chromium that is running already; each time is the median of several pages.
 """
 
-import argparse
 import json
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from playwright.sync_api import Browser
 
 from benchmarks.reporting.browser import open_browser, open_file
+from benchmarks.tables import describe_run, parser_of
 from jaxrl_llm.reporting.page import write_report
 from jaxrl_llm.runs.files import read_run
 
@@ -63,18 +64,19 @@ def time_views(browser: Browser, path: Path) -> dict[str, float]:
     return taken
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the sizes and times of a run's page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of train with answers")
     parser.add_argument("--steps", type=int, default=1000, help="of the page")
     parser.add_argument("--repeats", type=int, default=5, help="pages that are opened")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         run = Path(folder) / "run"
         stretch(options.run, options.steps, run)
         start = time.perf_counter()
         path = write_report(run)
+        print(describe_run("reporting.open_page", words))
         print(f"{options.steps} steps, {len(read_run(run).dumped_steps)} with answers")
         print(f"written in {time.perf_counter() - start:.1f} s, {path.stat().st_size / 1e6:.2f} MB")
         taken = [time_views(browser, path) for _ in range(options.repeats)]

@@ -1,41 +1,46 @@
 """Draw the pictures of docs/report.md.
 
     python -m benchmarks.reporting.screenshots
+    python -m benchmarks.reporting.screenshots --small --runs RUNS --out PICTURES
 
-Begun in the repository's root. It trains three runs in `runs/report`, unless they are there: the
-quickstart, the same with GSPO, and an agent with a tool. On two cores they take ten minutes or so.
+It trains three runs in `runs/report`, unless they are there: the
+quickstart, the same with GSPO, and an agent with a tool. On two cores they take ten minutes or so;
+with `--small` they have two steps each, which is enough to see that all of it works.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, Page
 
+from benchmarks.learning.recipes import ROOT, SHORT, place_configs
 from benchmarks.reporting.browser import open_browser, open_file
+from benchmarks.tables import parser_of
 from jaxrl_llm.reporting.page import write_report
 
-PICTURES, TRAINED = Path("docs/report"), Path("runs/report")
 RUNS = {
     "quickstart": ["--config", "quickstart", "rollout.dump_every=10"],
     "gspo": [
         *("--config", "quickstart", "rollout.dump_every=10", "algorithm.loss=gspo"),
         *("optim.schedule.init_value=3e-4", "algorithm.kl_loss=k3"),
     ],
-    "look_up": ["--config", "configs/agents/look_up.yaml", "rollout.dump_every=10", "steps=20"],
+    "look_up": ["--config", "agents/look_up", "rollout.dump_every=10", "steps=20"],
 }
 COLORS = 256
 """Of a picture."""
 
 
-def train_missing() -> None:
+def train_missing(trained: Path, *, small: bool) -> None:
     """Train the runs that are not there."""
+    place_configs(trained, small=small)
+    keys = (*SHORT, "rollout.dump_every=1") if small else ()
     for name, words in RUNS.items():
-        if not (TRAINED / name / "config.yaml").exists():
-            command = [sys.executable, "-m", "jaxrl_llm.train", *words, f"run_dir={TRAINED / name}"]
-            subprocess.run(command, check=True)
+        if not (trained / name / "config.yaml").exists():
+            command = [sys.executable, "-m", "jaxrl_llm.train", *words, *keys, f"run_dir={name}"]
+            subprocess.run(command, check=True, cwd=trained)
 
 
 def show(page: Page, view: str, drawn: str) -> None:
@@ -53,10 +58,16 @@ def picture_curves(page: Page) -> None:
     page.wait_for_timeout(1500)
 
 
+def first_step(page: Page) -> str:
+    """Return the first step whose answers the page has."""
+    options = page.locator("select[aria-label=step] option").all()
+    return min((option.get_attribute("value") or "0" for option in options), key=int)
+
+
 def picture_answers(page: Page) -> None:
     """Show the answers of an early step, some of which are wrong."""
     show(page, "answers", "table.answers td")
-    page.select_option("select[aria-label=step]", "10")
+    page.select_option("select[aria-label=step]", first_step(page))
 
 
 def picture_answer(page: Page) -> None:
@@ -97,13 +108,13 @@ PICTURED: dict[str, tuple[tuple[str, ...], bool, Callable[[Page], None]]] = {
 """Of each picture the runs, whether it is dark, and what a reader does before."""
 
 
-def take(browser: Browser, name: str) -> Path:
+def take(browser: Browser, name: str, trained: Path, pictures: Path) -> Path:
     """Write a picture, with few colours so that it is small."""
     runs, dark, act = PICTURED[name]
-    report = write_report([TRAINED / run for run in runs], TRAINED / "report.html")
+    report = write_report([trained / run for run in runs], trained / "report.html")
     page = open_file(browser, report, dark=dark)
     act(page)
-    path = PICTURES / f"{name}.png"
+    path = pictures / f"{name}.png"
     page.screenshot(path=path)
     page.close()
     image = Image.open(path).convert("RGB")
@@ -111,13 +122,18 @@ def take(browser: Browser, name: str) -> Path:
     return path
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train the runs, and draw the pictures."""
-    train_missing()
-    PICTURES.mkdir(exist_ok=True)
+    parser = parser_of(__doc__)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/report")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/report")
+    parser.add_argument("--small", action="store_true", help="train two steps of each run")
+    options = parser.parse_args(words)
+    options.out.mkdir(parents=True, exist_ok=True)
     with open_browser() as browser:
+        train_missing(options.runs, small=options.small)
         for name in PICTURED:
-            path = take(browser, name)
+            path = take(browser, name, options.runs, options.out)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,20 +1,20 @@
 """Runs the attacks at each level, as root and as an ordinary user, and writes their table.
 
-python -m benchmarks.sandbox.run_attacks          # prints the table
-python -m benchmarks.sandbox.run_attacks --write  # writes it into docs/sandbox.md
+python -m benchmarks.sandbox.run_attacks          prints the table
+python -m benchmarks.sandbox.run_attacks --write  writes it into docs/sandbox.md
 """
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.sandbox.attacks import Attack, read_attacks
 from benchmarks.sandbox.target import Target
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.sandbox.loading import open_interpreter
 from jaxrl_llm.sandbox.process import ProcessInterpreter, describe_layers, find_layers
 from jaxrl_llm.sandbox.types import CodeLimits, CodeResult, Interpreter
@@ -93,13 +93,13 @@ def run_as_ordinary_user(case: str) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run the attacks, and print or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--write", action="store_true", help="into docs/sandbox.md")
     parser.add_argument("--case", choices=CASES, help="this one alone, as JSON")
     parser.add_argument("--as-nobody", choices=CASES, help="the same as an ordinary user")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.as_nobody:
         print(json.dumps(run_as_ordinary_user(options.as_nobody)))
         return

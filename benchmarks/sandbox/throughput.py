@@ -18,10 +18,11 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
@@ -33,14 +34,12 @@ WORKERS = 2
 TRIES = 10
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def time_start(level: str) -> tuple[float, float]:
@@ -116,9 +115,9 @@ def held_megabytes() -> int:
     return held // 1000
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure all levels, and print a table."""
-    args, rows, lost = arguments(), [], 0
+    args, rows, lost = arguments(words), [], 0
     load = os.getloadavg()[0]
     for level in args.levels:
         first, other = time_start(level)
@@ -133,7 +132,7 @@ def main() -> int:
         state_s, state_right, held = time_tool(level, args.calls, keep_state=True)
         lost += args.calls - state_right
         rows.append([*row, f"{2 * args.calls / state_s:.0f}", f"{held:,}"])
-    print(f"{describe_run('sandbox.throughput', sys.argv[1:])}; load at the start {load:.1f}")
+    print(f"{describe_run('sandbox.throughput', words)}; load at the start {load:.1f}")
     head = ["level", "start, ms", "further run, ms", "bare, calls/s", "tool, calls/s"]
     print(markdown_table([*head, "tool with state, calls/s", "memory held, MB"], rows))
     print(f"{lost} calls lost or wrong")

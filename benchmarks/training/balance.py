@@ -7,25 +7,20 @@ figures are means over several draws. A step is the time of the slowest ranks of
 micro-batches; its bound is what ranks would take if the same sequences could be divided freely.
 """
 
+import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_head, markdown_row
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.data.balance import VERL_COST, imbalance, sum_by_rank
 from jaxrl_llm.data.bin_packing import best_fit, plan_microbatches
 from jaxrl_llm.data.packing import RowShape, row_shape
 
 MEAN, LENGTH, DRAWS = 512, 4096, 10
-CASES = [
-    (sequences, ranks, rows)
-    for sequences in (512, 4096)
-    for ranks in (1, 8, 32)
-    for rows in (1, 2, 4)
-]
 Plan = list[list[list[int]]]
 
 
@@ -53,13 +48,13 @@ def padded(sizes: np.ndarray, plan: Plan, shape: RowShape) -> float:
 def measure(
     make: Callable[[np.ndarray, RowShape], Plan], sequences: int, shape: RowShape
 ) -> list[float]:
-    """Return micro-batches, imbalance, the same with padding, and seconds to plan."""
+    """Return micro-batches, imbalance, the same with padding, and the seconds of a core to plan."""
     figures = []
     for seed in range(DRAWS):
         sizes = lognormal(seed, sequences)
-        start = time.perf_counter()
+        start = time.process_time()
         plan = make(sizes, shape)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         waiting = imbalance(sizes, plan, shape.ranks, VERL_COST)["perf/imbalance"]
         figures.append((len(plan), waiting, padded(sizes, plan, shape), seconds))
     return [statistics.mean(column) for column in zip(*figures, strict=True)]
@@ -71,19 +66,28 @@ def bound(sequences: int, shape: RowShape) -> float:
     return statistics.mean(-(-total // shape.tokens) for total in totals)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[512, 4096], metavar="N")
+    sequences = parser.parse_args(words).sequences
     versions = f"Python {platform.python_version()}, numpy {np.__version__}"
-    print(f"{describe_run('training.balance')}, {versions}; {DRAWS} draws\n")
+    print(f"{describe_run('training.balance', words)}, {versions}; {DRAWS} draws\n")
     heads = ["sequences", "ranks", "rows each", "micro-batches: best fit", "ours", "bound"]
-    heads += ["step / bound: best fit", "ours", "padding counted: best fit", "ours", "ms to plan"]
+    heads += [
+        "step / bound: best fit",
+        "ours",
+        "padding counted: best fit",
+        "ours",
+        "CPU ms to plan",
+    ]
     print(markdown_head(heads))
-    for sequences, ranks, rows in CASES:
+    for count, ranks, rows in itertools.product(sequences, (1, 8, 32), (1, 2, 4)):
         tokens = ranks * rows * LENGTH
-        shape = row_shape(tokens, LENGTH, sequences=sequences, multiple_of=ranks)
-        old, new = (measure(make, sequences, shape) for make in (in_order, plan_microbatches))
-        cells = [sequences, ranks, rows, f"{old[0]:.1f}", f"{new[0]:.1f}"]
-        cells += [f"{bound(sequences, shape):.1f}"]
+        shape = row_shape(tokens, LENGTH, sequences=count, multiple_of=ranks)
+        old, new = (measure(make, count, shape) for make in (in_order, plan_microbatches))
+        cells = [count, ranks, rows, f"{old[0]:.1f}", f"{new[0]:.1f}"]
+        cells += [f"{bound(count, shape):.1f}"]
         cells += [f"{value:.3f}" for pair in zip(old[1:3], new[1:3], strict=True) for value in pair]
         print(markdown_row([*cells, f"{1000 * new[3]:.0f}"]), flush=True)
 

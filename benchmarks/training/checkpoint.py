@@ -9,13 +9,12 @@ memory; with --cold, which needs root, they read the disk, as after a restart. P
 before.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.runs import checkpoint
 from jaxrl_llm.runs.checkpoint import Checkpoints
 
@@ -88,14 +88,14 @@ def compare(measure: Callable[[], float], repeats: int) -> tuple[float, float]:
     return min(times["with"]), min(times["without"])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--folder", help="on the disk to measure; default a temporary one")
     parser.add_argument("--cold", action="store_true", help="let restores read the disk")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     folder = Path(options.folder or tempfile.mkdtemp()) / "checkpoints"
     state = make_state(options.gb)
     like = {
@@ -110,9 +110,9 @@ def main() -> None:
         partial(seconds_of_restore, folder, like, cold=options.cold), options.repeats
     )
     shutil.rmtree(folder)
-    print("| | with digests, s | without, s | ratio |\n| --- | --- | --- | --- |")
-    for name, (yes, no) in rows.items():
-        print(f"| {name} | {yes:.2f} | {no:.2f} | {yes / no:.2f} |")
+    print(f"{describe_run('training.checkpoint', words)}, jax {jax.__version__}\n")
+    lines = [[n, f"{yes:.2f}", f"{no:.2f}", f"{yes / no:.2f}"] for n, (yes, no) in rows.items()]
+    print(markdown_table(["operation", "with digests, s", "without, s", "ratio"], lines))
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ the repetitions after the first, the functions in turn. Scratch is the memory th
 the compiled gradient besides its inputs and results.
 """
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_head, markdown_row
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.models.delta_rule import gated_delta_rule
 
 HEADS = [
@@ -146,15 +145,15 @@ def measure(length: int, heads: int, width: int, repeats: int) -> list[list[str]
     return lines
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="The gated delta rule by chunks and by tokens.")
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    print(f"{describe_run('training.delta_rule')}, jax {jax.__version__}\n")
+    options = parser.parse_args(words)
+    print(f"{describe_run('training.delta_rule', words)}, jax {jax.__version__}\n")
     print(markdown_head(HEADS))
     for length in options.lengths:
         for line in measure(length, options.heads, options.width, options.repeats):

@@ -8,16 +8,16 @@ the repetitions after the first, which compiles. The script fails where the grad
 ways differ. Compare only on a machine that does nothing else.
 """
 
-import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_head, markdown_row
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 
 SHARES = (1.0, 0.5, 0.1)
@@ -60,19 +60,18 @@ def row(arrays: tuple[Any, Any, Any], share: float, chunk: int, repeats: int) ->
     ]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Log-probs where some tokens are responses.")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (options.tokens, options.width))
     head = 0.05 * jax.random.normal(keys[1], (options.width, options.vocabulary))
     targets = jax.random.randint(keys[2], (options.tokens,), 0, options.vocabulary)
-    words = [f"--{name} {value}" for name, value in vars(options).items()]
     print(f"{describe_run('training.scored_tokens', words)}, jax {jax.__version__}\n")
     print(markdown_head(HEADS))
     for share in SHARES:

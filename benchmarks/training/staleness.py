@@ -41,7 +41,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_table
+from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.train import TrainConfig, load_config
 from jaxrl_llm.rollout.engine import Listener, PartialEngine, Stop
@@ -127,11 +127,9 @@ class PrescribedLengths:
         return answers
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2], metavar="K")
     parser.add_argument("--slots", type=int, default=64, help="rollout.max_running_sequences")
     parser.add_argument("--prompts", type=int, default=16, help="of a step, 8 answers each; even")
@@ -140,7 +138,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--own-devices", action="store_true", help="for the engine where K > 0")
     parser.add_argument("--reward-s", type=float, help="seconds to score a step's answers")
     parser.add_argument("--warm", type=int, default=8, help="first steps that are left out")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.staleness = sorted({0, *args.staleness})
     if args.steps <= args.warm + args.staleness[-1]:
         parser.error(f"--steps {args.steps}: expected more than --warm and the largest K together")
@@ -264,15 +262,16 @@ def row(staleness: int, steps: Steps, base: Steps) -> list[str]:
     ]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run all K, check that they did the same work, and print the table."""
-    take_huge_pages()
-    args = arguments()
+    args = arguments(words)
+    if words is None:
+        take_huge_pages()
     with tempfile.TemporaryDirectory() as folder:
         lines = train(args, Path(folder))
     check_equal_work(lines)
     versions = f"Python {platform.python_version()}, jax {jax.__version__}"
-    print(f"\n{describe_run('training.staleness', sys.argv[1:])}, {versions}")
+    print(f"\n{describe_run('training.staleness', words)}, {versions}")
     steps = measured(lines, args.warm)
     tokens = sum(line["trained"] for line in lines[0][steps])
     where = f"steps {steps.start + 1} to {steps.stop} of {args.steps}"

@@ -21,7 +21,6 @@ three sizes in the dtype that the model computes in: float32 on a CPU, bfloat16 
 Compare only on a machine that does nothing else.
 """
 
-import argparse
 import datetime
 import json
 import platform
@@ -38,7 +37,7 @@ import numpy as np
 import optax
 
 from benchmarks.peers.rate import seconds as seconds_of
-from benchmarks.tables import describe_machine, describe_run, markdown_head, markdown_row
+from benchmarks.tables import describe_machine, describe_run, markdown_head, markdown_row, parser_of
 from benchmarks.training.grpo_tables import RATE_SHAPES
 from benchmarks.training.workloads import MODELS, VOCABULARY, lognormal_lengths
 from jaxrl_llm.algorithms.losses import ppo_clip
@@ -344,24 +343,23 @@ def row(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
-    if arguments is None:
-        take_huge_pages()
-    parser = argparse.ArgumentParser(description="The training step alone, packed and padded.")
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, help="model-longest-spread")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3, help="updates that are timed")
     parser.add_argument("--dtype", choices=TOLERANCE, help="that the model computes in")
     parser.add_argument("--peak", type=float, help="the machine's TFLOP/s; by default measured")
     parser.add_argument("--json", type=Path, help="where to write the figures, too")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
+    if words is None:
+        take_huge_pages()
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rate = options.peak * 1e12 if options.peak else machine_rate(dtype)
     today = datetime.datetime.now(datetime.UTC).date()
     machine = f"{describe_machine()}, {jax.devices()[0].device_kind}"
     versions = f"Python {platform.python_version()}, jax {jax.__version__}"
-    words = [f"--{k} {v}" for k, v in vars(options).items() if v and k != "cases"]
     print(f"{describe_run('training.train_step', words)}, {versions}, {dtype}")
     print(f"\n{rate / 1e12:.3g} TFLOP/s {'given' if options.peak else 'measured'}\n")
     print(markdown_head(HEADS))

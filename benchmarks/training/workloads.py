@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,4 +199,5 @@ def make_model(folder: Path, shape: Shape, tokenizer: Any) -> None:
     tokenizer.save_pretrained(source)
     spec = read_spec(source)
     params = jax.jit(init_params, static_argnums=0)(spec, key=jax.random.key(0))
+    shutil.rmtree(folder, ignore_errors=True)  # that of an earlier run
     save_params(folder, params, spec, source=source, dtype=jnp.float32)

@@ -1,16 +1,11 @@
 """The benchmark of the training step: packed and padded updates are the same one."""
 
-import doctest
 import json
 
 import numpy as np
 import pytest
 
 from benchmarks.training import train_step, workloads
-
-
-def test_examples():
-    assert doctest.testmod(train_step).failed == 0
 
 
 def test_a_case(tmp_path, capsys):

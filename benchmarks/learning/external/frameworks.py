@@ -10,17 +10,18 @@ gets the curves (external.png) and the numbers behind them (external.json); the 
 stdout.
 """
 
-import argparse
 import datetime
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.recipes import ROOT, curve_of, metrics_of, write_numbers
-from benchmarks.tables import markdown_table
+from benchmarks.peers.measure import check_python
+from benchmarks.tables import markdown_table, parser_of
 
 HERE = Path(__file__).parent.relative_to(ROOT)
 WORK = Path("runs/external")
@@ -35,23 +36,22 @@ HEADS = ["program", "seed", "sampled, first step", "last step", "held out before
 HEADS += ["requests", "chains", "turns compared", "minutes"]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train what is missing, report everything that is there."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--python", type=Path, required=True, help="has the frameworks")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/learning")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    check_python(args.python, "openai", "agents", "smolagents")
     for task in args.tasks:
         for seed in args.seeds:
             train_missing(task, seed, args.python.absolute())
     found = sorted(WORK.glob("*/*/result.json"))
     results = [json.loads(path.read_text()) for path in found]
     results.sort(key=lambda result: ([*TASKS].index(result["task"]), result["seed"]))
-    write_numbers(args.out / "external.json", "external.frameworks", results)
+    write_numbers(args.out / "external.json", "external.frameworks", words, results)
     draw(results, args.out / "external.png")
     print("\n" + markdown_table(HEADS, [row(result) for result in results]))
 

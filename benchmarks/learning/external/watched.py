@@ -8,7 +8,6 @@ it, and no draw may be used twice. `drawn.json` in the run's folder counts them.
 """
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from benchmarks.tables import parser_of
 from jaxrl_llm.config.files import load
 from jaxrl_llm.config.train import TrainConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -102,12 +102,15 @@ def count_trained(folder: Path, drawn: Drawn) -> dict[str, int]:
     return counts
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    flag, file, *overrides = arguments
-    assert flag == "--config", f"expected --config FILE, got {flag}"
-    config, drawn = load(TrainConfig, file, overrides), defaultdict(list)
-    assert config.rollout.dump_every == 1, "expected rollout.dump_every=1: each step is checked"
+    parser = parser_of(__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args(words)
+    config, drawn = load(TrainConfig, options.config, options.overrides), defaultdict(list)
+    if config.rollout.dump_every != 1:
+        parser.error("expected rollout.dump_every=1: each step is checked")
     watch(drawn)
     train(config)
     counts = count_trained(Path(config.run_dir), drawn)
@@ -116,4 +119,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
