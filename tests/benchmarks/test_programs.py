@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from benchmarks.code import same_results
 from benchmarks.learning.recipes import make_base, place_configs
 from benchmarks.peers import meter
 from benchmarks.training import workloads
@@ -204,6 +205,24 @@ def test_a_meter_counts_each_step_from_zero():
     assert watch.steps[0]["generated"] == 7
     assert "generated" not in watch.steps[1]
     assert all(step["other_cores"] >= 0 and step["seconds"] > 0 for step in watch.steps)
+
+
+# -------------------------------------------------------------------------------------------- code
+
+
+@pytest.mark.slow
+@pytest.mark.guards("benchmarks/code/", "jaxrl_llm/train.py", "jaxrl_llm/export.py")
+def test_same_results(program, tmp_path):
+    """Five steps of a run; a record that differs in one number is told from it."""
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    program("code.same_results", "record", "HEAD", before, "--only", "lora")
+    record = json.loads(before.read_text())
+    assert len(record["lora"]["metrics"]) >= 5 and len(record["lora"]["tensors"]) > 10
+    record["lora"]["metrics"][-1]["actor/grad_norm"] *= 1 + 1e-7
+    after.write_text(json.dumps(record))
+    assert same_results.compare(before, before, {}) == []
+    (line,) = same_results.compare(before, after, {})
+    assert "lora" in line and "actor/grad_norm" in line
 
 
 # ------------------------------------------------------------------------------- cluster, planning
