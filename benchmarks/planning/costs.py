@@ -17,7 +17,7 @@ A loop counts as often as it runs, of a conditional the costliest branch, and of
 drawn tokens, which ends where all sequences have, one token. `costs.yaml` holds the figures of
 each program with the day and the reason of their last change. `tests/planning/test_costs.py` fails
 where one differs from its program by more than 2 %, in either direction: what has become cheaper
-stays so. Compiling takes five minutes; `--backends traced --models tiny` takes seconds.
+stays so. Compiling takes five minutes on a quiet core; `--backends traced --models tiny`, seconds.
 """
 
 import argparse
@@ -217,8 +217,8 @@ def write_file(file: File, path: Path = FILE) -> None:
     """Write the file, a line for each program."""
     lines = [
         "# What the programs of a step cost. `python -m benchmarks.planning.costs` writes it; its",
-        "# docstring says how they are counted. Who makes one dearer says why in its line. mflop: a",
-        "# million operations; mb: a million bytes, read or written; temp_mb: of scratch.",
+        "# docstring says how they are counted. Who makes one dearer says why in its line.",
+        "# mflop: a million operations; mb: a million bytes, read or written; temp_mb: of scratch.",
         f"jaxlib: {json.dumps(file.versions)}",
     ]
     for backend, rows in file.rows.items():
