@@ -50,6 +50,9 @@ from jaxrl_llm.planning.program import count_operations
 
 FILE = Path(__file__).with_name("costs.yaml")
 TOLERANCE = 0.02
+LEAST = 1e5
+"""FLOPs or bytes that are no difference, as of an update's few scalars."""
+
 PROMPT_TOKENS = 16
 DTYPES = {"traced": "float32", "cpu": "float32", "H200": "bfloat16"}
 TINY = workloads.spec_of(workloads.MODELS["tiny"])
@@ -245,7 +248,7 @@ def changes(known: Mapping[str, Row], measured: Mapping[str, Cost], tolerance: f
             lines.append(f"{name}: not in the file")
             continue
         for kind, was, now in zip(Cost._fields, known[name].cost, cost, strict=True):
-            if abs(now - was) > tolerance * was:
+            if abs(now - was) > max(tolerance * was, LEAST):
                 share = f" ({now / was - 1:+.1%})" if was else ""
                 lines.append(f"{name}: {kind} {was:.5g} -> {now:.5g}{share}")
     return lines
