@@ -73,9 +73,9 @@ def test_every_program_stands_in_the_file_with_a_reason():
 
 
 def test_a_dearer_program_and_a_cheaper_one_differ():
-    known = {"update": Row(Cost(100.0, 1000.0, 50.0), "2026-01-01 first")}
-    assert costs.changes(known, {"update": Cost(101.9, 981.0, 50.9)}, 0.02) == []
-    dearer, cheaper, scratch = costs.changes(known, {"update": Cost(102.1, 979.0, 51.1)}, 0.02)
+    known = {"update": Row(Cost(100e9, 1000e6, 50e6), "2026-01-01 first")}
+    assert costs.changes(known, {"update": Cost(101.9e9, 981e6, 50.9e6)}, 0.02) == []
+    dearer, cheaper, scratch = costs.changes(known, {"update": Cost(102.1e9, 979e6, 51.1e6)}, 0.02)
     assert dearer.startswith("update: flops") and dearer.endswith("(+2.1%)")
     assert cheaper.startswith("update: bytes") and cheaper.endswith("(-2.1%)")
     assert scratch.startswith("update: temp")
