@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def prompts(kind, count):
     ]
 
 
-def count_calls(engine, asked):
+def count_calls(engine: Any, asked):
     """Sample twice with programs that draw nothing; return the calls of each step.
 
     Of the steps that admit and prefill, these are the calls of scheduler and pool; of those that
@@ -42,7 +43,8 @@ def count_calls(engine, asked):
     def decode_pages(params, pool, state, *_):
         drawn = np.full((*state.tokens.shape, STEPS), 3, np.int32)
         counts = np.minimum(np.asarray(state.left), STEPS)
-        return pool, DecodeOutput(counts, drawn, np.zeros(drawn.shape, np.float32), None, None)
+        arrays: Any = (counts, drawn, np.zeros(drawn.shape, np.float32), None, None)
+        return pool, DecodeOutput(*arrays)
 
     cache = programs.shapes()[1]
     programs.make_pool = lambda: cache
