@@ -125,6 +125,32 @@ def test_the_longest_common_beginning_is_found(again, cached):
     assert pages.match_prefix(PageTable(), again) == cached
 
 
+def in_common(one, other):
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+BITS = st.integers(0, 1)
+MANY = st.lists(st.lists(BITS, min_size=4, max_size=6), min_size=20, max_size=60)
+
+
+@given(count=st.integers(9, 40), held=MANY, asked=st.lists(BITS, max_size=2))
+def test_of_many_pages_the_oldest_of_those_most_alike_is_found(count, held, asked):
+    pages = PagePool(count, size=6)  # the least recently used go where they are few
+    root, asked = pages._trees[0], (*asked, 2)
+    for tokens in held:
+        table = PageTable()
+        pages.allocate(table, len(tokens))
+        pages.cache_prefix(table, tuple(tokens))
+        pages.free(table)
+        matched = pages.match_prefix(table, asked)
+        best = max(root.children, key=lambda kept: in_common(kept, asked))
+        assert matched == in_common(best, asked)
+        if matched:
+            assert pages.pages_to_read(table, matched) == [root.children[best].page]
+        pages.free(table)
+
+
 def test_what_was_used_least_recently_goes_first():
     pages = PagePool(2, size=SIZE)
     for tokens in ((1, 1, 1), (2, 2, 2)):

@@ -82,7 +82,7 @@ class ModelRunner:
 
     def preempt_all(self) -> None:
         """Preempt all that runs: its prompts are prefilled again."""
-        for sequence in self.scheduler.running[::-1]:
+        for sequence in list(self.scheduler.running)[::-1]:
             self.scheduler.preempt(sequence)
         self.rows, self._placed = None, []
 

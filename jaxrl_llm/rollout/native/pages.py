@@ -11,8 +11,11 @@ read and its content written, with the new tokens, into a page of its own.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+FEW = 8
+"""Pages that are compared one by one."""
 
 
 @dataclass(eq=False)
@@ -22,6 +25,7 @@ class Node:
     Attributes:
         slot: of the state after its last token, if there is one; see `native.state_pages`.
         readers: how many sequences are to read that state.
+        index: of the children, once one of many was looked for.
     """
 
     parent: "Node | None"
@@ -32,6 +36,67 @@ class Node:
     is_in_tree: bool = True
     slot: int | None = None
     readers: int = 0
+    index: "PrefixIndex | None" = None
+
+    def most_alike(self, tokens: tuple[int, ...]) -> "tuple[Node | None, int]":
+        """Return the child that begins most like these tokens, and in how many; the oldest such."""
+        if self.index is None and len(self.children) > FEW:
+            self.index = PrefixIndex(self.children.values())
+        if self.index is not None:
+            return self.index.most_alike(tokens)
+        return _most_alike(self.children.values(), tokens)
+
+
+class PrefixIndex:
+    """Pages after the same one that begin with the same tokens, by the token after these.
+
+    Args:
+        nodes: the pages, oldest first.
+        depth: how many tokens they have in common.
+    """
+
+    def __init__(self, nodes: Iterable[Node], depth: int = 0) -> None:
+        """Split many of them by their next token, and so on."""
+        self.nodes: OrderedDict[Node, None] = OrderedDict()
+        self.depth = depth
+        self.branches: dict[int, PrefixIndex] | None = None
+        for node in nodes:
+            self.add(node)
+
+    def add(self, node: Node) -> None:
+        """Add the newest page."""
+        self.nodes[node] = None
+        if self.branches is not None:
+            self._add_to_branch(node, self.branches)
+        elif len(self.nodes) > FEW:
+            self.branches = {}
+            for each in self.nodes:
+                self._add_to_branch(each, self.branches)
+
+    def remove(self, node: Node) -> None:
+        """Forget a page."""
+        del self.nodes[node]
+        if self.branches is not None and len(node.tokens) > self.depth:
+            branch = self.branches[node.tokens[self.depth]]
+            branch.remove(node)
+            if not branch.nodes:
+                del self.branches[node.tokens[self.depth]]
+
+    def most_alike(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
+        """Return the page that begins most like these tokens, as `Node.most_alike`."""
+        if self.branches is None:
+            return _most_alike(self.nodes, tokens)
+        branch = self.branches.get(tokens[self.depth]) if len(tokens) > self.depth else None
+        if branch is not None:
+            return branch.most_alike(tokens)
+        return next(iter(self.nodes), None), self.depth
+
+    def _add_to_branch(self, node: Node, branches: dict[int, "PrefixIndex"]) -> None:
+        if len(node.tokens) > self.depth:  # at most one page ends here
+            token = node.tokens[self.depth]
+            if token not in branches:
+                branches[token] = PrefixIndex((), self.depth + 1)
+            branches[token].add(node)
 
 
 @dataclass(eq=False)
@@ -194,13 +259,10 @@ class PagePool:
                 break
             table.shared.append(self._acquire(child))
             node, matched = child, matched + self.size
-        rest = tuple(tokens[matched : matched + self.size])
-        alike = {child: _common(child.tokens, rest) for child in node.children.values()}
-        best = max(alike, key=lambda child: alike[child], default=None)
-        if best is None or not alike[best]:
-            return matched
-        table.borrowed = self._acquire(best)
-        return matched + alike[best]
+        best, count = node.most_alike(tuple(tokens[matched : matched + self.size]))
+        if best is not None and count:
+            table.borrowed = self._acquire(best)
+        return matched + count
 
     def _insert(self, table: PageTable, tokens: tuple[int, ...]) -> Node:
         """Move a sequence's first own page to the tree, or take the one that is there."""
@@ -210,6 +272,8 @@ class PagePool:
             self._free.append(page)
             return self._acquire(parent.children[tokens])
         parent.children[tokens] = node = Node(parent, tokens, page, ref_count=1)
+        if parent.index is not None:
+            parent.index.add(node)
         return node
 
     def _acquire(self, node: Node) -> Node:
@@ -237,12 +301,20 @@ class PagePool:
         """Take a page that nobody uses, and none comes after, out of the tree."""
         assert node.parent is not None and not node.children  # for pyright
         del self._idle[node], node.parent.children[node.tokens]
+        if node.parent.index is not None:
+            node.parent.index.remove(node)
         self._free.append(node.page)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))
+def _most_alike(nodes: Iterable[Node], tokens: Sequence[int]) -> tuple[Node | None, int]:
+    """Compare pages one by one; return the first that begins most like these tokens."""
+    best, most = None, 0
+    for node in nodes:
+        count = 0
+        for one, other in zip(node.tokens, tokens, strict=False):
+            if one != other:
+                break
+            count += 1
+        if count > most:
+            best, most = node, count
+    return best, most

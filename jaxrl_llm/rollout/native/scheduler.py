@@ -248,7 +248,9 @@ class Scheduler:
         """Nothing waits."""
         self.pages, self.max_running_sequences, self.steps = pages, max_running_sequences, steps
         self.waiting: deque[SequenceState] = deque()
-        self.running: list[SequenceState] = []  # in the order of their admission
+        self.running: dict[SequenceState, None] = {}  # in the order of their admission
+        self._prefilling: dict[SequenceState, None] = {}  # of these, in the same order
+        self._running_in = [0] * len(pages)
         self.counts = Counts()
         self.on_remove: Callable[[SequenceState], None] = lambda _: None
 
@@ -284,7 +286,9 @@ class Scheduler:
 
         A prompt that is being read is not read a second time: who has the same waits for it.
         """
-        prefilling = {s.prompt_keys for s in self.running if not s.is_prefilled}
+        if not self.waiting:
+            return
+        prefilling = {s.prompt_keys for s in self._prefilling}
         passed: list[SequenceState] = []
         while self.waiting and len(self.running) < self.max_running_sequences * len(self.pages):
             sequence = self.waiting.popleft()
@@ -300,12 +304,14 @@ class Scheduler:
 
     def to_prefill(self) -> list[SequenceState]:
         """Return the running sequences of which tokens have to be read, oldest first."""
-        return [s for s in self.running if not s.is_prefilled]
+        return list(self._prefilling)
 
     def mark_prefilled(self, sequence: SequenceState, tokens: int) -> None:
         """Note that so many tokens more are cached; share them once all are, or others can."""
         sequence.cached += tokens
         self.counts = self.counts._replace(prompt_tokens=self.counts.prompt_tokens + tokens)
+        if sequence.is_prefilled:
+            del self._prefilling[sequence]
         if sequence.is_prefilled or sequence.cached == sequence.table.branch:
             pages = self.pages[sequence.part]
             pages.cache_prefix(sequence.table, sequence.keys(sequence.cached))
@@ -315,12 +321,12 @@ class Scheduler:
 
         Where there are not enough, the youngest give theirs back, and are read again later.
         """
-        for sequence in [s for s in self.running if s.is_prefilled]:
+        for sequence in [s for s in self.running if s not in self._prefilling]:
             pages = self.pages[sequence.part]
             end = len(sequence.tokens) - 1 + min(self.steps, sequence.left)
             while sequence in self.running and not pages.allocate(sequence.table, end):
-                self.preempt([s for s in self.running if s.part == sequence.part][-1])
-        return [s for s in self.running if s.is_prefilled]
+                self.preempt(next(s for s in reversed(self.running) if s.part == sequence.part))
+        return [s for s in self.running if s not in self._prefilling]
 
     def preempt(self, sequence: SequenceState) -> None:
         """Take a sequence's pages; it is the next to be admitted, and read again."""
@@ -334,7 +340,9 @@ class Scheduler:
         pages = self.pages[sequence.part]
         pages.retire(sequence.table, sequence.keys(sequence.cached))
         sequence.cached = 0
-        self.running.remove(sequence)
+        del self.running[sequence]
+        self._prefilling.pop(sequence, None)
+        self._running_in[sequence.part] -= 1
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a sequence what is cached of its tokens, and pages for the rest."""
@@ -343,11 +351,14 @@ class Scheduler:
         for part in self._parts_with_room(sequence):
             pages, table = self.pages[part], PageTable()
             cached = pages.match_prefix(table, keys, sequence.first_version)
-            others = self._running_in(part)  # a page for each of them, which grow too
+            others = self._running_in[part]  # a page for each of them, which grow too
             has_room = pages.pages_needed(table, end) + others <= pages.available
             if has_room and pages.allocate(table, end):
                 sequence.part, sequence.table, sequence.cached = part, table, cached
-                self.running.append(sequence)
+                self.running[sequence] = None
+                self._running_in[part] += 1
+                if not sequence.is_prefilled:
+                    self._prefilling[sequence] = None
                 reused = self.counts.reused_tokens + cached
                 self.counts = self.counts._replace(reused_tokens=reused)
                 return True
@@ -358,7 +369,7 @@ class Scheduler:
         """Return the parts that may run one more: most cached first, then fewest running."""
         parts = []
         for part, pages in enumerate(self.pages):
-            others, table = self._running_in(part), PageTable()
+            others, table = self._running_in[part], PageTable()
             if others < self.max_running_sequences:
                 several = len(self.pages) > 1
                 known = sequence.keys(len(sequence.tokens) - 1) if several else []
@@ -366,6 +377,3 @@ class Scheduler:
                 pages.free(table)
                 parts.append((-cached, others, part))
         return [part for *_, part in sorted(parts)]
-
-    def _running_in(self, part: int) -> int:
-        return sum(s.part == part for s in self.running)

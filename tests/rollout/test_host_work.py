@@ -1,0 +1,92 @@
+"""What the engine's host does between two programs, counted in calls: linear in the sequences."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.rollout.native import pages, scheduler, state_pages
+from jaxrl_llm.rollout.native.decode import DecodeOutput
+from jaxrl_llm.rollout.native.scheduler import SequenceState
+from jaxrl_llm.rollout.types import Request, SamplingParams
+
+FILES = {str(Path(module.__file__)) for module in (pages, scheduler, state_pages)}
+FOLDER = str(Path(pages.__file__).parent)
+ROWS, PARTS, STEPS, NEW = 32, 2, 4, 8
+GROWTH = 2.1
+"""Of the calls for twice as many sequences, at most."""
+
+
+def prompts(kind, count):
+    """All different, alike in their first tokens, or eight of each."""
+    drawn = np.random.default_rng(0).integers(0, 32, (count, 20))
+    if kind == "alike":
+        drawn[:, :5] = 1
+    return [
+        tuple(row.tolist())
+        for row in (drawn[: count // 8].repeat(8, 0) if kind == "groups" else drawn)
+    ]
+
+
+def count_calls(engine: Any, asked):
+    """Sample twice with programs that draw nothing; return the calls of each step.
+
+    Of the steps that admit and prefill, these are the calls of scheduler and pool; of those that
+    only decode, all of the engine's.
+    """
+    runner, programs, steps = engine._runner, engine.programs, []
+
+    def decode_pages(params, pool, state, *_):
+        drawn = np.full((*state.tokens.shape, STEPS), 3, np.int32)
+        counts = np.minimum(np.asarray(state.left), STEPS)
+        arrays: Any = (counts, drawn, np.zeros(drawn.shape, np.float32), None, None)
+        return pool, DecodeOutput(*arrays)
+
+    cache = programs.shapes()[1]
+    programs.make_pool = lambda: cache
+    programs.prefill = programs.copy_pages = lambda *_: cache
+    programs.decode_pages = decode_pages
+
+    def note(frame, event, _):
+        if event == "call":
+            calls[frame.f_code] += 1
+
+    for _ in range(2):
+        runner.scheduler.add([SequenceState(Request(p, SamplingParams(NEW), 0)) for p in asked])
+        while runner.scheduler.is_busy:
+            is_new, calls = bool(runner.scheduler.waiting), Counter()
+            sys.setprofile(note)
+            try:
+                runner.step(None, 0)
+            finally:
+                sys.setprofile(None)
+            files = FILES if is_new else [str(path) for path in Path(FOLDER).glob("*.py")]
+            steps.append(
+                Counter({c.co_name: n for c, n in calls.items() if c.co_filename in files})
+            )
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("dense", "different"), ("dense", "alike"), ("dense", "groups"), ("hybrid", "alike")],
+)
+def test_work_of_the_host_is_linear_in_sequences(hollow, model, kind):
+    def steps(rows):
+        options = {"max_running_sequences": rows, "steps": STEPS, "kernel": attend_gathered}
+        engine = hollow(devices=PARTS, axes={"data": PARTS}, model=model, **options)
+        return count_calls(engine, prompts(kind, rows))
+
+    one, two = steps(ROWS), steps(2 * ROWS)
+    assert len(one) == len(two)
+    assert all(sum(step.values()) > ROWS for step in one)
+    grown = [
+        f"step {number}: {sum(few.values())} calls -> {sum(many.values())}: {many.most_common(5)}"
+        for number, (few, many) in enumerate(zip(one, two, strict=True))
+        if sum(many.values()) > GROWTH * sum(few.values())
+    ]
+    assert not grown, "\n".join(grown)
