@@ -33,12 +33,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend
+import numpy as np
 import yaml
 from jaxlib.version import __version__ as JAXLIB
 
 from benchmarks.training import workloads
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.data.bin_packing import choose_rows
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -146,7 +148,12 @@ def measure(model: str, backend: str) -> dict[str, Cost]:
     """
     shapes, costs = plan_model(model, backend), {}
     for name, step in PROGRAMS.items():
-        traced = shapes.trace[step]()
+        inputs = []
+        role = shapes.roles.get(step.role)
+        if role and step.kind is not StepKind.APPLY:  # these two read micro-batches
+            longest = np.full(role.update_shape.sequences, role.update_shape.width)
+            inputs = [choose_rows(longest, role.update_shape)]
+        traced = shapes.trace[step](*inputs)
         if backend == "traced":
             costs[f"{model} {name}"] = count_traced(traced.jaxpr.jaxpr)
             continue

@@ -13,13 +13,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.delta_rule import CHUNK
 from jaxrl_llm.models.flops import active_parameters, delta_products
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.spec import ModelSpec
 
 XLA_ATTENTION = 4.0
-"""Times a FLOP of XLA's attention takes as long as one of a large product: 3 to 7 were measured on
-CPUs, for heads of 32 and 64 and rows of 82 to 512 tokens (benchmarks/README.md)."""
+"""How many times as long a FLOP of XLA's attention takes as one of a large product: 3 to 7 times on
+CPUs, for heads of 32 and 64 and rows of 82 to 512 tokens (benchmarks/README.md). A DeltaNet's
+chunks are products as small."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Cost:
     Attributes:
         breakeven: tokens of the sequence that spends as much in attention as outside of it.
         flops: the unit: of a token outside attention, forward and backward; 0 where unknown.
+        in_chunks: the part of `flops` that layers with a DeltaNet spend on chunks of tokens.
 
     >>> Cost(breakeven=100.0)(np.array([10, 100]))
     array([ 11., 200.])
@@ -36,19 +39,23 @@ class Cost:
 
     breakeven: float
     flops: float = 0.0
+    in_chunks: float = 0.0
 
     def __call__(self, sizes: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
         """Return the cost of sequences of these sizes, in tokens."""
         return sizes + np.square(sizes, dtype=np.float64) / self.breakeven
 
-    def of_places(self, places: int, keys: float) -> float:
-        """Return what the places of packed rows cost where XLA attends, filled or not.
+    def of_rows(self, rows: int, length: int, keys: float) -> float:
+        """Return what packed rows cost where XLA attends, filled or not.
 
         Args:
-            places: tokens and padding.
-            keys: whose scores are computed for each place.
+            rows: how many.
+            length: of a row, in tokens, which a DeltaNet lengthens to whole chunks.
+            keys: whose scores are computed for each token.
         """
-        return places * (1 + XLA_ATTENTION * 2 * keys / self.breakeven)
+        attention = 2 * keys / self.breakeven
+        padding = self.in_chunks * (-length % CHUNK) / length
+        return rows * length * (1 + XLA_ATTENTION * (attention + padding))
 
 
 VERL_COST = Cost(breakeven=24576.0)
@@ -74,7 +81,8 @@ def model_cost(spec: ModelSpec) -> Cost:
     full = sum(not (short or none) for short, none in zip(windowed, delta, strict=True))
     pairs = full * spec.heads * spec.head_dim
     parameters = sum(active_parameters(spec)) + delta_products(spec)
-    return Cost(parameters / pairs if pairs else math.inf, 6.0 * parameters)
+    breakeven = parameters / pairs if pairs else math.inf
+    return Cost(breakeven, 6.0 * parameters, delta_products(spec) / parameters)
 
 
 def sequence_cost(model: Model) -> Cost:

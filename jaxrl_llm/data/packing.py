@@ -72,7 +72,7 @@ class RowShape(NamedTuple):
     def time(self) -> float:
         """Return how long a micro-batch takes where XLA attends, in that of tokens outside it."""
         keys = keys_per_query(self.length, self.longest)
-        return self.cost.of_places(self.tokens, keys) / self.ranks
+        return self.cost.of_rows(self.rows, self.length, keys) / self.ranks
 
     @property
     def in_short_rows(self) -> "RowShape":
