@@ -30,6 +30,7 @@ TESTED_ELSEWHERE = {
     "code.api": "tests/test_api.py",
     "code.release": "tests/test_release.py",
     "figures": "tests/benchmarks/test_figures.py",
+    "planning.costs": "tests/planning/test_costs.py",
     "sandbox.run_attacks": "tests/sandbox/test_attacks.py",
     "training.train_step": "tests/benchmarks/test_train_step.py",
 }
