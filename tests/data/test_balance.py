@@ -1,5 +1,6 @@
 """Karmarkar-Karp against brute force, costs against counted FLOPs, and the metrics of a plan."""
 
+import dataclasses
 import itertools
 
 import hypothesis.strategies as st
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxrl_llm.data.balance import VERL_COST, Cost, imbalance, karmarkar_karp, model_cost
+from jaxrl_llm.data.balance import (
+    VERL_COST,
+    XLA_ATTENTION,
+    Cost,
+    imbalance,
+    karmarkar_karp,
+    model_cost,
+)
 from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
@@ -166,9 +174,16 @@ def test_layers_with_a_delta_net_cost_by_the_token():
     delta = DeltaSpec(key_heads=2, value_heads=4, key_width=8, value_width=6)
     parts = {"delta": delta, "delta_layers": (True, False)}
     spec = ModelSpec(**SIZES, **REST, tied_embeddings=True, **parts)
-    products = sum(active_parameters(spec)) + 3 * 4 * 8 * 6
+    memory = 3 * 4 * 8 * 6
+    products = sum(active_parameters(spec)) + memory
     one_layer = spec.heads * spec.head_dim
-    assert model_cost(spec) == Cost(products / one_layer, 6.0 * products)
+    cost = model_cost(spec)
+    assert cost == Cost(products / one_layer, 6.0 * products, memory / products)
+    plain = dataclasses.replace(cost, in_chunks=0.0)
+    more = [cost.of_rows(3, n, 10.0) - plain.of_rows(3, n, 10.0) for n in (64, 80, 128, 129)]
+    # filled up to whole chunks of 64 tokens, by none, 48, none, and 63 tokens
+    expected = [XLA_ATTENTION * 3 * n * memory / products for n in (0, 48, 0, 63)]
+    assert more == pytest.approx(expected)
 
 
 def test_the_square_of_a_long_sequence_does_not_overflow():
