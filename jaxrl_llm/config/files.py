@@ -60,16 +60,19 @@ def read_config(name: str | Path) -> dict[Any, Any]:
 def find_config(name: str | Path) -> Path:
     """Return the file of this path, else the packaged config of this name, `.yaml` or not.
 
+    A folder, such as a run's, does not hide a config of its name.
+
     >>> find_config("recipes/dapo").name
     'dapo.yaml'
     """
-    if Path(name).exists():
-        return Path(name)
+    path = Path(name)
+    if path.exists() and not path.is_dir():
+        return path
     short = str(name).removeprefix("configs/").removesuffix(".yaml")
     if (PACKAGED / f"{short}.yaml").is_file():
         return PACKAGED / f"{short}.yaml"
-    if Path(name).is_absolute():
-        return Path(name)
+    if path.is_absolute() or path.is_dir():
+        return path
     known = [str(p.relative_to(PACKAGED).with_suffix("")) for p in PACKAGED.rglob("*.yaml")]
     raise ConfigError(
         f"can't read {str(name)!r}: No such file, nor a packaged config; {closest(short, known)}"
