@@ -5,7 +5,8 @@
 
 It trains three runs in `runs/report`, unless they are there: the
 quickstart, the same with GSPO, and an agent with a tool. On two cores they take ten minutes or so;
-with `--small` they have two steps each, which is enough to see that all of it works.
+with `--small` they have two steps each, which is enough for all pictures but that of an episode with
+calls, which is left out.
 """
 
 import subprocess
@@ -60,8 +61,10 @@ def picture_curves(page: Page) -> None:
 
 def first_step(page: Page) -> str:
     """Return the first step whose answers the page has."""
-    options = page.locator("select[aria-label=step] option").all()
-    return min((option.get_attribute("value") or "0" for option in options), key=int)
+    values = page.eval_on_selector_all(
+        "select[aria-label=step] option", "all => all.map(o => o.value)"
+    )
+    return min(filter(None, values), key=int)  # the first option stands for all steps
 
 
 def picture_answers(page: Page) -> None:
@@ -133,6 +136,8 @@ def main(words: Sequence[str] | None = None) -> None:
     with open_browser() as browser:
         train_missing(options.runs, small=options.small)
         for name in PICTURED:
+            if options.small and name == "episode":
+                continue
             path = take(browser, name, options.runs, options.out)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
