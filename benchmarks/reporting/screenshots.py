@@ -3,10 +3,10 @@
     python -m benchmarks.reporting.screenshots
     python -m benchmarks.reporting.screenshots --small --runs RUNS --out PICTURES
 
-It trains three runs in `runs/report`, unless they are there: the
-quickstart, the same with GSPO, and an agent with a tool. On two cores they take ten minutes or so;
-with `--small` they have two steps each, which is enough for all pictures but that of an episode with
-calls, which is left out.
+It trains three runs in `runs/report`, unless they are there: the quickstart, the same with GSPO,
+and an agent with a tool. On two cores they take ten minutes or so; with `--small` they have two
+steps each, which is enough for all pictures but those of an episode with calls and of a prompt
+over steps, which are left out.
 """
 
 import subprocess
@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with open_browser() as browser:
         train_missing(options.runs, small=options.small)
         for name in PICTURED:
-            if options.small and name == "episode":
+            if options.small and name in ("episode", "prompt"):
                 continue
             path = take(browser, name, options.runs, options.out)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")

@@ -471,7 +471,7 @@ def test_screenshots_and_open_page(program, tmp_path, monkeypatch):
     runs, pictures = tmp_path / "runs", tmp_path / "pictures"
     program("reporting.screenshots", "--small", "--runs", runs, "--out", pictures)
     shown = {path.name for path in (ROOT / "docs/report").glob("*.png")}
-    assert {path.name for path in pictures.iterdir()} == shown - {"episode.png"}
+    assert {path.name for path in pictures.iterdir()} == shown - {"episode.png", "prompt.png"}
     words = [runs / "quickstart", "--steps", "10", "--repeats", "1"]
     assert program("reporting.open_page", *words) == []
 
