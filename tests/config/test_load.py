@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.evaluate import EvaluateConfig
-from jaxrl_llm.config.files import load
+from jaxrl_llm.config.files import find_config, load
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import (
     apply_override,
@@ -97,6 +98,14 @@ def test_unreadable_file(tmp_path):
     path = tmp_path / "no.yaml"
     assert refusal(read_yaml, path) == f"can't read {str(path)!r}: No such file or directory"
     assert "Is a directory" in refusal(read_yaml, tmp_path)
+
+
+def test_a_folder_hides_no_packaged_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # such as a run's
+    (tmp_path / "other").mkdir()
+    assert find_config("quickstart").is_file()
+    assert find_config("other") == Path("other")
 
 
 @pytest.mark.parametrize(
