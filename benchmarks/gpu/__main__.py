@@ -149,6 +149,28 @@ def driver() -> str:
     return (done.stdout or done.stderr).strip().replace("\n", "; ")
 
 
+def describe_run(module: str, words: Sequence[str] | None, needed: Row, peers: Row) -> Row:
+    """Return the command of a run, its date, and the machine with its versions.
+
+    Args:
+        module: that runs.
+        words: of its command line; None: those of this process.
+        needed: what `probe` says of the packages that it needs.
+        peers: and of those that it compares with.
+    """
+    return {
+        "command": " ".join(["python -m", module, *(sys.argv[1:] if words is None else words)]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "machine": {
+            "device": needed["device"],
+            "driver": driver(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "versions": needed["versions"] | peers["versions"],
+        },
+    }
+
+
 def lacking(probed: Row, small: bool) -> list[str]:
     """Return what keeps the benchmarks from running."""
     texts = [f"missing packages: {', '.join(probed['missing'])}"] if probed["missing"] else []
@@ -202,15 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     absent = [text for text in peers["missing"] if not text.startswith("flash_attn")]
     results: Row = {
-        "command": f"python -m benchmarks.gpu {' '.join(words or sys.argv[1:])}".strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "machine": {
-            "device": needed["device"],
-            "driver": driver(),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-            "versions": needed["versions"] | peers["versions"],
-        },
+        **describe_run("benchmarks.gpu", words, needed, peers),
         "rows": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,9 @@ phases to `log.txt`, and the device as XLA's compiler knows it to `target.txtpb`
 
 import argparse
 import contextlib
-import datetime
 import fnmatch
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -29,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.__main__ import NEEDED, PEERS, ROOT, driver, lacking, probe
+from benchmarks.gpu.__main__ import NEEDED, PEERS, ROOT, describe_run, lacking, probe
 from benchmarks.gpu.cases import describe_error
 from benchmarks.gpu.jobs import Row
 from benchmarks.gpu.next_steps import next_steps
@@ -403,18 +401,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: --only or --skip: {error}\n")
         return 2
-    given = " ".join(sys.argv[1:] if words is None else words)
-    about = {
-        "command": f"python -m benchmarks.gpu.quarter_hour {given}".strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "machine": {
-            "device": needed["device"],
-            "driver": driver(),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-            "versions": needed["versions"] | peers["versions"],
-        },
-    }
+    about = describe_run("benchmarks.gpu.quarter_hour", words, needed, peers)
     record = Record(options.out, about, begun)
     if options.small:  # it is for machines on which everything takes longer
         phases = [phase._replace(limit=4 * phase.limit) for phase in phases]
