@@ -42,6 +42,7 @@ from benchmarks.training.grpo_tables import RATE_SHAPES
 from benchmarks.training.workloads import MODELS, VOCABULARY, lognormal_lengths
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.bin_packing import choose_rows, padding, plan_microbatches
@@ -214,6 +215,7 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int, shape: RowShape) ->
     with mock.patch.object(microbatches, "choose_rows", lambda sizes, shape: shape):
         state, first = jax.device_get(learner.update(learner.init(params), batch, {}))
         gradients = [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state[0].trace)]
+        BACKGROUND.wait()  # programs of other shapes, which would be compiled meanwhile
         state, took = learner.init(params), []
         for _ in range(repeats):
             start = time.perf_counter()
