@@ -91,7 +91,9 @@ def compile_case(case: Case, steps: Sequence[str], tree: Path, programs: Path) -
         json.dump(order, file)
         file.flush()
         script = str(Path(__file__).with_name("compile_steps.py"))
-        environ = os.environ | {"PYTHONPATH": str(tree)}
+        # the plugin may stand in a folder of PYTHONPATH, beside the environment
+        paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-P", script, file.name]
         try:
             subprocess.run(command, cwd=ROOT, env=environ, check=True, timeout=LIMIT)
