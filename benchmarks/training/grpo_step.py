@@ -12,9 +12,10 @@ that the systems generate or train on are not the same.
 Workloads: a model, `tiny` (0.85M) or `small` (25M), with answers of 64 tokens each; with `-spread`
 their lengths are log-normal (sigma 1) with a mean of 64 and are cut at 256. Ours is held to them by
 a limit in each request, TRL by a logits processor that forces the end of sequence; Tunix generates
-256 tokens for every answer, which are then cut. TRL and Tunix pad to the longest. Where rows of
-256 would not fit into memory they train in micro-batches of `prompts_at_once` prompts. Tunix can
-pack the update's rows, but makes an update of each row then, where this asks for one a step.
+256 tokens for every answer, which are then cut. TRL and Tunix pad to the longest. Every system
+trains in micro-batches of a size at which it is fastest on a CPU (`PROMPTS_AT_ONCE` prompts,
+`TOKENS_AT_ONCE` tokens), which takes the least memory, too. Tunix can pack the update's rows, but
+makes an update of each row then, where this asks for one a step.
 
 A step runs from the end of one to the end of the next: sampling, rewards, reference, update.
 FLOPs are those that no system can do without: two for each matrix parameter and token, and
@@ -45,8 +46,10 @@ from benchmarks.training.workloads import (
     KL_COEF,
     LEARNING_RATE,
     MODELS,
+    PROMPTS_AT_ONCE,
     ROPE_THETA,
     SAMPLES,
+    TOKENS_AT_ONCE,
     WORKLOADS,
     lengths_of,
     make_model,
@@ -66,9 +69,9 @@ SYSTEMS = ("ours", "trl", "tunix")
 def rates(pythons: dict[str, str]) -> dict[str, list[float]]:
     """Return the GFLOP/s of float32 matrix products, by library and shape."""
     by_library = {}
-    for library, system in (("jax", "ours"), ("torch", "trl")):
-        if system in pythons:
-            command = [pythons[system], PEERS / "rate.py", library, json.dumps(RATE_SHAPES)]
+    for library, systems in (("jax", ("ours", "tunix")), ("torch", ("trl",))):
+        if using := [pythons[system] for system in systems if system in pythons]:
+            command = [using[0], PEERS / "rate.py", library, json.dumps(RATE_SHAPES)]
             environment = os.environ | {"JAX_PLATFORMS": "cpu"}
             output = subprocess.run(command, check=True, capture_output=True, env=environment)
             by_library[library] = json.loads(output.stdout)
@@ -107,8 +110,8 @@ def run_workload(name: str, pythons: dict[str, str], options: Any, folder: Path)
         "samples": SAMPLES,
         "max_new_tokens": workload.max_new_tokens,
         "longest_prompt": max(map(max, prompt_tokens)),
-        "microbatch": workload.prompts_at_once,
-        "overrides": [f"batch.max_tokens_per_device={workload.tokens_at_once}", *options.set],
+        "microbatch": PROMPTS_AT_ONCE,
+        "overrides": [f"batch.max_tokens_per_device={TOKENS_AT_ONCE}", *options.set],
         "warm": options.warm,
         "rope_theta": ROPE_THETA,
         "kl_coef": KL_COEF,
