@@ -13,9 +13,9 @@ Workloads: a model, `tiny` (0.85M) or `small` (25M), with answers of 64 tokens e
 their lengths are log-normal (sigma 1) with a mean of 64 and are cut at 256. Ours is held to them by
 a limit in each request, TRL by a logits processor that forces the end of sequence; Tunix generates
 256 tokens for every answer, which are then cut. TRL and Tunix pad to the longest. Every system
-trains in micro-batches of a size at which it is fastest on a CPU (`PROMPTS_AT_ONCE` prompts,
-`TOKENS_AT_ONCE` tokens), which takes the least memory, too. Tunix can pack the update's rows, but
-makes an update of each row then, where this asks for one a step.
+trains in small micro-batches (`PROMPTS_AT_ONCE` prompts, `TOKENS_AT_ONCE` tokens), in which it was
+at least as fast on a CPU as in one, and takes the least memory. Tunix can pack the update's rows,
+but makes an update of each row then, where this asks for one a step.
 
 A step runs from the end of one to the end of the next: sampling, rewards, reference, update.
 FLOPs are those that no system can do without: two for each matrix parameter and token, and

@@ -20,7 +20,8 @@ from jaxrl_llm.models.spec import ModelSpec
 PROMPTS, SAMPLES, NEW_TOKENS, VOCABULARY = 16, 8, 64, 512
 ROPE_THETA, KL_COEF, LEARNING_RATE, GRAD_CLIP = 1e6, 0.01, 1e-5, 1.0
 PROMPTS_AT_ONCE = 2
-"""Prompts, with all their answers, in a micro-batch of TRL and Tunix: as fast as more or faster."""
+"""Prompts, with all their answers, in a micro-batch of TRL and Tunix. All 16 took as long or longer
+where answers are equally long (benchmarks/README.md)."""
 TOKENS_AT_ONCE = 2048
 """Tokens in a micro-batch of ours, likewise; a CPU's caches hold the activations of so many."""
 
