@@ -9,6 +9,7 @@ steps each, which is enough for all pictures but those of an episode with calls 
 over steps, which are left out.
 """
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -114,7 +115,8 @@ PICTURED: dict[str, tuple[tuple[str, ...], bool, Callable[[Page], None]]] = {
 def take(browser: Browser, name: str, trained: Path, pictures: Path) -> Path:
     """Write a picture, with few colours so that it is small."""
     runs, dark, act = PICTURED[name]
-    report = write_report([trained / run for run in runs], trained / "report.html")
+    with contextlib.chdir(trained):  # from where the runs' models are found
+        report = write_report([trained / run for run in runs], trained / "report.html")
     page = open_file(browser, report, dark=dark)
     act(page)
     path = pictures / f"{name}.png"
@@ -133,6 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="train two steps of each run")
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
+    options.runs = options.runs.resolve()
     with open_browser() as browser:
         train_missing(options.runs, small=options.small)
         for name in PICTURED:
