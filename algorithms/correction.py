@@ -11,26 +11,10 @@ They are taken once, before the mini-batches, from log-probs of the start of the
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms import ratios
-from jaxrl_llm.algorithms.correction_stale import reject_old, second_moment_mask
+from jaxrl_llm.algorithms import stats
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
-
-__all__ = [
-    "icepop",
-    "mismatch_metrics",
-    "normalized",
-    "reject_old",
-    "reject_sequence",
-    "reject_sequence_geometric",
-    "reject_sequence_k3",
-    "second_moment_mask",
-    "truncated_sequence",
-    "truncated_sequence_normalized",
-    "truncated_token",
-    "truncated_token_normalized",
-]
 
 
 def truncated_token(
@@ -254,8 +238,8 @@ def reject_sequence_geometric(
     [[1.0, 1.0]]
     """
     _check_band(low, high)
-    mean = ratios.sequence_mean(ratios.log_ratio(old_logprobs, rollout_logprobs), mask)
-    ratio = jnp.exp(ratios.clip_log_ratio(mean))
+    mean = stats.sequence_mean(stats.log_ratio(old_logprobs, rollout_logprobs), mask)
+    ratio = jnp.exp(stats.clip_log_ratio(mean))
     return (mask & _within(ratio, low, high)).astype(jnp.float32)
 
 
@@ -288,8 +272,8 @@ def reject_sequence_k3(
     [[0.0], [1.0]]
     """
     _check_cap(cap)
-    log_ratio = ratios.clipped_log_ratio(old_logprobs, rollout_logprobs)
-    divergence = ratios.sequence_mean(jnp.expm1(log_ratio) - log_ratio, mask)
+    log_ratio = stats.clipped_log_ratio(old_logprobs, rollout_logprobs)
+    divergence = stats.sequence_mean(jnp.expm1(log_ratio) - log_ratio, mask)
     return (mask & (divergence <= cap)).astype(jnp.float32)
 
 
@@ -336,20 +320,20 @@ def mismatch_metrics(
     >>> float(metrics["rollout_corr/kl"]), float(metrics["rollout_corr/ppl_ratio"])
     (0.0, 1.0)
     """
-    log_ratio = ratios.clipped_log_ratio(old_logprobs, rollout_logprobs)
-    mean_log_ratio = ratios.clip_log_ratio(ratios.sequence_mean(log_ratio, mask))
-    sum_log_ratio = ratios.clip_log_ratio(ratios.sequence_sum(log_ratio, mask))
+    log_ratio = stats.clipped_log_ratio(old_logprobs, rollout_logprobs)
+    mean_log_ratio = stats.clip_log_ratio(stats.sequence_mean(log_ratio, mask))
+    sum_log_ratio = stats.clip_log_ratio(stats.sequence_sum(log_ratio, mask))
     answers = mask.any(axis=1, keepdims=True)
-    old = jnp.where(mask, jnp.exp(ratios.finite(old_logprobs)), 0.0)
-    rollout = jnp.where(mask, jnp.exp(ratios.finite(rollout_logprobs)), 0.0)
+    old = jnp.where(mask, jnp.exp(stats.finite(old_logprobs)), 0.0)
+    rollout = jnp.where(mask, jnp.exp(stats.finite(rollout_logprobs)), 0.0)
     gap = jnp.abs(old - rollout)
     return {
-        "rollout_corr/kl": ratios.masked_mean(-log_ratio, mask),
-        "rollout_corr/k3_kl": ratios.masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),
-        "rollout_corr/ppl_ratio": ratios.masked_mean(jnp.exp(-mean_log_ratio), answers),
-        "rollout_corr/chi2_token": ratios.masked_mean(jnp.expm1(2.0 * log_ratio), mask),
-        "rollout_corr/chi2_seq": ratios.masked_mean(jnp.expm1(2.0 * sum_log_ratio), answers),
-        "training/rollout_probs_diff_mean": ratios.masked_mean(gap, mask),
+        "rollout_corr/kl": stats.masked_mean(-log_ratio, mask),
+        "rollout_corr/k3_kl": stats.masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),
+        "rollout_corr/ppl_ratio": stats.masked_mean(jnp.exp(-mean_log_ratio), answers),
+        "rollout_corr/chi2_token": stats.masked_mean(jnp.expm1(2.0 * log_ratio), mask),
+        "rollout_corr/chi2_seq": stats.masked_mean(jnp.expm1(2.0 * sum_log_ratio), answers),
+        "training/rollout_probs_diff_mean": stats.masked_mean(gap, mask),
         "training/rollout_probs_diff_max": gap.max(),
         "training/rollout_probs_diff_std": jnp.sqrt(_covariance(gap, gap, mask)),
         "training/rollout_actor_probs_pearson_corr": _correlation(old, rollout, mask),
@@ -359,7 +343,7 @@ def mismatch_metrics(
 def _token_ratio(
     old_logprobs: Float[Array, "B T"], rollout_logprobs: Float[Array, "B T"]
 ) -> Float32[Array, "B T"]:
-    return jnp.exp(ratios.clipped_log_ratio(old_logprobs, rollout_logprobs))
+    return jnp.exp(stats.clipped_log_ratio(old_logprobs, rollout_logprobs))
 
 
 def _sequence_ratio(
@@ -367,8 +351,8 @@ def _sequence_ratio(
     rollout_logprobs: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Float32[Array, "B 1"]:
-    total = ratios.sequence_sum(ratios.log_ratio(old_logprobs, rollout_logprobs), mask)
-    return jnp.exp(ratios.clip_log_ratio(total))
+    total = stats.sequence_sum(stats.log_ratio(old_logprobs, rollout_logprobs), mask)
+    return jnp.exp(stats.clip_log_ratio(total))
 
 
 def _within(ratio: Float32[Array, "B t"], low: float, high: float) -> Bool[Array, "B t"]:
@@ -378,7 +362,7 @@ def _within(ratio: Float32[Array, "B t"], low: float, high: float) -> Bool[Array
 def _covariance(
     x: Float32[Array, "B T"], y: Float32[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> Float32[Array, ""]:
-    product = (x - ratios.masked_mean(x, mask)) * (y - ratios.masked_mean(y, mask))
+    product = (x - stats.masked_mean(x, mask)) * (y - stats.masked_mean(y, mask))
     count = jnp.maximum(mask.sum() - 1, 1).astype(jnp.float32)
     return jnp.where(mask, product, 0.0).sum() / count
 
@@ -398,3 +382,74 @@ def _check_cap(cap: float) -> None:
 def _check_band(low: float, high: float) -> None:
     if not 0 <= low < high:
         raise ValueError(f"got low {low} and high {high}, expected 0 ≤ low < high")
+
+
+# Tokens of older policies, by their age or by how far the policy has moved: 1 for those that are
+# kept and 0 for those that are not.
+
+
+def reject_old(
+    ages: Int[Array, "B T"], mask: Bool[Array, "B T"], *, most: int = 1
+) -> Float32[Array, "B T"]:
+    """Keep tokens that are at most so many updates old: w_t = 1 if age_t ≤ most.
+
+    The later tokens of an answer may be kept where its first ones are not.
+
+    Args:
+        ages: updates since the weights that drew each token.
+        mask: true on tokens that the policy generated.
+        most: the largest age that is kept.
+
+    Returns:
+        1 on the tokens that are kept, else 0.
+
+    Raises:
+        ValueError: a negative age.
+
+    >>> reject_old(jnp.array([[2, 1, 0]]), jnp.array([[True, True, False]])).tolist()
+    [[0.0, 1.0, 0.0]]
+    """
+    if most < 0:
+        raise ValueError(f"most: got {most}, expected 0 or more")
+    return (mask & (ages <= most)).astype(jnp.float32)
+
+
+def second_moment_mask(
+    old_logprobs: Float[Array, "B T"],
+    rollout_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    threshold: float = 0.04,
+) -> Float32[Array, "B T"]:
+    """Drop the tokens with the largest (log ρ_t)² until the mean of the others is ≤ threshold.
+
+    M2PO (https://arxiv.org/abs/2510.01161): the second moment of the log-ratio bounds how far the
+    policy has moved, and a few outliers make most of it. There the ratio is of the policy as it is
+    updated; here of the policy at the start of the step, once for all of its updates. Tokens of
+    equal moment are dropped in the order of the batch, the last ones first.
+
+    Args:
+        old_logprobs: log-probs under the trainer's policy at the start of the step.
+        rollout_logprobs: log-probs that the engine reported.
+        mask: true on tokens that the policy generated.
+        threshold: the largest mean of (log ρ_t)² over the tokens that are kept.
+
+    Returns:
+        1 on the tokens that are kept, else 0.
+
+    Raises:
+        ValueError: the threshold is negative.
+
+    >>> old, rollout = jnp.array([[0.0, -1.0, -2.0]]), jnp.array([[-3.0, -1.1, -2.0]])
+    >>> second_moment_mask(old, rollout, jnp.array([[True, True, True]])).tolist()
+    [[0.0, 1.0, 1.0]]
+    """
+    if threshold < 0:
+        raise ValueError(f"threshold: got {threshold}, expected 0 or more")
+    log_ratio = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0).astype(jnp.float32)
+    moments = jnp.where(mask, log_ratio**2, jnp.inf).ravel()
+    order = jnp.argsort(moments, stable=True)
+    smallest = jnp.where(jnp.isinf(moments[order]), 0.0, moments[order])
+    means = jnp.cumsum(smallest) / jnp.arange(1, len(smallest) + 1, dtype=jnp.float32)
+    is_kept = jnp.zeros(len(order), bool).at[order].set(means <= threshold)
+    return (mask & is_kept.reshape(mask.shape)).astype(jnp.float32)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.projection import HeadProjection, Sharers, TokenChunks, chunk_count
-from jaxrl_llm.algorithms.ratios import finite
+from jaxrl_llm.algorithms.logprobs import HeadProjection, Sharers, TokenChunks, chunk_count
+from jaxrl_llm.algorithms.stats import finite
 
 
 class TeacherHidden(NamedTuple):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jaxrl_llm.algorithms import ratios
+from jaxrl_llm.algorithms import stats
 
 
 def forward_kl_divergence(
@@ -130,7 +130,7 @@ def _softened(
 ) -> tuple[Float32[Array, "*S V"], Float32[Array, "*S V"]]:
     if temperature <= 0:
         raise ValueError(f"got temperature {temperature}, expected a positive one")
-    both = ratios.finite(student_logprobs), ratios.finite(teacher_logprobs)
+    both = stats.finite(student_logprobs), stats.finite(teacher_logprobs)
     if temperature == 1:
         return both
     student, teacher = (jax.nn.log_softmax(logprobs / temperature) for logprobs in both)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.algorithms import ratios
+from jaxrl_llm.algorithms import stats
 
 Estimator = Callable[[Float[Array, "B T"], Float[Array, "B T"]], Float32[Array, "B T"]]
 
@@ -33,7 +33,7 @@ def k1(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     >>> k1(jnp.array([[-1.0]]), jnp.array([[-1.5]])).tolist()
     [[0.5]]
     """
-    return ratios.log_ratio(logprobs, ref_logprobs)
+    return stats.log_ratio(logprobs, ref_logprobs)
 
 
 def absolute(
@@ -53,7 +53,7 @@ def absolute(
     >>> absolute(jnp.array([[-2.0]]), jnp.array([[-1.5]])).tolist()
     [[0.5]]
     """
-    return jnp.abs(ratios.log_ratio(logprobs, ref_logprobs))
+    return jnp.abs(stats.log_ratio(logprobs, ref_logprobs))
 
 
 def k2(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:
@@ -72,7 +72,7 @@ def k2(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     >>> k2(jnp.array([[-1.0]]), jnp.array([[-1.5]])).tolist()
     [[0.125]]
     """
-    return 0.5 * jnp.square(ratios.log_ratio(logprobs, ref_logprobs))
+    return 0.5 * jnp.square(stats.log_ratio(logprobs, ref_logprobs))
 
 
 def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:
@@ -91,7 +91,7 @@ def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     >>> k3(jnp.array([[-1.0, -9.0]]), jnp.array([[-1.0, -1.0]])).tolist()
     [[0.0, 10.0]]
     """
-    d = jnp.clip(ratios.log_ratio(logprobs, ref_logprobs), -20.0, 20.0)
+    d = jnp.clip(stats.log_ratio(logprobs, ref_logprobs), -20.0, 20.0)
     # expm1 keeps the digits that exp(−d) − 1 + d would cancel near d = 0.
     return jnp.clip(jnp.expm1(-d) + d, 0.0, 10.0)
 

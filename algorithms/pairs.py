@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algorithms.groups import grouped, over_group
+from jaxrl_llm.algorithms.stats import grouped, over_group
 
 
 class Pairs(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.groups import grouped, over_group
+from jaxrl_llm.algorithms.stats import grouped, over_group
 
 
 def overlong_penalty(

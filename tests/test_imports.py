@@ -10,6 +10,7 @@ from benchmarks.code.structure import (
     LINKED,
     SIDECAR,
     find_circles,
+    folder_graph,
     import_graph,
     list_files,
     module_name,
@@ -33,6 +34,43 @@ HEAVY |= {"wandb", "tensorboardX", "math_verify", "mlflow", "trackio", "swanlab"
 ON_RAY = tuple(f"jaxrl_llm/cluster/{name}.py" for name in ("job", "launch", "resources", "watch"))
 ON_RAY += ("jaxrl_llm/rollout/remote.py",)
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
+FLOORS = (
+    ("algorithms", "sharding", "workers"),
+    ("config", "models"),
+    ("data", "sandbox", "runs", "monitoring"),
+    ("rollout",),
+    ("rewards",),
+    ("training",),
+    ("evaluation", "planning", "reporting", "serving", "cluster"),
+)
+"""Folders of the library: one imports only from its own floor and from those before it."""
+
+UPWARDS = {
+    ("config", "monitoring"),
+    ("config", "runs"),
+    ("data", "rewards"),
+    ("data", "rollout"),
+    ("monitoring", "cluster"),
+    ("monitoring", "rewards"),
+    ("monitoring", "rollout"),
+    ("rewards", "cluster"),
+    ("rollout", "cluster"),
+    ("rollout", "rewards"),
+    ("rollout", "serving"),
+    ("rollout", "training"),
+    ("runs", "cluster"),
+    ("runs", "evaluation"),
+    ("runs", "training"),
+    ("training", "cluster"),
+    ("training", "evaluation"),
+    ("training", "planning"),
+    ("training", "serving"),
+}
+"""Imports that still point upwards; a change may only take some away."""
+
+CIRCLES_OF_A_FLOOR = [["data", "monitoring"]]
+"""Folders of one floor that import each other; likewise."""
+
 PROGRAMS = {
     f"jaxrl_llm.{name}"
     for name in ("train", "sft", "prefer", "evaluate", "serve", "export", "plan", "report")
@@ -90,6 +128,16 @@ def test_no_modules_import_each_other(sources):
     """Nor by imports inside functions, or under `if TYPE_CHECKING:`."""
     circles = find_circles(import_graph(sources))
     assert circles == []
+
+
+def test_folders_import_from_their_own_floor_and_from_those_before_it(sources):
+    folders = folder_graph(import_graph(sources))
+    floor_of = {name: number for number, names in enumerate(FLOORS) for name in names}
+    assert folders.keys() - {"configs"} == floor_of.keys()
+    edges = {(one, other) for one in floor_of for other in folders[one]}
+    assert {(one, other) for one, other in edges if floor_of[other] > floor_of[one]} == UPWARDS
+    level = {name: {o for o in folders[name] if floor_of[o] == floor_of[name]} for name in floor_of}
+    assert find_circles(level) == CIRCLES_OF_A_FLOOR
 
 
 def test_programs_are_imported_by_nothing(sources):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.correction import mismatch_metrics
-from jaxrl_llm.algorithms.ratios import LARGEST_LOG_RATIO
+from jaxrl_llm.algorithms.stats import LARGEST_LOG_RATIO
 from jaxrl_llm.cluster import context
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.bin_packing import choose_rows, in_bucket, plan_microbatches

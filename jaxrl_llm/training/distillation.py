@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.distillation import (
     divergence_stats_from_logits,
     likeliest_tokens,
 )
-from jaxrl_llm.algorithms.projection import HeadProjection
+from jaxrl_llm.algorithms.logprobs import HeadProjection
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import name_of
 from jaxrl_llm.data.packing import RowShape

@@ -11,11 +11,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.algorithms.logprobs import (
+    HeadProjection,
     TokenStats,
     projected_token_stats,
     token_stats_from_logits,
 )
-from jaxrl_llm.algorithms.projection import HeadProjection
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.capabilities import RoutedModel

@@ -8,13 +8,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms.logprobs import (
+    HeadProjection,
     TokenStats,
     entropy_from_logits,
     logprobs_from_logits,
     projected_token_stats,
     token_stats,
 )
-from jaxrl_llm.algorithms.projection import HeadProjection
 
 D, V = 6, 11
 

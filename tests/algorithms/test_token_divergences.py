@@ -22,8 +22,7 @@ from jaxrl_llm.algorithms.divergences import (
     generalized_jsd,
     reverse_kl_divergence,
 )
-from jaxrl_llm.algorithms.logprobs import token_stats
-from jaxrl_llm.algorithms.projection import HeadProjection
+from jaxrl_llm.algorithms.logprobs import HeadProjection, token_stats
 from jaxrl_llm.sharding.mesh import make_mesh
 
 X, D, E, K = 10, 6, 8, 3

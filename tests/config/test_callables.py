@@ -77,7 +77,7 @@ def test_keywords_come_on_top_of_a_function(capped):
 
 def test_a_function_that_can_be_imported_is_named(capped):
     spec = FunctionSpec.of(functools.partial(ppo_clip, clip_high=0.3))
-    assert spec == FunctionSpec("jaxrl_llm.algorithms.losses_token:ppo_clip", {"clip_high": 0.3})
+    assert spec == FunctionSpec("jaxrl_llm.algorithms.losses:ppo_clip", {"clip_high": 0.3})
     assert load_function(spec, "math", passed=None).func is ppo_clip
     assert FunctionSpec.of(lambda x: x).given is not None
     assert FunctionSpec.of(capped).given is capped

@@ -65,7 +65,7 @@ def test_bare_name_comes_from_the_home_of_its_kind():
     [
         "jaxrl_llm.algorithms.advantages:grpo",
         "jaxrl_llm.algorithms.advantages.grpo",
-        "jaxrl_llm.algorithms.advantages_outcome:grpo",
+        "jaxrl_llm.algorithms.advantages:grpo",
     ],
 )
 def test_a_dotted_name_is_imported_whatever_the_home(name):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.advantages_outcome import grpo
+from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.algorithms.losses import TokenLoss
 
 # ------------------------------------------------------------------------------------ that work
