@@ -13,8 +13,7 @@ They are taken once, before the mini-batches, from log-probs of the start of the
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms import stats
-from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.algorithms import reduce, stats
 
 
 def truncated_token(
@@ -107,7 +106,7 @@ def truncated_token_normalized(
     [[1.0, 1.0]]
     """
     weights = truncated_token(old_logprobs, rollout_logprobs, mask, cap=cap)
-    return normalized(weights, token_mean(mask))
+    return normalized(weights, reduce.token_mean(mask))
 
 
 def truncated_sequence_normalized(
@@ -136,7 +135,7 @@ def truncated_sequence_normalized(
     [[1.0], [1.0]]
     """
     weights = truncated_sequence(old_logprobs, rollout_logprobs, mask, cap=cap)
-    return normalized(weights, sequence_mean_token_mean(mask))
+    return normalized(weights, reduce.sequence_mean_token_mean(mask))
 
 
 def icepop(

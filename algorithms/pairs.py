@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algorithms.stats import grouped, over_group
+from jaxrl_llm.algorithms import stats
 
 
 class Pairs(NamedTuple):
@@ -45,13 +45,13 @@ def best_and_worst(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> P
     >>> pairs.chosen[pairs.valid].tolist(), pairs.rejected[pairs.valid].tolist()
     ([2], [0])
     """
-    groups = grouped(group_ids)
-    best = over_group(jax.ops.segment_max, scores, groups)
-    worst = over_group(jax.ops.segment_min, scores, groups)
+    groups = stats.grouped(group_ids)
+    best = stats.over_group(jax.ops.segment_max, scores, groups)
+    worst = stats.over_group(jax.ops.segment_min, scores, groups)
     place = jnp.arange(scores.size)
 
     def first(mark: Array) -> Array:
-        return over_group(jax.ops.segment_min, jnp.where(mark, place, scores.size), groups)
+        return stats.over_group(jax.ops.segment_min, jnp.where(mark, place, scores.size), groups)
 
     valid = (best > worst) & (place == first(scores == best))
     return Pairs(place, jnp.minimum(first(scores == worst), scores.size - 1), valid)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.stats import grouped, over_group
+from jaxrl_llm.algorithms import stats
 
 
 def overlong_penalty(
@@ -63,9 +63,9 @@ def with_spread(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Bool
     >>> with_spread(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
     [True, True, False, False]
     """
-    groups = grouped(group_ids)
-    highest = over_group(jax.ops.segment_max, scores, groups)
-    return highest > over_group(jax.ops.segment_min, scores, groups)
+    groups = stats.grouped(group_ids)
+    highest = stats.over_group(jax.ops.segment_max, scores, groups)
+    return highest > stats.over_group(jax.ops.segment_min, scores, groups)
 
 
 def mean_between(
@@ -97,8 +97,8 @@ def mean_between(
     """
     if not low <= high:
         raise ValueError(f"got low {low} and high {high}, expected low ≤ high")
-    groups = grouped(group_ids)
-    total = over_group(jax.ops.segment_sum, scores.astype(jnp.float32), groups)
+    groups = stats.grouped(group_ids)
+    total = stats.over_group(jax.ops.segment_sum, scores.astype(jnp.float32), groups)
     mean = total / groups.size.astype(jnp.float32)
     return (mean >= low) & (mean <= high)
 
@@ -126,13 +126,13 @@ def best_of_group(
     >>> best_of_group(scores, groups, threshold=1.0).tolist()
     [False, True, False, True, False]
     """
-    groups = grouped(group_ids)
-    best = over_group(jax.ops.segment_max, scores, groups)
-    least = over_group(jax.ops.segment_min, scores, groups)
+    groups = stats.grouped(group_ids)
+    best = stats.over_group(jax.ops.segment_max, scores, groups)
+    least = stats.over_group(jax.ops.segment_min, scores, groups)
     is_good = best > least if threshold is None else best >= threshold
     place = jnp.arange(scores.size)
     first = jnp.where(scores == best, place, scores.size)
-    return is_good & (place == over_group(jax.ops.segment_min, first, groups))
+    return is_good & (place == stats.over_group(jax.ops.segment_min, first, groups))
 
 
 def at_least(scores: Float[Array, " B"], *, threshold: float) -> Bool[Array, " B"]:
