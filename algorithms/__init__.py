@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         k3_with_k2_gradient,
     )
     from jaxrl_llm.algorithms.logprobs import (
+        HeadProjection,
         TokenStats,
         entropy_from_logits,
         logprobs_from_logits,

@@ -669,9 +669,9 @@ def diagnostics():
         more = {"beta": 1.0} if name == "dro" else {}
         result = function(*(marks.get(field, ones) for field in asks_for(function)), **more)
         names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}
-    for name in preferences.__all__:
+    for name in public_functions(preferences):
         function = getattr(preferences, name)
-        if name != "PairLoss" and PAIR_FIELDS.issuperset(asks_for(function)):
+        if PAIR_FIELDS.issuperset(asks_for(function)):
             given = {name: like.dtype for name, like in abstract_pairs(3).items()}
             result = function(*(jnp.ones(3, given[field]) for field in asks_for(function)))
             names |= {f"actor/{diagnostic}" for diagnostic in result.diagnostics}

@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms import correction, losses, reduce, values
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.config.functions import public_functions
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
@@ -361,11 +362,12 @@ def test_no_loss_reduction_or_correction_is_left_out():
         return {f for f in public if [*inspect.signature(f).parameters][: len(asks)] == [*asks]}
 
     unwrapped = [getattr(f, "func", f) for f in (*REDUCTIONS, *CORRECTIONS)]
-    policy = {vars(losses)[n] for n in losses.__all__ if not n.startswith(("Token", "select_"))}
-    assert policy | {vars(values)[n] for n in values.__all__} == LOSSES.keys()
+    policy = {vars(losses)[n] for n in public_functions(losses) if not n.startswith("select_")}
+    assert policy | {vars(values)[n] for n in public_functions(values)} == LOSSES.keys()
     assert own(reduce, "mask") == {*unwrapped[: len(REDUCTIONS)]}
     corrections = own(correction, "old_logprobs", "rollout_logprobs", "mask")
-    assert corrections - {correction.mismatch_metrics} == {*unwrapped[len(REDUCTIONS) :]}
+    of_a_batch = {correction.mismatch_metrics, correction.second_moment_mask}
+    assert corrections - of_a_batch == {*unwrapped[len(REDUCTIONS) :]}
 
 
 OWNERS = {reduce.__name__, correction.__name__}
