@@ -7,11 +7,14 @@ from jaxrl_llm.version import __version__
 
 if TYPE_CHECKING:
     from jaxrl_llm.config.errors import ConfigError, RunError
-    from jaxrl_llm.config.evaluate import EvaluateConfig
-    from jaxrl_llm.config.prefer import PreferConfig
-    from jaxrl_llm.config.serve import ServeConfig
-    from jaxrl_llm.config.sft import SftConfig
-    from jaxrl_llm.config.train import TrainConfig, load_config
+    from jaxrl_llm.config.programs import (
+        EvaluateConfig,
+        PreferConfig,
+        ServeConfig,
+        SftConfig,
+        TrainConfig,
+        load_config,
+    )
     from jaxrl_llm.evaluate import evaluate
     from jaxrl_llm.evaluation.policy import Policy, load_policy
     from jaxrl_llm.prefer import prefer

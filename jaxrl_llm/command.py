@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` it is the process's own, and the program's is the rest of it.
     """
-    from jaxrl_llm.config.complete import ASKED
+    from jaxrl_llm.config.help import ASKED
 
     if ASKED in os.environ:
         return _complete()
@@ -79,7 +79,7 @@ def _print_completion(shell: str) -> int:
 
 def _complete() -> int:
     """Answer a shell that completes: a program's words are its own parser's to complete."""
-    from jaxrl_llm.config.complete import ASKED, complete_words
+    from jaxrl_llm.config.help import ASKED, complete_words
 
     line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     words = line.split() + [""] * line[-1:].isspace()

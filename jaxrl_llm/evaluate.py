@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.evaluate import EvaluateConfig
+from jaxrl_llm.config.programs import EvaluateConfig
 from jaxrl_llm.monitoring.activity import activity
 
 FLAGS = {"model": "store", "data": "append"}

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.help import complete_words
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.config.complete import complete_words
+from jaxrl_llm.config.help import complete_words
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

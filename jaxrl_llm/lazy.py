@@ -56,6 +56,6 @@ def attach(package: str) -> None:
 
     >>> import jaxrl_llm
     >>> jaxrl_llm.load_config.__module__
-    'jaxrl_llm.config.train'
+    'jaxrl_llm.config.programs'
     """
     sys.modules[package].__class__ = LazyPackage

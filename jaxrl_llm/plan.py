@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.help import complete_words
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.programs import PreferConfig
 
 if TYPE_CHECKING:
     from jaxrl_llm.runs.files import RunFiles

@@ -5,8 +5,8 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.help import complete_words
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.mesh import MeshConfig
-from jaxrl_llm.config.serve import ServeConfig
+from jaxrl_llm.config.programs import ServeConfig
+from jaxrl_llm.config.sections import MeshConfig
 from jaxrl_llm.monitoring.activity import activity
 
 API_KEY_VARIABLE = "JAXRL_LLM_API_KEY"

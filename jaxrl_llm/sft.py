@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl_llm.config.cli import config_main
-from jaxrl_llm.config.sft import SftConfig
+from jaxrl_llm.config.programs import SftConfig
 from jaxrl_llm.monitoring.activity import activity
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import Engine

@@ -8,7 +8,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.serve import ServeConfig
+from jaxrl_llm.config.programs import ServeConfig
 from jaxrl_llm.serve import open_served_model
 from jaxrl_llm.serving.app import make_app
 from tests.waiting import wait_until

@@ -11,11 +11,9 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm import command
 from jaxrl_llm.config import cli
-from jaxrl_llm.config.complete import override_words
-from jaxrl_llm.config.evaluate import EvaluateConfig
+from jaxrl_llm.config.help import override_words
 from jaxrl_llm.config.load import describe
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import EvaluateConfig, SftConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "import sys; from jaxrl_llm.command import main; sys.exit(main())\n"

@@ -30,17 +30,13 @@ from jaxrl_llm.algorithms import (
     shaping,
     values,
 )
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, fields_at
-from jaxrl_llm.config.files import load, read_config
 from jaxrl_llm.config.functions import load_function
-from jaxrl_llm.config.load import describe, from_tree
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.sections.log import LogConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import describe, from_tree, load, read_config
+from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.sections import LogConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.hf.config import read_spec
@@ -737,7 +733,7 @@ def test_the_trackers_in_yaml_can_be_loaded(page, monkeypatch, tmp_path):
     assert given
     for log in given:
         for spec in from_tree(LogConfig, log).trackers:
-            load_function(spec, kinds.TRACKERS, passed=None)
+            load_function(spec, functions.TRACKERS, passed=None)
 
 
 def test_every_documented_metric_exists(written):

@@ -14,7 +14,7 @@ import yaml
 from packaging.metadata import Metadata
 
 import jaxrl_llm
-from jaxrl_llm.config.files import read_config
+from jaxrl_llm.config.load import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("algorithms", "configs", "models", "sharding")

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params

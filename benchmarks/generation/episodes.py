@@ -28,7 +28,7 @@ import jax
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.models.hf.config import read_spec

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.tables import parser_of
 from jaxrl_llm import load_policy
 from jaxrl_llm.config.cli import take_huge_pages
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.data.rows import verl_rows
 from jaxrl_llm.evaluation.policy import Policy, as_prompts
 from jaxrl_llm.models.hf.config import read_spec

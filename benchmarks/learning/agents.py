@@ -27,8 +27,8 @@ from benchmarks.learning.recipes import (
     write_numbers,
 )
 from benchmarks.tables import markdown_table
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 
 CONFIGS = ROOT / "configs/agents"
 SAMPLED = {  # the second has the rewards of turns in it

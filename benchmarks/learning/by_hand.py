@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.learning.recipes import ROOT, SHORT, place_configs
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm import Policy, TrainConfig
-from jaxrl_llm.config.files import load
+from jaxrl_llm.config.load import load
 from jaxrl_llm.data import Prompt, batches, load_tokenizer, tokenize_prompts, verl_rows
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import declare

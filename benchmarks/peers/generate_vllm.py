@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.rollout.engine import EngineSettings

@@ -25,7 +25,7 @@ import jax
 
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.load import apply_override, from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.rollout.engine import Engine

@@ -29,8 +29,8 @@ def compile_steps(order: dict) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jax.experimental import topologies
 
-    from jaxrl_llm.config.files import load
-    from jaxrl_llm.config.train import TrainConfig
+    from jaxrl_llm.config.load import load
+    from jaxrl_llm.config.programs import TrainConfig
     from jaxrl_llm.planning.memory import plan_shapes
 
     devices = topologies.get_topology_desc(

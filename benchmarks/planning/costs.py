@@ -39,7 +39,7 @@ from jaxlib.version import __version__ as JAXLIB
 
 from benchmarks.training import workloads
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.bin_packing import choose_rows
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config

@@ -43,7 +43,7 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.cli import take_huge_pages
-from jaxrl_llm.config.train import TrainConfig, load_config
+from jaxrl_llm.config.programs import TrainConfig, load_config
 from jaxrl_llm.rollout.engine import Listener, PartialEngine, Stop
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.training import build

@@ -6,13 +6,15 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import describe
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.serve import ServeConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import (
+    EvaluateConfig,
+    PreferConfig,
+    ServeConfig,
+    SftConfig,
+    TrainConfig,
+)
 
 PARTS = ("algorithms", "data", "evaluation", "models", "rewards", "rollout", "sharding")
 CONFIGS = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.version import __version__
 
 if TYPE_CHECKING:  # jax must not be imported before its variables are set

@@ -32,8 +32,8 @@ from jaxrl_llm.cluster.resources import (
     startup_results,
     wait_for_nodes,
 )
-from jaxrl_llm.config.sections.cluster import ClusterConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ClusterConfig
 from jaxrl_llm.sharding.rendezvous import VARIABLES
 
 RPC_TIMEOUT_S = 20.0  # for a call to another node

@@ -22,8 +22,8 @@ from jaxrl_llm.cluster.address import check_answers, check_joins
 from jaxrl_llm.cluster.job import RestartState, running_job
 from jaxrl_llm.cluster.resources import LostError
 from jaxrl_llm.cluster.watch import watch
-from jaxrl_llm.config.sections.cluster import ClusterConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ClusterConfig
 from jaxrl_llm.runs.preemption import Preemption
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl_llm.cluster.actors import ProcessEnv, ProcessInfo
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.sections.cluster import ClusterConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ClusterConfig
 from jaxrl_llm.sharding import rendezvous
 
 FORWARDED_PREFIXES = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_llm.config.complete import complete_words
 from jaxrl_llm.config.errors import PREEMPTED, ConfigError, Preempted, RunError, exit_status
-from jaxrl_llm.config.files import read_config
 from jaxrl_llm.config.functions import renamed_functions
+from jaxrl_llm.config.help import complete_words
 from jaxrl_llm.config.keys import Section
-from jaxrl_llm.config.load import apply_override, describe, from_tree, to_yaml
+from jaxrl_llm.config.load import apply_override, describe, from_tree, read_config, to_yaml
 from jaxrl_llm.monitoring.activity import ACTIVITIES
 
 Config = TypeVar("Config", bound=Section)
@@ -72,9 +71,7 @@ def config_main(
 
 def _what_becomes_of(config: Section | None) -> str:
     """Return how an interrupted program goes on, if it does."""
-    from jaxrl_llm.config.prefer import PreferConfig
-    from jaxrl_llm.config.sft import SftConfig
-    from jaxrl_llm.config.train import TrainConfig
+    from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
     from jaxrl_llm.runs.summary import interruption_line
 
     is_run = isinstance(config, TrainConfig | SftConfig | PreferConfig)
@@ -125,7 +122,7 @@ def _print_schema(cls: type[Section]) -> type[argparse.Action]:
             super().__init__(option_strings, dest, nargs=0, help=help)
 
         def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-            from jaxrl_llm.config.schema import json_schema
+            from jaxrl_llm.config.help import json_schema
 
             sys.stdout.write(json.dumps(json_schema(cls), indent=1, allow_nan=False) + "\n")
             parser.exit()

@@ -25,6 +25,31 @@ from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError, described_error
 
+# The kinds of functions that a config names: the module in which a bare name is looked up.
+
+
+ADVANTAGES = "jaxrl_llm.algorithms.advantages"
+LOSSES = "jaxrl_llm.algorithms.losses"
+REDUCTIONS = "jaxrl_llm.algorithms.reduce"
+DIVERGENCES = "jaxrl_llm.algorithms.divergences"
+KLS = "jaxrl_llm.algorithms.kl"
+CORRECTIONS = "jaxrl_llm.algorithms.correction"
+SHAPING = "jaxrl_llm.algorithms.shaping"
+PAIRS = "jaxrl_llm.algorithms.pairs"
+VALUES = "jaxrl_llm.algorithms.values"
+PREFERENCES = "jaxrl_llm.algorithms.preferences"
+MODELS = "jaxrl_llm.models.functional"
+REWARD_FUNCTIONS = "jaxrl_llm.rewards.functions"
+TOOLS = "jaxrl_llm.rollout.tools.functions"
+ENVIRONMENTS = "jaxrl_llm.rollout.environments"
+AGENTS = "jaxrl_llm.rollout.agents"
+DATASETS = "jaxrl_llm.data.rows"
+TEACHER_PROMPTS = "jaxrl_llm.data.teacher_prompts"
+PREPARATIONS = "jaxrl_llm.data.prepare"
+TRACKERS = "jaxrl_llm.monitoring.trackers.functions"
+OPTIMIZERS = SCHEDULES = "optax"
+
+
 NOT_IMPORTABLE = "__main__"
 """The module of a function that only the process has which defined it, as that of a notebook."""
 

@@ -6,7 +6,7 @@ Types are strict: YAML's `yes` or a quoted "3" is no number. An int is taken for
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -22,8 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.violations import violations
+from jaxrl_llm.config.functions import FunctionSpec, closest
 
 Item = TypeVar("Item")
 
@@ -167,3 +166,146 @@ Several = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]
 
 Table = Annotated[dict[str, Any], BeforeValidator(_with_text_keys)]
 """A mapping whose keys are not ours."""
+
+
+def group_of(annotation: Any) -> Any:
+    """Return the group of keys that an annotation names, `T` or `T | None`, or None.
+
+    >>> group_of(int) is None
+    True
+    """
+    options = (annotation, *get_args(annotation))
+    groups = [t for t in options if isinstance(t, type) and hasattr(t, "__pydantic_fields__")]
+    return groups[0] if groups else None
+
+
+# What pydantic finds wrong with a config, as lines that name the key, the value and the fix.
+
+
+EXPECTED = {
+    "bool_type": "true or false",
+    "dataclass_type": "a group of keys",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "is_instance_of": "a function's name or {fn: NAME, keyword: …}",
+    "string_too_short": "a text that is not empty",
+    "string_type": "a text",
+    "too_short": "at least one",
+}
+"""What is expected, by pydantic's name of the error."""
+
+BOUNDS = {
+    "greater_than": "a number above {gt:.15g}",
+    "greater_than_equal": "{ge:.15g} or more",
+    "less_than": "a number below {lt:.15g}",
+    "less_than_equal": "{le:.15g} or less",
+}
+
+
+LONGEST = 120
+"""Of a value that a message shows, in characters."""
+
+
+def violations(cls: type[Any], error: ValidationError, prefix: str = "") -> list[str]:
+    """Return a line for each thing that is wrong.
+
+    Args:
+        cls: of the config.
+        error: as pydantic raised it.
+        prefix: of the keys' names, with a dot.
+    """
+    return [line for item in error.errors() for line in _lines(cls, dict(item), prefix)]
+
+
+def _lines(cls: type[Any], error: Mapping[str, Any], prefix: str) -> list[str]:
+    path = [str(part) for part in error["loc"] if not isinstance(part, int)]
+    name, kind = prefix + ".".join(path), error["type"]
+    if kind == "value_error":  # of rules
+        return [f"{name}: {line}" if name else line for line in error["ctx"]["error"].args]
+    group = _group(cls, path[:-1])
+    field = group.__pydantic_fields__.get(path[-1])
+    if kind == "unexpected_keyword_argument" or field is None:
+        unknown = f"unknown key {name!r}; {closest(path[-1], group.__pydantic_fields__)}"
+        return [renamed(name) or unknown]
+    if kind == "missing":
+        return [f"{name} is missing: {field.description}"]
+    return [f"{name}: expected {_expected(error, field.annotation)}, got {_shown(error['input'])}"]
+
+
+def _group(cls: type[Any], path: list[str]) -> type[Any]:
+    for name in path:
+        cls = group_of(cls.__pydantic_fields__[name].annotation) or cls
+    return cls
+
+
+def _expected(error: Mapping[str, Any], annotation: Any) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        expected = context["expected"].replace("'", "")
+    elif kind in BOUNDS:
+        expected = BOUNDS[kind].format(**context)
+    else:
+        expected = EXPECTED.get(kind) or error["msg"]
+    return f"{expected}, or null" if type(None) in get_args(annotation) else expected
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text, kind = repr(value), type(value).__name__
+    return f"{text} ({kind})" if len(text) <= LONGEST else f"a {kind}"
+
+
+# Keys that have other names now: an old one is refused with the new one named. Only what an
+# earlier version has written, as a run's `config.yaml`, is read with them.
+
+
+RENAMED = {
+    "algorithm.bypass": "algorithm.use_rollout_logprobs",
+    "algorithm.keep": "algorithm.group_filter",
+    "algorithm.max_draws": "algorithm.max_generation_batches",
+    "cache_gb": "kv_cache_gb",
+    "data.template": "data.chat_template_kwargs",
+    "log.tensorboard": "log.trackers",
+    "log.wandb": "log.trackers",
+    "reward.model": "reward.classifier",
+    "reward.scorer": "reward.function",
+    "reward_model": "implicit_reward_model",
+    "rollout.cache_gb": "rollout.kv_cache_gb",
+    "rollout.slots": "rollout.max_running_sequences",
+    "rollout.vllm.options": "rollout.vllm.engine_args",
+    "slots": "max_running_sequences",
+    "template": "chat_template_kwargs",
+}
+"""New names by old ones."""
+
+
+def renamed(name: str) -> str | None:
+    """Return how an old key is refused, or None for a key that was never one.
+
+    >>> renamed("reward.scorer")
+    'reward.scorer was renamed to reward.function'
+    """
+    return f"{name} was renamed to {RENAMED[name]}" if name in RENAMED else None
+
+
+def with_new_names(tree: Any) -> Any:
+    """Return a nested mapping in which keys that were renamed have their new names.
+
+    >>> with_new_names({"seed": 1, "reward": {"scorer": "gsm8k"}})
+    {'seed': 1, 'reward': {'function': 'gsm8k'}}
+    """
+    return _with_new_names(tree, "")
+
+
+def _with_new_names(tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    renewed = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        new = RENAMED[key].rpartition(".")[2] if key in RENAMED else name
+        renewed[new] = _with_new_names(value, f"{key}.")
+    return renewed

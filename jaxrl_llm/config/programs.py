@@ -1,7 +1,819 @@
-"""Which program a run's config is of, and by which functions its policy learns."""
+"""The whole configs of the programs, each with the rules between its keys."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from jaxrl_llm.config import functions
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.rules import (
+    COMPILATION_CACHE,
+    STALL_TIMEOUT,
+    adapter_has_a_kept_base,
+    adapter_is_new_or_given,
+    check,
+    images_are_seen,
+    longest_pair_of_answers_fits,
+    mix_is_of_a_refresh,
+    own_model_is_plain,
+    pairs_have_a_loss,
+    pairs_stand_alone,
+    profiled_steps_are_steps,
+    set_beside_own_model,
+)
+from jaxrl_llm.config.sections import (
+    CACHE_GB,
+    IMAGE_KEY,
+    KV_CACHE_DTYPES,
+    MAX_PIXELS,
+    MIN_PIXELS,
+    VIDEO_KEY,
+    AgentConfig,
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    CriticConfig,
+    DataConfig,
+    EngineMeshConfig,
+    EvaluateRewardConfig,
+    ImplicitRewardModelConfig,
+    LimitsConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    ServeMeshConfig,
+    SftBatchConfig,
+    SftDataConfig,
+    SftMeshConfig,
+    TeacherConfig,
+    TrainLogConfig,
+    ValidationConfig,
+    VllmConfig,
+    episodes_have_one_process,
+)
+
+# jaxrl_llm.train.
+
+
+Config = TypeVar("Config", bound=Section)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig(Section):
+    """A whole run of `jaxrl_llm.train`."""
+
+    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="seed of the data order and of sampling"
+    )
+    steps: int | None = Field(default=None, ge=1, description="steps in all; null takes epochs")
+    epochs: int = Field(default=1, ge=1, description="passes over the prompts, where steps is null")
+    model: PolicyConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    implicit_reward_model: ImplicitRewardModelConfig = Field(
+        default_factory=ImplicitRewardModelConfig
+    )
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    log: TrainLogConfig = Field(default_factory=TrainLogConfig)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
+    cluster: ClusterConfig | None = Field(
+        default=None, description="run on a Ray cluster; null: on this machine"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        check(
+            self,
+            minibatches_divide_the_step,
+            longest_sequence_fits,
+            validation_samples_differ,
+            validation_has_data,
+            kl_is_in_loss_or_reward,
+            correction_has_something_to_correct,
+            filtered_runs_have_steps,
+            profiled_steps_are_steps,
+            adapter_is_new_or_given,
+            adapter_has_a_kept_base,
+            own_model_is_plain,
+            images_are_seen,
+            own_model_has_the_native_engine,
+            something_scores,
+            components_are_reported,
+            vllm_keys_have_vllm,
+            float8_of_vllm_has_bfloat16,
+            cache_is_of_the_engine,
+            sidecars_share_evenly,
+            launch_commands_fit,
+            engines_have_nodes,
+            devices_are_of_engines,
+            sidecars_fit_devices,
+            reward_tasks_divide,
+            cluster_can_train,
+            stale_answers_are_corrected,
+            stale_answers_have_their_engine,
+            schedules_are_of_stale_answers,
+            pairs_have_a_loss,
+            pairs_stand_alone,
+            longest_pair_of_answers_fits,
+            mix_is_of_a_refresh,
+        )
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    cls: type[Config] = TrainConfig,  # pyright: ignore[reportArgumentType]
+) -> Config:
+    """Read a config by its file or its packaged name, with overrides.
+
+    Args:
+        path: of a YAML file, or the name of a packaged config as `recipes/dapo`.
+        overrides: `{"a.b.c": value}`, where a value may be a mapping of keys, and a function may
+            stand where a config names one; or `a.b.c=value` as on the command line.
+        cls: `TrainConfig`; `SftConfig` for supervised training.
+
+    Raises:
+        ConfigError: no such file, or a key or value that is wrong; a line for each.
+
+    >>> load_config("quickstart", {"steps": 20, "algorithm.loss.clip_high": 0.28}).steps
+    20
+    """
+    return load(cls, path, overrides)
+
+
+def minibatches_divide_the_step(config: TrainConfig) -> Iterator[str]:
+    """Require equal mini-batches."""
+    prompts = config.batch.prompts_per_step
+    minibatch = config.batch.prompts_per_minibatch or prompts
+    if prompts % minibatch:
+        yield (
+            f"batch.prompts_per_step={prompts} is not a multiple of "
+            f"batch.prompts_per_minibatch={minibatch}; "
+            f"take one of {', '.join(map(str, divisors(prompts)))}"
+        )
+
+
+def longest_sequence_fits(config: TrainConfig) -> Iterator[str]:
+    """Require room for the longest sequence, unless devices share a row."""
+    room = config.batch.max_tokens_per_device
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.mesh.train.context == 1 and room < longest:
+        yield (
+            f"batch.max_tokens_per_device={room} can't hold the longest "
+            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+        )
+
+
+def validation_samples_differ(config: TrainConfig) -> Iterator[str]:
+    """Refuse several samples of the likeliest answer."""
+    if config.validation.samples > 1 and config.validation.temperature == 0:
+        yield (
+            f"validation.samples={config.validation.samples} at validation.temperature=0 draws the "
+            "same answer each time: raise the temperature, or take one sample"
+        )
+
+
+def validation_has_data(config: TrainConfig) -> Iterator[str]:
+    """Require data where validation is asked for."""
+    if config.validation.every and not config.data.validation:
+        yield (
+            f"validation.every={config.validation.every} but data.validation names no file: "
+            "name one, or set validation.every to 0"
+        )
+
+
+def kl_is_in_loss_or_reward(config: TrainConfig) -> Iterator[str]:
+    """Refuse two KL terms, which would share a weight."""
+    if config.algorithm.kl_loss and config.algorithm.kl_reward:
+        yield "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null"
+
+
+def correction_has_something_to_correct(config: TrainConfig) -> Iterator[str]:
+    """Refuse a correction between log-probs that are the same."""
+    if config.algorithm.use_rollout_logprobs and config.algorithm.correction:
+        yield (
+            "algorithm.use_rollout_logprobs takes the engine's log-probs as the old ones, so that "
+            "algorithm.correction has nothing to correct: remove one of them"
+        )
+
+
+def filtered_runs_have_steps(config: TrainConfig) -> Iterator[str]:
+    """Require a number of steps where a filter makes that of an epoch's unknown."""
+    if config.algorithm.group_filter is not None and config.steps is None:
+        yield (
+            "algorithm.group_filter draws as many prompts as it needs, so epochs say no number of "
+            "steps: set steps"
+        )
+
+
+def something_scores(config: TrainConfig) -> Iterator[str]:
+    """Require a reward function or a classifier."""
+    if config.reward.function is None and config.reward.classifier is None:
+        yield "reward.function and reward.classifier are both null: nothing scores the answers"
+
+
+def components_are_reported(config: TrainConfig) -> Iterator[str]:
+    """Require a reward function where there are components."""
+    if config.reward.function is None and config.reward.components:
+        yield "reward.components are what a reward function reports, but reward.function is null"
+
+
+def vllm_keys_have_vllm(config: TrainConfig) -> Iterator[str]:
+    """Refuse keys of vLLM where another engine samples."""
+    if config.rollout.engine != "vllm" and config.rollout.vllm != VllmConfig():
+        yield (
+            "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove "
+            "rollout.vllm"
+        )
+
+
+def float8_of_vllm_has_bfloat16(config: TrainConfig) -> Iterator[str]:
+    """Refuse a dtype that vLLM does not compute in beside float8."""
+    rollout, dtype = config.rollout, config.model.dtype
+    if (rollout.engine, rollout.quantization) == ("vllm", "fp8") and dtype != "bfloat16":
+        yield f"rollout.quantization=fp8 with vLLM needs model.dtype: bfloat16, got {dtype}"
+
+
+def cache_is_of_the_engine(config: TrainConfig) -> Iterator[str]:
+    """Refuse a dtype of keys and values that the engine does not have."""
+    engine, dtype = config.rollout.engine, config.rollout.kv_cache_dtype
+    if dtype not in KV_CACHE_DTYPES[engine]:
+        expected = " or ".join(KV_CACHE_DTYPES[engine])
+        yield f"rollout.kv_cache_dtype: expected {expected} with the {engine} engine, got {dtype!r}"
+
+
+def sidecars_share_evenly(config: TrainConfig) -> Iterator[str]:
+    """Require as many sequences for each sidecar."""
+    sequences, sidecars = config.rollout.max_running_sequences, config.rollout.vllm.sidecars
+    if sequences % sidecars:
+        yield (
+            f"rollout.max_running_sequences={sequences} can't be shared evenly by "
+            f"the {sidecars} sidecars of rollout.vllm.sidecars"
+        )
+
+
+def launch_commands_fit(config: TrainConfig) -> Iterator[str]:
+    """Require one command for all sidecars, or one for each."""
+    commands, sidecars = len(config.rollout.vllm.launch), config.rollout.vllm.sidecars
+    if commands not in (0, 1, sidecars):
+        yield (
+            f"rollout.vllm.launch has {commands} commands: expected one for all sidecars, or one "
+            f"for each of the {sidecars}"
+        )
+
+
+def engines_have_nodes(config: TrainConfig) -> Iterator[str]:
+    """Require a cluster where engines have nodes of their own."""
+    if config.rollout.nodes > 0 and config.cluster is None:
+        yield (
+            f"rollout.nodes={config.rollout.nodes} needs a cluster: set cluster.nodes to the nodes "
+            "that train"
+        )
+
+
+def own_model_has_the_native_engine(config: TrainConfig) -> Iterator[str]:
+    """Refuse engines, and precisions of theirs, that know only models of Hugging Face."""
+    if config.model.function is not None:
+        others = "engine", "quantization", "kv_cache_dtype", "nodes"
+        yield from set_beside_own_model(config.rollout, "rollout", others)
+
+
+def devices_are_of_engines(config: TrainConfig) -> Iterator[str]:
+    """Refuse devices of engines that have no nodes."""
+    if config.rollout.devices is not None and config.rollout.nodes == 0:
+        yield (
+            f"rollout.devices={config.rollout.devices} is of engines on nodes of their own: set "
+            "rollout.nodes"
+        )
+
+
+def sidecars_fit_devices(config: TrainConfig) -> Iterator[str]:
+    """Require as many devices as the sidecars of an engine take."""
+    rollout = config.rollout
+    taken = rollout.vllm.sidecars * rollout.vllm.tensor_parallel
+    if config.cluster and rollout.devices is not None and taken > rollout.devices:
+        yield (f"rollout.devices={rollout.devices}, but the sidecars of rollout.vllm take {taken}")
+
+
+def reward_tasks_divide(config: TrainConfig) -> Iterator[str]:
+    """Require as many tasks for each training process."""
+    cluster = config.cluster
+    if cluster and cluster.reward_tasks % training_processes(cluster):
+        yield (
+            f"cluster.reward_tasks: expected a multiple of the {training_processes(cluster)} "
+            f"training processes, got {cluster.reward_tasks}"
+        )
+
+
+def cluster_can_train(config: TrainConfig) -> Iterator[str]:
+    """Refuse a cluster's processes before it is started."""
+    if config.cluster:
+        yield from processes_can_train(config, training_processes(config.cluster))
+
+
+def processes_can_train(config: TrainConfig, processes: int) -> Iterator[str]:
+    """Refuse several training processes where each would do what only one may.
+
+    Args:
+        config: of the run.
+        processes: that train, of a cluster or not.
+    """
+    rollout = config.rollout
+    yield from episodes_have_one_process(rollout, processes, "rollout.")
+    if rollout.engine == "vllm" and rollout.nodes == 0 and processes > 1:
+        yield (
+            f"rollout.engine is vllm, but there are {processes} training processes: give vLLM "
+            "nodes of its own (rollout.nodes), or train by one process"
+        )
+    if rollout.staleness and rollout.nodes and processes > 1:
+        yield (
+            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs one "
+            f"training process, got {processes}"
+        )
+
+
+def stale_answers_are_corrected(config: TrainConfig) -> Iterator[str]:
+    """Require that ratios know the policy that drew a token, where that is not the newest."""
+    algorithm, staleness = config.algorithm, config.rollout.staleness
+    if staleness and algorithm.correction == () and not algorithm.use_rollout_logprobs:
+        yield (
+            f"rollout.staleness={staleness} with algorithm.correction: [] takes tokens of older "
+            "policies for the newest's: leave algorithm.correction out (truncated_token), or name "
+            "one"
+        )
+
+
+def stale_answers_have_their_engine(config: TrainConfig) -> Iterator[str]:
+    """Refuse engines on nodes of their own where they could not leave answers before their end."""
+    rollout = config.rollout
+    stale = rollout.staleness and rollout.nodes
+    if stale and rollout.has_episodes and rollout.order == "free":
+        yield (
+            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs "
+            "rollout.order: lockstep, got free: turns in flight could not be left"
+        )
+
+
+def schedules_are_of_stale_answers(config: TrainConfig) -> Iterator[str]:
+    """Refuse keys of stale answers where there are none, or where nothing can be repeated."""
+    rollout = config.rollout
+    given = {"turns": rollout.turns, "schedule": rollout.schedule}
+    names = [name for name, value in given.items() if value is not None]
+    for name in [*names, *(["at_push"] if rollout.at_push != "reread" else [])]:
+        if not rollout.staleness:
+            yield f"rollout.{name} needs rollout.staleness of at least 1, got 0"
+    for name in names:
+        if rollout.engine != "native" or (rollout.has_episodes and rollout.order == "free"):
+            yield (
+                f"rollout.{name} needs an engine that draws the same tokens again: rollout.engine: "
+                f"native and rollout.order: lockstep, got {rollout.engine} and {rollout.order}"
+            )
+    if rollout.turns is not None and rollout.nodes:
+        yield f"rollout.turns needs rollout.nodes: 0, got {rollout.nodes}"
+    if rollout.at_push == "keep" and (rollout.engine != "native" or rollout.nodes):
+        yield (
+            f"rollout.at_push: keep needs rollout.engine: native and rollout.nodes: 0, got "
+            f"{rollout.engine} and {rollout.nodes}"
+        )
+    if rollout.at_push == "keep" and rollout.schedule is not None:
+        yield "rollout.schedule: expected null with rollout.at_push: keep, which a cache decides"
+    if rollout.turns is not None and rollout.at_push == "finish":
+        yield "rollout.turns: expected null with rollout.at_push: finish, which takes all turns"
+
+
+def training_processes(cluster: ClusterConfig) -> int:
+    """Return how many processes train."""
+    return cluster.nodes * cluster.processes_per_node
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of n.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+# jaxrl_llm.sft.
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SftTeacherConfig(Section):
+    """A teacher whose distributions are learned on the examples' answers."""
+
+    path: str | None = Field(
+        default=None,
+        description="Hugging Face directory of a teacher with the model's tokens; null: none",
+    )
+    divergence: Function = function_key(
+        functions.DIVERGENCES,
+        "forward_kl_divergence",
+        "divergence of the model from the teacher, over the whole vocabulary: "
+        "algorithms.divergences",
+    )
+    share: Number = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share a of the divergence in the loss (1 - a) * -log π + a * divergence",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SftConfig(Section):
+    """A whole run of `jaxrl_llm.sft`."""
+
+    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
+    export_to: str = Field(description="Hugging Face directory to write at the end")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="seed of the data order and of random weights"
+    )
+    steps: int | None = Field(default=None, ge=1, description="updates in all; null takes epochs")
+    epochs: int = Field(
+        default=1, ge=1, description="passes over the examples, where steps is null"
+    )
+    model: ModelConfig
+    teacher: SftTeacherConfig = Field(default_factory=SftTeacherConfig)
+    data: SftDataConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    batch: SftBatchConfig = Field(default_factory=SftBatchConfig)
+    mesh: SftMeshConfig = Field(default_factory=SftMeshConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    log: LogConfig = Field(default_factory=LogConfig)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        check(
+            self,
+            longest_example_fits,
+            folders_are_two,
+            divergence_has_a_teacher,
+            profiled_steps_are_steps,
+            adapter_is_new_or_given,
+            adapter_has_a_kept_base,
+            own_model_is_plain,
+            images_are_seen,
+        )
+
+
+def longest_example_fits(config: SftConfig) -> Iterator[str]:
+    """Require room for the longest example, unless devices share a row."""
+    room = config.batch.max_tokens_per_device
+    if config.mesh.train.context == 1 and room < config.data.max_tokens:
+        yield (
+            f"batch.max_tokens_per_device={room} can't hold the longest example: "
+            f"data.max_tokens={config.data.max_tokens}"
+        )
+
+
+def folders_are_two(config: SftConfig) -> Iterator[str]:
+    """Refuse to export into the folder of the run."""
+    if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
+        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
+
+
+def divergence_has_a_teacher(config: SftConfig) -> Iterator[str]:
+    """Refuse keys of a teacher where there is none."""
+    if config.teacher.path is None and config.teacher != SftTeacherConfig():
+        yield "teacher is set, but there is no teacher.path: name one, or remove the section"
+
+
+# jaxrl_llm.prefer.
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PreferDataConfig(Section):
+    """Pairs, answers with a label, or answers with labelled steps."""
+
+    train: Several[str] = Field(
+        min_length=1,
+        description="parquet or jsonl files with columns prompt, chosen and rejected, or prompt, "
+        "completion and label, or prompt, completions and labels",
+    )
+    validation: Several[str] = Field(default=(), description="held-out files of the same kind")
+    prepare: Function | None = function_key(
+        functions.PREPARATIONS,
+        None,
+        "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
+        passed=(),
+    )
+    dataset: Function = function_key(
+        functions.DATASETS, "preference_rows", "function from files to rows"
+    )
+    max_tokens: int = Field(
+        default=1024, ge=1, description="the longest prompt and answer; a pair is two of them"
+    )
+    filter_overlong: bool = Field(
+        default=False, description="drop longer rows; false makes them an error"
+    )
+    shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
+    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
+    step_separator: str = Field(
+        default="\n",
+        min_length=1,
+        description="text that is put behind each of a row's completions, its steps; a process "
+        "reward model scores its last token",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PreferBatchConfig(Section):
+    """How the preferences are cut."""
+
+    pairs_per_step: int = Field(default=64, ge=2, description="pairs, or answers, in one update")
+    max_tokens_per_device: int = Field(
+        default=16384,
+        description="tokens of a micro-batch on each device: bounds memory, never exceeded",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PreferValidationConfig(Section):
+    """Validation on data.validation."""
+
+    before: bool = Field(default=True, description="validate before the first step")
+    every: int = Field(default=0, ge=0, description="validate every n steps; 0 only at the end")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PreferConfig(Section):
+    """A whole run of `jaxrl_llm.prefer`."""
+
+    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
+    export_to: str = Field(description="Hugging Face directory to write at the end")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="seed of the data order and of random weights"
+    )
+    steps: int | None = Field(default=None, ge=1, description="updates in all; null takes epochs")
+    epochs: int = Field(default=1, ge=1, description="passes over the rows, where steps is null")
+    loss: Function = function_key(
+        functions.PREFERENCES,
+        "dpo",
+        "loss of pairs, of answers with a label or of labelled steps; one that asks for scores, or "
+        "for logits of steps, trains a reward model",
+    )
+    model: ModelConfig
+    reference: str | None = Field(
+        default=None,
+        description="Hugging Face directory of the reference, where the loss asks for one; null: "
+        "the model as the run begins with it",
+    )
+    data: PreferDataConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    batch: PreferBatchConfig = Field(default_factory=PreferBatchConfig)
+    validation: PreferValidationConfig = Field(default_factory=PreferValidationConfig)
+    mesh: SftMeshConfig = Field(default_factory=SftMeshConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    log: LogConfig = Field(default_factory=LogConfig)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        check(
+            self,
+            longest_pair_fits,
+            export_has_a_folder,
+            profiled_steps_are_steps,
+            adapter_is_new_or_given,
+            adapter_has_a_kept_base,
+            own_model_is_plain,
+            text_is_all,
+        )
+
+
+def longest_pair_fits(config: PreferConfig) -> Iterator[str]:
+    """Require room for the longest pair, unless devices share a row."""
+    room, needed = config.batch.max_tokens_per_device, 2 * config.data.max_tokens
+    if config.mesh.train.context == 1 and room < needed:
+        yield (
+            f"batch.max_tokens_per_device={room} can't hold the longest pair: twice "
+            f"data.max_tokens={config.data.max_tokens}"
+        )
+
+
+def text_is_all(config: PreferConfig) -> Iterator[str]:
+    """Refuse images, which pairs have not got yet."""
+    if config.model.vision != "none":
+        yield (
+            f"model.vision={config.model.vision}: expected none, as preferences are of text alone "
+            "(jaxrl_llm.train and jaxrl_llm.sft read images)"
+        )
+
+
+def export_has_a_folder(config: PreferConfig) -> Iterator[str]:
+    """Refuse to export into the folder of the run."""
+    if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
+        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
+
+
+# jaxrl_llm.evaluate.
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluationKeys(Section):
+    """What an evaluation evaluates, and how it samples and scores."""
+
+    model: str = Field(
+        description="Hugging Face directory or repository, or the run_dir of train or sft"
+    )
+    data: Several[str] = Field(
+        min_length=1, description="parquet or jsonl files with verl's columns"
+    )
+    out: str | None = Field(
+        default=None,
+        description=(
+            "folder for metrics.json and samples.parquet; null: runs/evaluate/<date and time>"
+        ),
+    )
+    step: int | None = Field(
+        default=None, description="which checkpoint of a run; null takes the newest"
+    )
+    function_from: str | None = Field(
+        default=None,
+        description=(
+            "my_file.py or pkg.mod, that has the function which a notebook gave the run as "
+            "model.function"
+        ),
+    )
+    seed: int = Field(default=0, ge=0, description="seed of sampling")
+    rows: int | None = Field(
+        default=None, ge=1, description="the first n rows only; null takes all"
+    )
+    dataset: Function = function_key(
+        functions.DATASETS, FunctionSpec("verl_rows"), "function from files to rows"
+    )
+    vision: bool = Field(
+        default=False,
+        description="load the vision tower of a directory, too; that of a run always is, if it was "
+        "trained with one (docs/images.md)",
+    )
+    image_key: str = IMAGE_KEY
+    video_key: str = VIDEO_KEY
+    max_pixels: int | None = MAX_PIXELS
+    min_pixels: int | None = MIN_PIXELS
+    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
+    max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "drop longer prompts; null drops none, and refuses prompts that the model can't hold"
+        ),
+    )
+    samples: int = Field(default=1, ge=1, description="n: responses sampled for each prompt")
+    k: Several[int] = Field(
+        default=(), description="k of pass@k and maj@k, up to n; none takes 2, 4, 8, … and n"
+    )
+    max_new_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="largest number of tokens of a response; of an episode, all after its prompt",
+    )
+    temperature: Number = Field(default=0.0, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: Number = Field(
+        default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="sample from the k most likely tokens; 0 means all"
+    )
+    min_p: Number = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="sample from tokens at least this share as likely as the most likely one",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights, cache and computation: float32 or bfloat16"
+    )
+    max_running_sequences: int = Field(
+        default=256, ge=1, description="sequences that the engine decodes at once"
+    )
+    kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
+    reward: EvaluateRewardConfig = Field(default_factory=EvaluateRewardConfig)
+    mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluateConfig(AgentConfig, EvaluationKeys):  # the keys of the last come first
+    """A whole evaluation by `jaxrl_llm.evaluate`."""
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions between keys."""
+        check(self, samples_differ, k_is_at_most_samples)
+
+
+def samples_differ(config: EvaluateConfig) -> Iterator[str]:
+    """Refuse several samples of the likeliest answer."""
+    if config.samples > 1 and config.temperature == 0:
+        yield (
+            f"samples={config.samples} at temperature=0 draws the same answer each time: "
+            "raise the temperature, or take one sample"
+        )
+
+
+def k_is_at_most_samples(config: EvaluateConfig) -> Iterator[str]:
+    """Require that each k is a number of samples that there are."""
+    if not all(1 <= k <= config.samples for k in config.k):
+        yield f"k: expected numbers from 1 to samples={config.samples}, got {list(config.k)}"
+
+
+# jaxrl_llm.serve.
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ServeConfig(Section):
+    """All of `jaxrl_llm.serve`."""
+
+    model: str = Field(description="Hugging Face directory, or the run_dir of train or sft")
+    function_from: str | None = Field(
+        default=None,
+        description=(
+            "my_file.py or pkg.mod, that has the function which a notebook gave the run as "
+            "model.function"
+        ),
+    )
+    name: str | None = Field(
+        default=None, description="the model's name for clients; null takes model"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights, cache and computation: float32 or bfloat16"
+    )
+    max_running_sequences: int = Field(
+        default=64, ge=1, description="sequences that the engine decodes at once"
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="largest number of tokens of prompt and completion; null takes the "
+        "model's own limit",
+    )
+    kv_cache_gb: Number | None = Field(
+        default=None,
+        gt=0,
+        description="GB of each device for the KV cache at most; null takes four fifths of a GPU's "
+        "memory less the weights, or half of the machine's shared by its CPU devices; what all "
+        "running sequences can't fill is not taken",
+    )
+    call_format: str | None = Field(
+        default=None,
+        description=(
+            "how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, "
+            "mistral, deepseek or harmony; null: as its chat template does"
+        ),
+    )
+    vision: bool = Field(
+        default=False,
+        description="load the model's vision tower, too, so that chats may show images "
+        "(docs/images.md)",
+    )
+    max_pixels: int | None = MAX_PIXELS
+    min_pixels: int | None = MIN_PIXELS
+    mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
+    host: str = Field(
+        default="127.0.0.1", description="address to listen on; 0.0.0.0 listens to all machines"
+    )
+    port: int = Field(
+        default=8000, ge=0, lt=2**16, description="port to listen on; 0 takes a free one"
+    )
+    api_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "key that clients must send; null takes JAXRL_LLM_API_KEY of the "
+            "environment; without that variable no key is needed"
+        ),
+    )
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+
+
+# Which program a run's config is of, and by which functions its policy learns.
 
 
 def program_of(config: Mapping[str, Any]) -> Literal["train", "sft", "prefer"]:

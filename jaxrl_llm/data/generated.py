@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.config.renamed import RENAMED
+from jaxrl_llm.config.keys import RENAMED
 from jaxrl_llm.data.files import remove_partials, write_text
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.sharding import distributed
@@ -40,7 +40,7 @@ def _prepare_files(spec: FunctionSpec, files: tuple[str, ...]) -> None:
     print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
     ACTIVITIES.say()
     with config_errors_at("data.prepare"), activity("preparing data"):
-        load_function(spec, kinds.PREPARATIONS, key="data.prepare")()
+        load_function(spec, functions.PREPARATIONS, key="data.prepare")()
     missing = [path for path in files if not Path(path).exists()]
     if missing:
         raise ConfigError(

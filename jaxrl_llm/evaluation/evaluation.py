@@ -16,10 +16,9 @@ import numpy as np
 
 from jaxrl_llm.compilation import compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.sections.agent import episodes_have_one_process
-from jaxrl_llm.config.sections.mesh import SftMeshConfig
+from jaxrl_llm.config.programs import EvaluateConfig
+from jaxrl_llm.config.sections import SftMeshConfig, episodes_have_one_process
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row, write_rows

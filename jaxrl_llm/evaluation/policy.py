@@ -16,8 +16,7 @@ from jaxtyping import Array, Float32
 from jaxrl_llm.algorithms.logprobs import TokenStats
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.load import read_yaml
-from jaxrl_llm.config.sections.mesh import MeshConfig
-from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections import MeshConfig, ModelConfig
 from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import PromptLike, as_prompts, check_ids
 from jaxrl_llm.data.token_bytes import text_decoder

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.secrets import without_secrets
+from jaxrl_llm.config.load import without_secrets
 from jaxrl_llm.monitoring.trackers.loading import load_trackers
 from jaxrl_llm.monitoring.trackers.records import (
     TrackedRun,

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.sharding.distributed import is_first
 
 log = logging.getLogger(__name__)

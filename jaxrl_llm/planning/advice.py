@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
 from jaxrl_llm.planning.memory import (

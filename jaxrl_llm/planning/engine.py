@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.model import model_of

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.flops import forward_flops, tower_flops
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo, device_of

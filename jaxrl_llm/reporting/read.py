@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import dotted_items, read_yaml
+from jaxrl_llm.config.load import dotted_items, read_yaml, without_secrets
 from jaxrl_llm.config.programs import learned_by, program_of
-from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.reporting.curves import axes, curves
 from jaxrl_llm.reporting.health import check_run
 from jaxrl_llm.reporting.history import is_held

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, split_name
-from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.row_fields import row_name
 
 VERL_AGENTS = {"one_answer": "single_turn_agent", "with_tools": "tool_agent"}

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.functional import FunctionalModel

@@ -5,10 +5,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
-from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.rollout.gateway.programs import check_program
 from jaxrl_llm.rollout.gateway.server import Gateway, MakeTemplate, check_server_packages
 from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, check_tool, load_environment, load_tools
@@ -27,7 +27,7 @@ def load_agent(config: AgentConfig) -> Callable[..., Any]:
     """
     default = "with_environment" if config.environment else "with_tools"
     spec = config.agent or FunctionSpec(default)
-    agent = load_function(spec, kinds.AGENTS, passed=None, key="rollout.agent")
+    agent = load_function(spec, functions.AGENTS, passed=None, key="rollout.agent")
     function = agent.func if isinstance(agent, functools.partial) else agent
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"rollout.agent: {spec.fn!r} is no coroutine, expected `async def`")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.errors import RunError, config_errors_at
-from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.turns import TurnTemplate

@@ -1,6 +1,6 @@
 """What follows for a run from an engine that computes with fewer bits than the trainer."""
 
-from jaxrl_llm.config.sections.rollout import (
+from jaxrl_llm.config.sections import (
     CACHE_TOLERANCE,
     FP8_TOLERANCE,
     TOLERANCE,

@@ -11,16 +11,12 @@ from filelock import FileLock, Timeout
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import PACKAGED
-from jaxrl_llm.config.keys import Section
-from jaxrl_llm.config.load import as_tree, changes, read_yaml, to_yaml
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.renamed import with_new_names
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.sources import UserFunction, user_functions
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.keys import Section, with_new_names
+from jaxrl_llm.config.load import PACKAGED, as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
+from jaxrl_llm.runs.user_functions import UserFunction, user_functions
 from jaxrl_llm.runs.versions import collect_versions
 from jaxrl_llm.sharding import distributed
 

@@ -14,17 +14,15 @@ from jaxrl_llm.config.errors import RELATIVE, ConfigError
 from jaxrl_llm.config.fields import asks_for
 from jaxrl_llm.config.functions import (
     NOT_IMPORTABLE,
+    PREFERENCES,
     FunctionSpec,
     load_function,
     renamed_functions,
     split_name,
 )
-from jaxrl_llm.config.kinds import PREFERENCES
 from jaxrl_llm.config.load import from_tree, read_yaml
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.programs import program_of
-from jaxrl_llm.config.sections.model import LoraConfig
-from jaxrl_llm.config.sources import UserFunction, source_of
+from jaxrl_llm.config.programs import PreferConfig, program_of
+from jaxrl_llm.config.sections import LoraConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.adapter import save_adapter
@@ -37,6 +35,7 @@ from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, 
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.model_card import Exported, make_card
+from jaxrl_llm.runs.user_functions import UserFunction, source_of
 from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
 from jaxrl_llm.training.own_model import KEY, make_model
 from jaxrl_llm.training.preference_objective import SCORES

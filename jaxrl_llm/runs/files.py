@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree, read_yaml
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.programs import program_of
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig, program_of
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
 

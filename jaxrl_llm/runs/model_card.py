@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxrl_llm.config.load import read_yaml, to_yaml
+from jaxrl_llm.config.load import read_yaml, to_yaml, without_secrets
 from jaxrl_llm.config.programs import function_name, learned_by, program_of
-from jaxrl_llm.config.secrets import without_secrets
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.models.hf.hub import HUB_ID, repository
 from jaxrl_llm.monitoring.curve_image import draw_curves

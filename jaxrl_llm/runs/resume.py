@@ -13,9 +13,7 @@ import numpy as np
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
 from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.display import Display

@@ -9,12 +9,9 @@ from typing import Any
 
 import yaml
 
-from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.functions import NOT_IMPORTABLE, split_name
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig
 from jaxrl_llm.runs.files import RunFiles
 
 EPISODE_KEYS = ("agent", "tools", "environment", "call_format", "order", "limits", "tool_process")

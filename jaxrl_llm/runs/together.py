@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.load import as_tree, dotted_items
-from jaxrl_llm.config.sources import user_functions
+from jaxrl_llm.runs.user_functions import user_functions
 from jaxrl_llm.runs.versions import package_versions
 from jaxrl_llm.sharding import distributed
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
 from jaxrl_llm.rollout.engine import EngineError, ScoringEngine
 from jaxrl_llm.serving.fields import APIError, parse_body

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxrl_llm.compilation import compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.sections.mesh import RolloutSizes
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import RolloutSizes
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
 from jaxrl_llm.data.packing import RowShape

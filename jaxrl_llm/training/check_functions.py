@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.fields import FIELDS, call, name_of
 from jaxrl_llm.config.functions import described_failure
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.distillation import Distillation
 from jaxrl_llm.training.experience import (
     ScoreError,

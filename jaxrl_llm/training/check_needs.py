@@ -4,9 +4,8 @@ import logging
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for, fields_of_model
-from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
-from jaxrl_llm.config.sections.teacher import TeacherConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import AlgorithmConfig, TeacherConfig
 from jaxrl_llm.training.check_own_teacher import check_own_teacher, check_teacher_prompt
 from jaxrl_llm.training.distillation import OF_TOP
 from jaxrl_llm.training.load_functions import AlgorithmFunctions

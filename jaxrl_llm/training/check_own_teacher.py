@@ -1,8 +1,8 @@
 """What the keys of a teacher with a prompt or with the policy's weights must not say."""
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.teacher import TeacherConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import TeacherConfig
 from jaxrl_llm.training.layouts import longest_teacher_sequence
 
 

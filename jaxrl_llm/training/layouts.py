@@ -8,8 +8,8 @@ import jax
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, SftMeshConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import MeshConfig, MeshSizes, SftMeshConfig
 from jaxrl_llm.data.balance import sequence_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.decoder import Decoder

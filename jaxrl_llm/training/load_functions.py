@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import (
     FIELDS,
@@ -23,8 +23,7 @@ from jaxrl_llm.config.functions import (
     load_function,
     signature_of,
 )
-from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
-from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sections import AlgorithmConfig, OptimConfig
 from jaxrl_llm.data.teacher_prompts import TOLD
 from jaxrl_llm.training.advantage_sum import AdvantageSum
 from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
@@ -150,7 +149,7 @@ def find(
 def find_pair_loss(spec: FunctionSpec) -> Function:
     """Return the loss of the pairs that a step makes; a policy has no scores, and no labels."""
     key = "algorithm.pair_loss"
-    function = load_function(spec, kinds.PREFERENCES, passed=None, key=key)
+    function = load_function(spec, functions.PREFERENCES, passed=None, key=key)
     check_fields(function, key, available=PAIR_FIELDS)
     return function
 
@@ -174,16 +173,17 @@ def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
     """
     key = "algorithm.advantage"
     if isinstance(spec, FunctionSpec) and "weight" not in spec.kwargs:
-        return find(spec, kinds.ADVANTAGES, key, Stage.INFERRED)
+        return find(spec, functions.ADVANTAGES, key, Stage.INFERRED)
     terms = []
     for term in (spec,) if isinstance(spec, FunctionSpec) else spec:
         weight, kwargs = 1.0, dict(term.kwargs)
-        if "weight" not in signature_of(find_function(term, kinds.ADVANTAGES, key=key)).parameters:
+        function = find_function(term, functions.ADVANTAGES, key=key)
+        if "weight" not in signature_of(function).parameters:
             weight = kwargs.pop("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
             raise ConfigError(f"{key}.weight: got {weight!r}, expected a finite number")
         bare = dataclasses.replace(term, kwargs=kwargs)
-        terms.append((find(bare, kinds.ADVANTAGES, key, Stage.INFERRED), float(weight)))
+        terms.append((find(bare, functions.ADVANTAGES, key, Stage.INFERRED), float(weight)))
     return AdvantageSum(terms)
 
 
@@ -204,7 +204,7 @@ def update_spec(
         optim_key: the config key of `optim`.
     """
     key = f"{section}.reduce"
-    weigh = load_function(reduce, kinds.REDUCTIONS, passed=None, key=key)
+    weigh = load_function(reduce, functions.REDUCTIONS, passed=None, key=key)
     takes(weigh, ("mask",), key)
     optimizer, schedule = make_optimizer(optim, optim_key)
     return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
@@ -213,7 +213,7 @@ def update_spec(
 def find_controller(spec: FunctionSpec) -> Function:
     """Return the function that sets the KL coefficient after each step."""
     key = "algorithm.kl_controller"
-    function = load_function(spec, kinds.KLS, passed=None, key=key)
+    function = load_function(spec, functions.KLS, passed=None, key=key)
     takes(function, ("coef", "observed_kl", "batch_size"), key)
     return function
 
@@ -225,13 +225,13 @@ def find_kl(config: AlgorithmConfig) -> Function | None:
     """
     name = "kl_loss" if config.kl_loss else "kl_reward"
     spec = config.kl_loss or config.kl_reward
-    return spec and find(spec, kinds.KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
+    return spec and find(spec, functions.KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
 
 
 def find_covariance_selector(spec: FunctionSpec) -> Function:
     """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
     name = "algorithm.high_covariance"
-    function = load_function(spec, kinds.LOSSES, passed=[*FIELDS, "key"], key=name)
+    function = load_function(spec, functions.LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, available=fields_at(Stage.UPDATING))
     return function
 
@@ -239,14 +239,14 @@ def find_covariance_selector(spec: FunctionSpec) -> Function:
 def find_teacher_prompt(spec: FunctionSpec) -> Function:
     """Return the function that writes the prompt that a teacher reads."""
     key = "teacher.prompt"
-    function = load_function(spec, kinds.TEACHER_PROMPTS, passed=None, key=key)
+    function = load_function(spec, functions.TEACHER_PROMPTS, passed=None, key=key)
     check_fields(function, key, available=TOLD)
     return function
 
 
 def find_divergence(spec: FunctionSpec, key: str) -> Function:
     """Return a divergence of a student from its teacher."""
-    function = load_function(spec, kinds.DIVERGENCES, passed=None, key=key)
+    function = load_function(spec, functions.DIVERGENCES, passed=None, key=key)
     takes(function, ("student_logprobs", "teacher_logprobs"), key)
     return function
 

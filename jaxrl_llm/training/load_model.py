@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.model import LoraConfig, ModelConfig
+from jaxrl_llm.config.sections import LoraConfig, ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import with_reward_head, with_value_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec

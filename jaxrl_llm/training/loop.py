@@ -10,9 +10,8 @@ import numpy as np
 
 from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.sections.algorithm import AlgorithmConfig
-from jaxrl_llm.config.sections.offload import OffloadConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import AlgorithmConfig, OffloadConfig
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.activity import activity

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import (
     described_failure,
@@ -26,7 +26,7 @@ from jaxrl_llm.config.functions import (
     load_function,
     signature_of,
 )
-from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params, declarer
 
 OptimizerOf: TypeAlias = Callable[[Declarations, Params], optax.GradientTransformation]
@@ -91,9 +91,9 @@ def _load_optimizer(
     """Return the function from declarations and a learning rate to the optimizer named."""
     spec, given = config.optimizer, {"learning_rate"}
     with contextlib.suppress(ValueError):  # a builtin without a signature
-        asks = signature_of(find_function(spec, kinds.OPTIMIZERS, key=at)).parameters
+        asks = signature_of(find_function(spec, functions.OPTIMIZERS, key=at)).parameters
         given |= {MUON_NUMBERS} & asks.keys() - spec.kwargs.keys()
-    make = load_function(spec, kinds.OPTIMIZERS, passed=given, key=at)
+    make = load_function(spec, functions.OPTIMIZERS, passed=given, key=at)
 
     def made(declared: Declarations, learning_rate: Any) -> optax.GradientTransformation:
         known = {"learning_rate": learning_rate, MUON_NUMBERS: muon_numbers(declared)}
@@ -130,7 +130,7 @@ def _load_optimizer(
 def load_schedule(config: OptimConfig, key: str) -> Callable[[], Any]:
     """Return the function that makes the schedule."""
     try:
-        return load_function(config.schedule, kinds.SCHEDULES, key=key)
+        return load_function(config.schedule, functions.SCHEDULES, key=key)
     except ConfigError as error:
         if config.schedule.given is None:
             raise

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function, signature_of
 from jaxrl_llm.data.chat import load_tokenizer
@@ -33,7 +33,7 @@ def make_model(spec: FunctionSpec, path: str, *, seed: int) -> Model:
     Raises:
         ConfigError: there is no such function, it returns no model, or flax is not installed.
     """
-    make = load_function(spec, kinds.MODELS, passed=PASSED, key=KEY)
+    make = load_function(spec, functions.MODELS, passed=PASSED, key=KEY)
     asked = signature_of(make.func if isinstance(make, functools.partial) else make).parameters
     with config_errors_at("model.path"):
         given = {"vocab_size": len(load_tokenizer(path))} if "vocab_size" in asked else {}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel

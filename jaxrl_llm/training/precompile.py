@@ -14,8 +14,8 @@ import jax
 
 from jaxrl_llm.compilation import compiles_ahead
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.config.sections.model import ModelConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.model import Model, is_adapted

@@ -18,7 +18,7 @@ from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import asks_for
-from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.programs import PreferConfig
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.preferences import (
     Preference,

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.fields import asks_for, check_fields
 from jaxrl_llm.config.functions import load_function
-from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.programs import PreferConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import Preference, tokenize_preferences
@@ -44,7 +44,7 @@ def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
     Raises:
         ConfigError: there is no such function, or it asks for a field that there is not.
     """
-    loss = load_function(config.loss, kinds.PREFERENCES, passed=None, key="loss")
+    loss = load_function(config.loss, functions.PREFERENCES, passed=None, key="loss")
     check_fields(loss, "loss", available=ANSWER_FIELDS | OF_STEPS)
     names = set(asks_for(loss))
     kinds_of = {PAIRS: ANSWER_FIELDS - OF_LABELLED, LABELLED: OF_LABELLED, STEPS: OF_STEPS}

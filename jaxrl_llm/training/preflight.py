@@ -2,10 +2,9 @@
 
 import logging
 
-from jaxrl_llm.config import kinds
 from jaxrl_llm.config.fields import asks_for, name_of
-from jaxrl_llm.config.functions import load_function
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.functions import DATASETS, PREPARATIONS, load_function
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rollout.load_agent import check_episode_functions
@@ -25,9 +24,9 @@ def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     data, rollout = config.data, config.rollout
     if config.reward.function:
         check_scoring(config.reward, config.reward.function)
-    load_function(data.dataset, kinds.DATASETS, passed=("paths",), key="data.dataset")
+    load_function(data.dataset, DATASETS, passed=("paths",), key="data.dataset")
     if data.prepare:
-        load_function(data.prepare, kinds.PREPARATIONS, key="data.prepare")
+        load_function(data.prepare, PREPARATIONS, key="data.prepare")
     check_trackers(config)
     if rollout.has_episodes:
         check_episode_functions(rollout)

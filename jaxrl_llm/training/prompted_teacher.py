@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.config.errors import RowError, RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.config.functions import described_failure
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.chat_template import ChatTemplate, Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.row_fields import naming_row

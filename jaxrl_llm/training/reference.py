@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.config.prefer import PreferConfig
+from jaxrl_llm.config.programs import PreferConfig
 from jaxrl_llm.data.preferences import Preference, preference_batch
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding.layout import Layout

@@ -10,13 +10,11 @@ import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxrl_llm.config import kinds
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import Stage, asks_for, fields_of_model
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.critic import CriticConfig
-from jaxrl_llm.config.sections.implicit_reward_model import ImplicitRewardModelConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.functions import CORRECTIONS, LOSSES, PAIRS, SHAPING, VALUES, FunctionSpec
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import CriticConfig, ImplicitRewardModelConfig
 from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.training.advantage_sum import terms_of
 from jaxrl_llm.training.check_functions import check_functions
@@ -95,21 +93,18 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
         kl=find_kl(algorithm),
         controller=find_controller(algorithm.kl_controller),
         group_filter=algorithm.group_filter
-        and find(algorithm.group_filter, kinds.SHAPING, "algorithm.group_filter", Stage.SCORED),
+        and find(algorithm.group_filter, SHAPING, "algorithm.group_filter", Stage.SCORED),
         penalty=algorithm.penalty
-        and find(algorithm.penalty, kinds.SHAPING, "algorithm.penalty", Stage.SCORED),
+        and find(algorithm.penalty, SHAPING, "algorithm.penalty", Stage.SCORED),
         corrections=tuple(
-            find(spec, kinds.CORRECTIONS, "algorithm.correction", Stage.ESTIMATED)
+            find(spec, CORRECTIONS, "algorithm.correction", Stage.ESTIMATED)
             for spec in corrections(config)
         ),
         select_covariant=algorithm.high_covariance
         and find_covariance_selector(algorithm.high_covariance),
         answer_filter=algorithm.answer_filter
-        and find(
-            algorithm.answer_filter, kinds.SHAPING, "algorithm.answer_filter", Stage.ESTIMATED
-        ),
-        pairs=algorithm.pairs
-        and find(algorithm.pairs, kinds.PAIRS, "algorithm.pairs", Stage.SCORED),
+        and find(algorithm.answer_filter, SHAPING, "algorithm.answer_filter", Stage.ESTIMATED),
+        pairs=algorithm.pairs and find(algorithm.pairs, PAIRS, "algorithm.pairs", Stage.SCORED),
         teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
     )
 
@@ -126,8 +121,7 @@ def load_policy_objective(
         of_top = config.teacher.top_k is not None
         distillation = Distillation(divergence=divergence, of_top=of_top)
     return PolicyObjective(
-        loss=algorithm.loss
-        and find(algorithm.loss, kinds.LOSSES, "algorithm.loss", Stage.SELECTED),
+        loss=algorithm.loss and find(algorithm.loss, LOSSES, "algorithm.loss", Stage.SELECTED),
         distillation=distillation,
         kl=functions.kl if algorithm.kl_loss else None,
         entropy=algorithm.entropy_coef != 0,
@@ -172,7 +166,7 @@ def fields_of_batch_functions(functions: BatchFunctions) -> set[str]:
 
 def load_critic_update(config: CriticConfig) -> UpdateSpec:
     """Load the critic's loss."""
-    loss = find(config.loss, kinds.VALUES, "critic.loss", Stage.ESTIMATED)
+    loss = find(config.loss, VALUES, "critic.loss", Stage.ESTIMATED)
     objective = ValueObjective(loss=loss)
     return update_spec(objective, config.reduce, "critic", config.optim, "critic.optim")
 
@@ -180,7 +174,7 @@ def load_critic_update(config: CriticConfig) -> UpdateSpec:
 def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function | None) -> UpdateSpec:
     """Load the implicit reward model's loss; the advantage takes its rewards."""
     name = "implicit_reward_model"
-    loss = find(config.loss, kinds.VALUES, f"{name}.loss", Stage.UPDATING)
+    loss = find(config.loss, VALUES, f"{name}.loss", Stage.UPDATING)
     check_betas(advantage, loss)
     objective = PolicyObjective(loss=loss)
     return update_spec(objective, config.reduce, name, config.optim, f"{name}.optim")

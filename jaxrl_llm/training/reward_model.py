@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.config.sections.reward import RewardConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
 from jaxrl_llm.data.chat_template import USER, ChatTemplate
 from jaxrl_llm.data.dataset import check_ids

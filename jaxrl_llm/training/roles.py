@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.fields import call
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import with_value_head

@@ -14,9 +14,8 @@ import jax
 
 from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig, processes_can_train
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import SftConfig, TrainConfig, processes_can_train
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.data.token_bytes import text_decoder

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.rollout import RolloutConfig
+from jaxrl_llm.config.sections import RolloutConfig
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.update import TrainingError
 

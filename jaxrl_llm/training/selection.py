@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.fields import call, name_of
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.experience import ScoreError, per_answer
 from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.load_functions import BatchFunctions

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.sft import SftConfig, SftTeacherConfig
+from jaxrl_llm.config.programs import SftConfig, SftTeacherConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files

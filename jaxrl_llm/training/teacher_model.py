@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.chat import VOCABULARIES
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.types import ScoredTokens

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.sampling import Rollouts

@@ -16,8 +16,7 @@ from jaxtyping import Int
 
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.data import DataConfig, SftDataConfig
-from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections import DataConfig, ModelConfig, SftDataConfig
 from jaxrl_llm.data.bin_packing import best_fit
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.visuals.processor import configured_processor

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock

@@ -20,7 +20,7 @@ from jaxrl_llm.cluster.resources import LostError
 from jaxrl_llm.cluster.watch import check_exit
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 
 
 class Coordinator:

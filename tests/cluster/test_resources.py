@@ -17,7 +17,7 @@ from jaxrl_llm.cluster.resources import (
 )
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.sharding.rendezvous import find_membership
 
 HEAD = {"Alive": True, "Resources": {"CPU": 4.0}}

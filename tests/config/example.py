@@ -3,7 +3,7 @@
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.functions import LOSSES, FunctionSpec
 from jaxrl_llm.config.keys import (
     STRICT,
     Function,
@@ -13,7 +13,6 @@ from jaxrl_llm.config.keys import (
     Table,
     function_key,
 )
-from jaxrl_llm.config.kinds import LOSSES
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -9,12 +9,10 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.functions import FunctionSpec, load_function, renamed_functions
-from jaxrl_llm.config.kinds import LOSSES
-from jaxrl_llm.config.load import as_tree, from_tree, read_yaml, to_yaml
-from jaxrl_llm.config.sources import source_of, user_functions
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.functions import LOSSES, FunctionSpec, load_function, renamed_functions
+from jaxrl_llm.config.load import as_tree, from_tree, load, read_yaml, to_yaml
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.runs.user_functions import source_of, user_functions
 
 NOTEBOOK = """
 import functools

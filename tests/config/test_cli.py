@@ -10,10 +10,8 @@ import yaml
 from jaxrl_llm.config import cli
 from jaxrl_llm.config.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import describe
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import describe, load
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.train import main as train_main

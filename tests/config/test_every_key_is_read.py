@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.serve import ServeConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import (
+    EvaluateConfig,
+    PreferConfig,
+    ServeConfig,
+    SftConfig,
+    TrainConfig,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,7 @@ from jaxrl_llm.config.fields import (
     fields_of_model,
     name_of,
 )
-from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.config.kinds import LOSSES
+from jaxrl_llm.config.functions import LOSSES, FunctionSpec, load_function
 from jaxrl_llm.training.check_functions import abstract_fields
 
 

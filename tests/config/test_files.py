@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import PACKAGED, load, read_config
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import PACKAGED, load, read_config
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.train import main as train_main
 
 

@@ -9,8 +9,16 @@ import pytest
 
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.functions import FunctionSpec, closest, load_function
-from jaxrl_llm.config.kinds import ADVANTAGES, KLS, LOSSES, OPTIMIZERS, SCHEDULES
+from jaxrl_llm.config.functions import (
+    ADVANTAGES,
+    KLS,
+    LOSSES,
+    OPTIMIZERS,
+    SCHEDULES,
+    FunctionSpec,
+    closest,
+    load_function,
+)
 
 MINE = '''
 """A user's file."""

@@ -8,12 +8,10 @@ import pytest
 import yaml
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import apply_override, describe, from_tree, read_yaml, to_yaml
-from jaxrl_llm.config.sections.validation import ValidationConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig, divisors
+from jaxrl_llm.config.load import apply_override, describe, from_tree, load, read_yaml, to_yaml
+from jaxrl_llm.config.programs import SftConfig, TrainConfig, divisors
+from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.train import main as train_main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.evaluate import EvaluateConfig
-from jaxrl_llm.config.files import find_config, load
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.keys import RENAMED
 from jaxrl_llm.config.load import (
     apply_override,
     describe,
+    find_config,
     from_tree,
+    load,
     read_yaml,
 )
-from jaxrl_llm.config.renamed import RENAMED
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import EvaluateConfig, TrainConfig
 from tests.config.example import Group, Whole
 
 

@@ -6,9 +6,8 @@ import hypothesis.strategies as st
 import yaml
 from hypothesis import given
 
-from jaxrl_llm.config.files import load
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import as_tree, changes, describe, from_tree, read_yaml, to_yaml
+from jaxrl_llm.config.load import as_tree, changes, describe, from_tree, load, read_yaml, to_yaml
 from tests.config.example import Group, Whole
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(

@@ -6,14 +6,15 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxrl_llm.config.evaluate import EvaluateConfig
-from jaxrl_llm.config.files import PACKAGED
-from jaxrl_llm.config.load import as_tree, from_tree
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.schema import json_schema
-from jaxrl_llm.config.serve import ServeConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.help import json_schema
+from jaxrl_llm.config.load import PACKAGED, as_tree, from_tree
+from jaxrl_llm.config.programs import (
+    EvaluateConfig,
+    PreferConfig,
+    ServeConfig,
+    SftConfig,
+    TrainConfig,
+)
 from jaxrl_llm.train import main as train_main
 
 CLASSES = {

@@ -5,11 +5,8 @@ import re
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import from_tree, load
+from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
 from jaxrl_llm.training.load_model import model_spec
 
 FROZEN = {"model.vision": "frozen"}

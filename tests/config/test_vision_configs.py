@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.training.resolve import resolve_functions

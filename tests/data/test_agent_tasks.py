@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program

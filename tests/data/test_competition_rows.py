@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
 from jaxrl_llm.data.rows import sft_rows, verl_rows, write_rows

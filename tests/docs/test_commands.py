@@ -15,8 +15,8 @@ import pytest
 
 from jaxrl_llm import command
 from jaxrl_llm.command import PROGRAMS
-from jaxrl_llm.config.files import find_config, load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import find_config, load
+from jaxrl_llm.config.programs import TrainConfig
 from tests.pages import ROOT, all_pages, blocks_of
 
 KNOWN = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.files import PACKAGED, find_config
+from jaxrl_llm.config.load import PACKAGED, find_config
 from tests.pages import ROOT, blocks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.guards("docs/tutorial/")]

@@ -8,8 +8,8 @@ from threading import Event
 import jax
 import pytest
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.planning.memory import plan_shapes

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.training.resolve import resolve_functions

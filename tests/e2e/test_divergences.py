@@ -11,8 +11,7 @@ import transformers
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.training.resolve import resolve_functions
 from tests.guarded import MODEL, UPDATE

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from jaxrl_llm import export
-from jaxrl_llm.config.evaluate import EvaluateConfig
 from jaxrl_llm.config.load import describe
+from jaxrl_llm.config.programs import EvaluateConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.rows import read_rows, write_rows
 from jaxrl_llm.evaluate import main as evaluate_main

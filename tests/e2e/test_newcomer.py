@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.train import train
 from jaxrl_llm.training import build as build_module

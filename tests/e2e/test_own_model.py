@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm import export
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.evaluation.policy import load_policy
 from jaxrl_llm.sft import main as sft_main

@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.sft import main as sft_main

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from tests.data.test_search_rows import write
 from tests.e2e.conftest import SHRUNK
 from tests.e2e.test_configs import CONFIGS

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.runs.files import read_run
 from jaxrl_llm.train import train
 from jaxrl_llm.training.loop import TrainingLoop

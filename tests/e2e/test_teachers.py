@@ -12,7 +12,7 @@ import transformers
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts

@@ -11,8 +11,8 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxrl_llm import export
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare

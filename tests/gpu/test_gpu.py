@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.config.sections.rollout import CACHE_TOLERANCE
+from jaxrl_llm.config.sections import CACHE_TOLERANCE
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.kernels import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe import grouped_triton

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.log import LogConfig
+from jaxrl_llm.config.sections import LogConfig
 from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.metrics_log import MetricsFile, MetricsLog
 

@@ -19,7 +19,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxrl_llm.config.sections.log import LogConfig
+from jaxrl_llm.config.sections import LogConfig
 from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.dumps import RolloutDumps

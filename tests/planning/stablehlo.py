@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices

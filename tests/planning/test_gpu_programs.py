@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import plan as planner
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import parameter_count

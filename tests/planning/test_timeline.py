@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cluster import scaling
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.moe.spec import MoeSpec

@@ -8,10 +8,8 @@ import pyarrow
 import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import to_yaml
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load, to_yaml
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 
 
 @functools.cache

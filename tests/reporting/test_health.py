@@ -16,7 +16,7 @@ import pytest
 from jaxrl_llm import read_run
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import to_yaml
-from jaxrl_llm.config.train import load_config
+from jaxrl_llm.config.programs import load_config
 from jaxrl_llm.reporting import health, history
 from jaxrl_llm.reporting.health import CHECKS, anchor, check_history, check_run, health_text
 from jaxrl_llm.reporting.history import RunHistory

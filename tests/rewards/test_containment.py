@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.reward import ScoringConfig
+from jaxrl_llm.config.sections import ScoringConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import open_pool

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.rewards.judge_prompt import Case, JudgeSettings, Verdict, fence
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score

@@ -13,7 +13,7 @@ import transformers
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.rewards import reward_server as module
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.reward_server import classify

@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.agent import AgentConfig
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.rollout.agent_rows import check_agent_rows
 from jaxrl_llm.rollout.chat import BrokenEpisode
 from tests.episodes import STOPS, TOKENIZER, Scripted, ids, picture, play, prompt

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.fp8 import quantize_blocks
 from jaxrl_llm.models.parameters import declare, init_params

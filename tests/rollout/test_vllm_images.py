@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.hf.config import read_spec

@@ -28,8 +28,8 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.sections.rollout import VllmConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.mla import LatentSpec

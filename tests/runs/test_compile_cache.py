@@ -4,9 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.sections.data import DataConfig
-from jaxrl_llm.config.sections.model import PolicyConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import DataConfig, PolicyConfig
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs import compile_cache
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache, user_cache

@@ -15,12 +15,9 @@ import pytest
 from jaxrl_llm.cluster import context
 from jaxrl_llm.cluster.context import JobContext
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import read_yaml, to_yaml
-from jaxrl_llm.config.sections.data import DataConfig
-from jaxrl_llm.config.sections.model import PolicyConfig
-from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load, read_yaml, to_yaml
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import DataConfig, OptimConfig, PolicyConfig
 from jaxrl_llm.runs import directory
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.resume import restore_or_start
@@ -75,9 +72,9 @@ def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     program = (
         "import sys\n"
-        "from jaxrl_llm.config.sections.data import DataConfig\n"
-        "from jaxrl_llm.config.sections.model import PolicyConfig\n"
-        "from jaxrl_llm.config.train import TrainConfig\n"
+        "from jaxrl_llm.config.sections import DataConfig\n"
+        "from jaxrl_llm.config.sections import PolicyConfig\n"
+        "from jaxrl_llm.config.programs import TrainConfig\n"
         "from jaxrl_llm.runs.directory import run_folder\n"
         "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
         " data=DataConfig(train=('t',)))\n"

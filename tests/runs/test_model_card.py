@@ -10,10 +10,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import to_yaml
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load, to_yaml
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.monitoring.curve_image import draw_curves, nice_ticks
 from jaxrl_llm.runs.model_card import Exported, make_card

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.config.evaluate import EvaluateConfig
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.load import apply_override, from_tree
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import apply_override, from_tree, load
+from jaxrl_llm.config.programs import EvaluateConfig, SftConfig, TrainConfig
 from jaxrl_llm.runs.summary import (
     closing_lines,
     evaluation_words,

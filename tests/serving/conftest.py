@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.types import Completion, Receipt

@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.token_bytes import Vocabulary
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.serving import app

@@ -14,8 +14,8 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.limits import LimitsConfig
-from jaxrl_llm.config.serve import ServeConfig
+from jaxrl_llm.config.programs import ServeConfig
+from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.decoder import Decoder

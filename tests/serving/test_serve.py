@@ -24,7 +24,7 @@ import transformers
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import describe, from_tree
-from jaxrl_llm.config.serve import ServeConfig
+from jaxrl_llm.config.programs import ServeConfig
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main

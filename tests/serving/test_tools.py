@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.limits import LimitsConfig
+from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.serve import find_call_format
 from jaxrl_llm.serving.answers import AnswerStream, read_answer

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError, RowError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows

@@ -16,9 +16,9 @@ import pytest
 from jaxrl_llm.algorithms import advantages, correction, kl, losses, reduce
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.fields import FIELDS, asks_for, call
-from jaxrl_llm.config.files import PACKAGED, load
 from jaxrl_llm.config.functions import public_functions
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import PACKAGED, load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.check_functions import check_schedules
 from jaxrl_llm.training.experience import add_to_scores, advantage_step, penalize
 from jaxrl_llm.training.resolve import resolve_functions

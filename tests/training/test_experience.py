@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.algorithms.advantages import gae, grpo
 from jaxrl_llm.algorithms.kl import k3
-from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rewards.runner import RewardError, Score

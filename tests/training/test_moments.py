@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare

@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.optim import OptimConfig
+from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec

@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes
+from jaxrl_llm.config.sections import MeshConfig, MeshSizes
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.attention import segment_mask
 from jaxrl_llm.models.functional import FunctionalModel

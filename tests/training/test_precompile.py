@@ -7,10 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrl_llm.config.sections.data import DataConfig
-from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes
-from jaxrl_llm.config.sections.model import PolicyConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import DataConfig, MeshConfig, MeshSizes, PolicyConfig
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.training import precompile
 

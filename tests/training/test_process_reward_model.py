@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from jaxrl_llm.algorithms.advantages import reward_to_go
 from jaxrl_llm.algorithms.preferences import step_cross_entropy
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.config.sections.reward import RewardConfig
+from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import row_shape

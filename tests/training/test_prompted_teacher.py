@@ -7,7 +7,7 @@ import pytest
 from jaxrl_llm.algorithms.advantages import reverse_kl
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.teacher_prompts import (
     ScoredAnswer,

@@ -12,8 +12,8 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.inputs import PackedTokens, RowInputs

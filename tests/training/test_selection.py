@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from jaxrl_llm.algorithms import losses, preferences, shaping
 from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
-from jaxrl_llm.config.sections.reference import ReferenceConfig
+from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.data.preferences import Preference, preference_batch
 from jaxrl_llm.models.model import model_of

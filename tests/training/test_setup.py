@@ -11,15 +11,18 @@ import optax
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.files import PACKAGED
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.sections.data import DataConfig
-from jaxrl_llm.config.sections.mesh import MeshConfig, MeshSizes, RolloutSizes
-from jaxrl_llm.config.sections.model import LoraConfig, PolicyConfig
-from jaxrl_llm.config.sections.optim import OptimConfig
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import PACKAGED, from_tree
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
+from jaxrl_llm.config.sections import (
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    MeshSizes,
+    OptimConfig,
+    PolicyConfig,
+    RolloutSizes,
+)
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.models.arrays import declarer

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.model import ModelConfig
+from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, batches
 from jaxrl_llm.monitoring import activity as activity_module
 from jaxrl_llm.monitoring.activity import ACTIVITIES

@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.tables import parser_of
-from jaxrl_llm.config.files import load
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.train import train

@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.config import kinds
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, described_failure, load_function
-from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.prefer import PreferConfig
-from jaxrl_llm.config.secrets import without_secrets
-from jaxrl_llm.config.sft import SftConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.load import as_tree, without_secrets
+from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
 from jaxrl_llm.monitoring.trackers.records import TrackedRun, Tracker
 from jaxrl_llm.monitoring.writer import Sink
 from jaxrl_llm.sharding.distributed import run_on_first
@@ -52,7 +49,7 @@ def check_trackers(config: TrainConfig | SftConfig | PreferConfig) -> None:
 def _load(spec: FunctionSpec, run: TrackedRun) -> Tracker:
     if spec.given is None and spec.fn in ALWAYS_ON:
         raise ConfigError(f"{KEY}: remove {spec.fn!r}, {ALWAYS_ON[spec.fn]}")
-    make = load_function(spec, kinds.TRACKERS, passed=None, key=KEY)
+    make = load_function(spec, functions.TRACKERS, passed=None, key=KEY)
     try:
         tracker = make(run)
     except ConfigError:

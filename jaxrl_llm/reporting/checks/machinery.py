@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.config.sections.rollout import CACHE_TOLERANCE, FP8_TOLERANCE, TOLERANCE
+from jaxrl_llm.config.sections import CACHE_TOLERANCE, FP8_TOLERANCE, TOLERANCE
 from jaxrl_llm.reporting.history import WINDOW, RunHistory, Series, Sign
 
 NEWEST_STEPS = 10

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.hf.fp8 import quantization_config
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.rollout import VllmConfig
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.fp8 import check_block_shapes

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.fields import asks_for, call, name_of
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.batch_metrics import kl_metrics
 from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
 from jaxrl_llm.training.load_functions import AlgorithmFunctions

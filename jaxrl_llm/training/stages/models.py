@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance

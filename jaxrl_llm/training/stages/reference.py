@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections.reference import ReferenceConfig
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.policy import Policy

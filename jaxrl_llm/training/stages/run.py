@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.evaluation.validation import validation_metrics

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config.train import TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score

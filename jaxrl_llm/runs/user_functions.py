@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.functions import FunctionSpec, split_name
-from jaxrl_llm.config.groups import group_of
+from jaxrl_llm.config.keys import group_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 INSTALLED = ("site-packages", "dist-packages")
