@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.logprobs import HeadProjection, Sharers, TokenChunks, chunk_count
+from jaxrl_llm.algorithms.logprobs import HeadProjection, Sharers, TokenChunks
 from jaxrl_llm.algorithms.stats import finite
 
 
@@ -227,7 +227,7 @@ def likeliest_tokens(
     [[1, 2]]
     """
     narrow, devices = projection.gather(head, hidden.dtype), Sharers(projection.vocab_axes)
-    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), projection.chunk), needed)
+    chunks = TokenChunks(len(hidden), projection.chunk, needed)
 
     def find(hidden: Array) -> TeacherTop:
         logits = devices.logits(projection, hidden, narrow)
@@ -266,7 +266,7 @@ def _forward(
 ) -> tuple[DivergenceStats, tuple[Any, ...]]:
     narrow = comparison.student.gather(head, hidden.dtype)
     given, teacher_head = _parts(teacher)
-    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), comparison.student.chunk), needed)
+    chunks = TokenChunks(len(hidden), comparison.student.chunk, needed)
 
     def compare(block: tuple[Array, Any]) -> DivergenceStats:
         logits = comparison.devices.logits(comparison.student, block[0], narrow)
@@ -320,7 +320,7 @@ def _backward(
     def nothing(total: Float32[Array, "D V"], block: Any) -> Any:
         return total, jnp.zeros_like(block[0])
 
-    chunks = TokenChunks(len(hidden), chunk_count(len(hidden), comparison.student.chunk), needed)
+    chunks = TokenChunks(len(hidden), comparison.student.chunk, needed)
     blocks = jax.tree.map(chunks.cut, (hidden, given, slopes))
     step, zero = chunks.if_needed(add, nothing), jnp.zeros(narrow.shape, jnp.float32)
     to_head, to_hidden = jax.lax.scan(step, zero, (chunks.is_needed, blocks))

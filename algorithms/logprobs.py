@@ -137,7 +137,7 @@ class Sharers:
         return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) if padding else x
 
 
-def chunk_count(tokens: int, chunk: int) -> int:
+def _chunk_count(tokens: int, chunk: int) -> int:
     """Return how many chunks to take, at best of equal size: padding is hard to share evenly."""
     least = -(-tokens // chunk)
     return next((n for n in range(least, 2 * least + 1) if n and tokens % n == 0), least)
@@ -148,12 +148,13 @@ class TokenChunks:
 
     Args:
         tokens: X.
-        count: of chunks.
+        chunk: the most tokens of a chunk.
         needed: the tokens to compute; None: all.
     """
 
-    def __init__(self, tokens: int, count: int, needed: Bool[Array, " X"] | None) -> None:
+    def __init__(self, tokens: int, chunk: int, needed: Bool[Array, " X"] | None) -> None:
         """Put the tokens in order."""
+        count = _chunk_count(tokens, chunk)
         self.tokens, self.count = tokens, count
         self.order, self.is_needed = None, None
         if needed is not None:
@@ -372,7 +373,7 @@ def _forward(
     needed: Bool[Array, " X"] | None,
 ) -> tuple[TokenStats, tuple[Any, ...]]:
     narrow = projection.gather(head, hidden.dtype)
-    chunks = TokenChunks(hidden.shape[0], chunk_count(hidden.shape[0], projection.chunk), needed)
+    chunks = TokenChunks(hidden.shape[0], projection.chunk, needed)
     if chunks.count <= 1:
         logits = projection.logits(hidden, narrow)
         stats, residual = _stats_and_residual(logits, targets, projection.vocab_axes)
@@ -422,7 +423,7 @@ def _backward(
     def nothing(total: Float32[Array, "D V"], block: Any) -> Any:
         return total, jnp.zeros_like(block[0])
 
-    chunks = TokenChunks(hidden.shape[0], chunk_count(hidden.shape[0], projection.chunk), needed)
+    chunks = TokenChunks(hidden.shape[0], projection.chunk, needed)
     blocks = jax.tree.map(chunks.cut, (hidden, targets, residual, cotangents))
     step, zero = chunks.if_needed(add, nothing), jnp.zeros(narrow.shape, jnp.float32)
     to_head, to_hidden = jax.lax.scan(step, zero, (chunks.is_needed, blocks))

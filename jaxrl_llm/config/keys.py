@@ -1,10 +1,15 @@
 """The types of config keys, and how a group of keys is declared.
 
-A group is a frozen dataclass of pydantic's, whose keys are `Field(default, ge=…, description=…)`.
-Types are strict: YAML's `yes` or a quoted "3" is no number. An int is taken for a float.
+A group is a frozen dataclass of pydantic's; the text below a key says what it is for. Types are
+strict: YAML's `yes` or a quoted "3" is no number. An int is taken for a float.
 """
 
+import ast
 import dataclasses
+import functools
+import inspect
+import itertools
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -40,6 +45,28 @@ class _ConfigErrors(type):
             raise ConfigError(*violations(cls, error)) from None
 
 
+@functools.cache
+def _texts_below_keys(module: str) -> dict[str, dict[str, str]]:
+    """Return the texts that stand below the keys of a module's classes, by class and key."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # there is no source, as of a class in a shell
+        return {}
+    return {
+        group.name: {
+            key.target.id: " ".join(text.value.value.split())
+            for key, text in itertools.pairwise(group.body)
+            if isinstance(key, ast.AnnAssign)
+            and isinstance(key.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        }
+        for group in tree.body
+        if isinstance(group, ast.ClassDef)
+    }
+
+
 class Section(metaclass=_ConfigErrors):
     """The base of all groups of keys, whole configs included.
 
@@ -48,6 +75,12 @@ class Section(metaclass=_ConfigErrors):
     """
 
     __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
+
+    def __init_subclass__(cls) -> None:
+        """Give each key the text below it as its description."""
+        for name, text in _texts_below_keys(cls.__module__).get(cls.__name__, {}).items():
+            annotated = Annotated[cls.__annotations__[name], Field(description=text)]
+            cls.__annotations__[name] = annotated
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -63,7 +96,6 @@ class Section(metaclass=_ConfigErrors):
 def function_key(
     home: str,
     default: FunctionSpec | tuple[FunctionSpec, ...] | str | None,
-    description: str,
     *,
     passed: tuple[str, ...] | None = None,
     several: bool = False,
@@ -73,14 +105,13 @@ def function_key(
     Args:
         home: module in which a bare name is looked up.
         default: the function, by name or with keywords; several where the key is a list.
-        description: what it is for.
         passed: parameters that a config may not set; None where they are the positional ones
             without a default.
         several: whether a list may stand in the place of one, as for `OneOrMore`.
     """
     spec = FunctionSpec(default) if isinstance(default, str) else default
     home_of_names = {"home": home, "passed": passed and list(passed), "several": several}
-    return Field(spec, description=description, json_schema_extra={"function": home_of_names})
+    return Field(spec, json_schema_extra={"function": home_of_names})
 
 
 def _as_spec(value: Any) -> Any:

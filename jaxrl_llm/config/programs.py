@@ -74,12 +74,14 @@ Config = TypeVar("Config", bound=Section)
 class TrainConfig(Section):
     """A whole run of `jaxrl_llm.train`."""
 
-    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
-    seed: int = Field(
-        default=0, ge=0, lt=2**32, description="seed of the data order and of sampling"
-    )
-    steps: int | None = Field(default=None, ge=1, description="steps in all; null takes epochs")
-    epochs: int = Field(default=1, ge=1, description="passes over the prompts, where steps is null")
+    run_dir: str = Field(min_length=1)
+    """directory for everything that the run writes"""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """seed of the data order and of sampling"""
+    steps: int | None = Field(default=None, ge=1)
+    """steps in all; null takes epochs"""
+    epochs: int = Field(default=1, ge=1)
+    """passes over the prompts, where steps is null"""
     model: PolicyConfig
     data: DataConfig
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -100,9 +102,8 @@ class TrainConfig(Section):
     compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
     log: TrainLogConfig = Field(default_factory=TrainLogConfig)
     stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
-    cluster: ClusterConfig | None = Field(
-        default=None, description="run on a Ray cluster; null: on this machine"
-    )
+    cluster: ClusterConfig | None = None
+    """run on a Ray cluster; null: on this machine"""
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
@@ -426,37 +427,29 @@ def divisors(n: int) -> list[int]:
 class SftTeacherConfig(Section):
     """A teacher whose distributions are learned on the examples' answers."""
 
-    path: str | None = Field(
-        default=None,
-        description="Hugging Face directory of a teacher with the model's tokens; null: none",
-    )
-    divergence: Function = function_key(
-        functions.DIVERGENCES,
-        "forward_kl_divergence",
-        "divergence of the model from the teacher, over the whole vocabulary: "
-        "algorithms.divergences",
-    )
-    share: Number = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="share a of the divergence in the loss (1 - a) * -log π + a * divergence",
-    )
+    path: str | None = None
+    """Hugging Face directory of a teacher with the model's tokens; null: none"""
+    divergence: Function = function_key(functions.DIVERGENCES, "forward_kl_divergence")
+    """divergence of the model from the teacher, over the whole vocabulary:
+    algorithms.divergences"""
+    share: Number = Field(default=1.0, gt=0, le=1)
+    """share a of the divergence in the loss (1 - a) * -log π + a * divergence"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftConfig(Section):
     """A whole run of `jaxrl_llm.sft`."""
 
-    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
-    export_to: str = Field(description="Hugging Face directory to write at the end")
-    seed: int = Field(
-        default=0, ge=0, lt=2**32, description="seed of the data order and of random weights"
-    )
-    steps: int | None = Field(default=None, ge=1, description="updates in all; null takes epochs")
-    epochs: int = Field(
-        default=1, ge=1, description="passes over the examples, where steps is null"
-    )
+    run_dir: str = Field(min_length=1)
+    """directory for everything that the run writes"""
+    export_to: str
+    """Hugging Face directory to write at the end"""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """seed of the data order and of random weights"""
+    steps: int | None = Field(default=None, ge=1)
+    """updates in all; null takes epochs"""
+    epochs: int = Field(default=1, ge=1)
+    """passes over the examples, where steps is null"""
     model: ModelConfig
     teacher: SftTeacherConfig = Field(default_factory=SftTeacherConfig)
     data: SftDataConfig
@@ -512,79 +505,69 @@ def divergence_has_a_teacher(config: SftConfig) -> Iterator[str]:
 class PreferDataConfig(Section):
     """Pairs, answers with a label, or answers with labelled steps."""
 
-    train: Several[str] = Field(
-        min_length=1,
-        description="parquet or jsonl files with columns prompt, chosen and rejected, or prompt, "
-        "completion and label, or prompt, completions and labels",
-    )
-    validation: Several[str] = Field(default=(), description="held-out files of the same kind")
-    prepare: Function | None = function_key(
-        functions.PREPARATIONS,
-        None,
-        "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
-        passed=(),
-    )
-    dataset: Function = function_key(
-        functions.DATASETS, "preference_rows", "function from files to rows"
-    )
-    max_tokens: int = Field(
-        default=1024, ge=1, description="the longest prompt and answer; a pair is two of them"
-    )
-    filter_overlong: bool = Field(
-        default=False, description="drop longer rows; false makes them an error"
-    )
-    shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
-    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
-    step_separator: str = Field(
-        default="\n",
-        min_length=1,
-        description="text that is put behind each of a row's completions, its steps; a process "
-        "reward model scores its last token",
-    )
+    train: Several[str] = Field(min_length=1)
+    """parquet or jsonl files with columns prompt, chosen and rejected, or prompt, completion and
+    label, or prompt, completions and labels"""
+    validation: Several[str] = ()
+    """held-out files of the same kind"""
+    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
+    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
+    dataset: Function = function_key(functions.DATASETS, "preference_rows")
+    """function from files to rows"""
+    max_tokens: int = Field(default=1024, ge=1)
+    """the longest prompt and answer; a pair is two of them"""
+    filter_overlong: bool = False
+    """drop longer rows; false makes them an error"""
+    shuffle: bool = True
+    """shuffle in every epoch, by the seed"""
+    chat_template_kwargs: Table = Field(default={})
+    """keywords for the chat template"""
+    step_separator: str = Field(default="\n", min_length=1)
+    """text that is put behind each of a row's completions, its steps; a process reward model scores
+    its last token"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferBatchConfig(Section):
     """How the preferences are cut."""
 
-    pairs_per_step: int = Field(default=64, ge=2, description="pairs, or answers, in one update")
-    max_tokens_per_device: int = Field(
-        default=16384,
-        description="tokens of a micro-batch on each device: bounds memory, never exceeded",
-    )
+    pairs_per_step: int = Field(default=64, ge=2)
+    """pairs, or answers, in one update"""
+    max_tokens_per_device: int = 16384
+    """tokens of a micro-batch on each device: bounds memory, never exceeded"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferValidationConfig(Section):
     """Validation on data.validation."""
 
-    before: bool = Field(default=True, description="validate before the first step")
-    every: int = Field(default=0, ge=0, description="validate every n steps; 0 only at the end")
+    before: bool = True
+    """validate before the first step"""
+    every: int = Field(default=0, ge=0)
+    """validate every n steps; 0 only at the end"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferConfig(Section):
     """A whole run of `jaxrl_llm.prefer`."""
 
-    run_dir: str = Field(min_length=1, description="directory for everything that the run writes")
-    export_to: str = Field(description="Hugging Face directory to write at the end")
-    seed: int = Field(
-        default=0, ge=0, lt=2**32, description="seed of the data order and of random weights"
-    )
-    steps: int | None = Field(default=None, ge=1, description="updates in all; null takes epochs")
-    epochs: int = Field(default=1, ge=1, description="passes over the rows, where steps is null")
-    loss: Function = function_key(
-        functions.PREFERENCES,
-        "dpo",
-        "loss of pairs, of answers with a label or of labelled steps; one that asks for scores, or "
-        "for logits of steps, trains a reward model",
-    )
+    run_dir: str = Field(min_length=1)
+    """directory for everything that the run writes"""
+    export_to: str
+    """Hugging Face directory to write at the end"""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """seed of the data order and of random weights"""
+    steps: int | None = Field(default=None, ge=1)
+    """updates in all; null takes epochs"""
+    epochs: int = Field(default=1, ge=1)
+    """passes over the rows, where steps is null"""
+    loss: Function = function_key(functions.PREFERENCES, "dpo")
+    """loss of pairs, of answers with a label or of labelled steps; one that asks for scores, or
+    for logits of steps, trains a reward model"""
     model: ModelConfig
-    reference: str | None = Field(
-        default=None,
-        description="Hugging Face directory of the reference, where the loss asks for one; null: "
-        "the model as the run begins with it",
-    )
+    reference: str | None = None
+    """Hugging Face directory of the reference, where the loss asks for one; null: the model as the
+    run begins with it"""
     data: PreferDataConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
     batch: PreferBatchConfig = Field(default_factory=PreferBatchConfig)
@@ -641,80 +624,52 @@ def export_has_a_folder(config: PreferConfig) -> Iterator[str]:
 class EvaluationKeys(Section):
     """What an evaluation evaluates, and how it samples and scores."""
 
-    model: str = Field(
-        description="Hugging Face directory or repository, or the run_dir of train or sft"
-    )
-    data: Several[str] = Field(
-        min_length=1, description="parquet or jsonl files with verl's columns"
-    )
-    out: str | None = Field(
-        default=None,
-        description=(
-            "folder for metrics.json and samples.parquet; null: runs/evaluate/<date and time>"
-        ),
-    )
-    step: int | None = Field(
-        default=None, description="which checkpoint of a run; null takes the newest"
-    )
-    function_from: str | None = Field(
-        default=None,
-        description=(
-            "my_file.py or pkg.mod, that has the function which a notebook gave the run as "
-            "model.function"
-        ),
-    )
-    seed: int = Field(default=0, ge=0, description="seed of sampling")
-    rows: int | None = Field(
-        default=None, ge=1, description="the first n rows only; null takes all"
-    )
-    dataset: Function = function_key(
-        functions.DATASETS, FunctionSpec("verl_rows"), "function from files to rows"
-    )
-    vision: bool = Field(
-        default=False,
-        description="load the vision tower of a directory, too; that of a run always is, if it was "
-        "trained with one (docs/images.md)",
-    )
+    model: str
+    """Hugging Face directory or repository, or the run_dir of train or sft"""
+    data: Several[str] = Field(min_length=1)
+    """parquet or jsonl files with verl's columns"""
+    out: str | None = None
+    """folder for metrics.json and samples.parquet; null: runs/evaluate/<date and time>"""
+    step: int | None = None
+    """which checkpoint of a run; null takes the newest"""
+    function_from: str | None = None
+    """my_file.py or pkg.mod, that has the function which a notebook gave the run as
+    model.function"""
+    seed: int = Field(default=0, ge=0)
+    """seed of sampling"""
+    rows: int | None = Field(default=None, ge=1)
+    """the first n rows only; null takes all"""
+    dataset: Function = function_key(functions.DATASETS, FunctionSpec("verl_rows"))
+    """function from files to rows"""
+    vision: bool = False
+    """load the vision tower of a directory, too; that of a run always is, if it was trained with
+    one (docs/images.md)"""
     image_key: str = IMAGE_KEY
     video_key: str = VIDEO_KEY
     max_pixels: int | None = MAX_PIXELS
     min_pixels: int | None = MIN_PIXELS
-    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
-    max_prompt_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "drop longer prompts; null drops none, and refuses prompts that the model can't hold"
-        ),
-    )
-    samples: int = Field(default=1, ge=1, description="n: responses sampled for each prompt")
-    k: Several[int] = Field(
-        default=(), description="k of pass@k and maj@k, up to n; none takes 2, 4, 8, … and n"
-    )
-    max_new_tokens: int = Field(
-        default=512,
-        ge=1,
-        description="largest number of tokens of a response; of an episode, all after its prompt",
-    )
-    temperature: Number = Field(default=0.0, ge=0, description="softmax temperature; 0 is greedy")
-    top_p: Number = Field(
-        default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
-    )
-    top_k: int = Field(
-        default=0, ge=0, description="sample from the k most likely tokens; 0 means all"
-    )
-    min_p: Number = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="sample from tokens at least this share as likely as the most likely one",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of weights, cache and computation: float32 or bfloat16"
-    )
-    max_running_sequences: int = Field(
-        default=256, ge=1, description="sequences that the engine decodes at once"
-    )
+    chat_template_kwargs: Table = Field(default={})
+    """keywords for the chat template"""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """drop longer prompts; null drops none, and refuses prompts that the model can't hold"""
+    samples: int = Field(default=1, ge=1)
+    """n: responses sampled for each prompt"""
+    k: Several[int] = ()
+    """k of pass@k and maj@k, up to n; none takes 2, 4, 8, … and n"""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """largest number of tokens of a response; of an episode, all after its prompt"""
+    temperature: Number = Field(default=0.0, ge=0)
+    """softmax temperature; 0 is greedy"""
+    top_p: Number = Field(default=1.0, gt=0, le=1)
+    """nucleus: sample from the smallest set with this mass"""
+    top_k: int = Field(default=0, ge=0)
+    """sample from the k most likely tokens; 0 means all"""
+    min_p: Number = Field(default=0.0, ge=0, le=1)
+    """sample from tokens at least this share as likely as the most likely one"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of weights, cache and computation: float32 or bfloat16"""
+    max_running_sequences: int = Field(default=256, ge=1)
+    """sequences that the engine decodes at once"""
     kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
     reward: EvaluateRewardConfig = Field(default_factory=EvaluateRewardConfig)
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
@@ -751,65 +706,38 @@ def k_is_at_most_samples(config: EvaluateConfig) -> Iterator[str]:
 class ServeConfig(Section):
     """All of `jaxrl_llm.serve`."""
 
-    model: str = Field(description="Hugging Face directory, or the run_dir of train or sft")
-    function_from: str | None = Field(
-        default=None,
-        description=(
-            "my_file.py or pkg.mod, that has the function which a notebook gave the run as "
-            "model.function"
-        ),
-    )
-    name: str | None = Field(
-        default=None, description="the model's name for clients; null takes model"
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of weights, cache and computation: float32 or bfloat16"
-    )
-    max_running_sequences: int = Field(
-        default=64, ge=1, description="sequences that the engine decodes at once"
-    )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="largest number of tokens of prompt and completion; null takes the "
-        "model's own limit",
-    )
-    kv_cache_gb: Number | None = Field(
-        default=None,
-        gt=0,
-        description="GB of each device for the KV cache at most; null takes four fifths of a GPU's "
-        "memory less the weights, or half of the machine's shared by its CPU devices; what all "
-        "running sequences can't fill is not taken",
-    )
-    call_format: str | None = Field(
-        default=None,
-        description=(
-            "how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, "
-            "mistral, deepseek or harmony; null: as its chat template does"
-        ),
-    )
-    vision: bool = Field(
-        default=False,
-        description="load the model's vision tower, too, so that chats may show images "
-        "(docs/images.md)",
-    )
+    model: str
+    """Hugging Face directory, or the run_dir of train or sft"""
+    function_from: str | None = None
+    """my_file.py or pkg.mod, that has the function which a notebook gave the run as
+    model.function"""
+    name: str | None = None
+    """the model's name for clients; null takes model"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of weights, cache and computation: float32 or bfloat16"""
+    max_running_sequences: int = Field(default=64, ge=1)
+    """sequences that the engine decodes at once"""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """largest number of tokens of prompt and completion; null takes the model's own limit"""
+    kv_cache_gb: Number | None = Field(default=None, gt=0)
+    """GB of each device for the KV cache at most; null takes four fifths of a GPU's memory less the
+    weights, or half of the machine's shared by its CPU devices; what all running sequences can't
+    fill is not taken"""
+    call_format: str | None = None
+    """how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, mistral,
+    deepseek or harmony; null: as its chat template does"""
+    vision: bool = False
+    """load the model's vision tower, too, so that chats may show images (docs/images.md)"""
     max_pixels: int | None = MAX_PIXELS
     min_pixels: int | None = MIN_PIXELS
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
-    host: str = Field(
-        default="127.0.0.1", description="address to listen on; 0.0.0.0 listens to all machines"
-    )
-    port: int = Field(
-        default=8000, ge=0, lt=2**16, description="port to listen on; 0 takes a free one"
-    )
-    api_key: str | None = Field(
-        default=None,
-        min_length=1,
-        description=(
-            "key that clients must send; null takes JAXRL_LLM_API_KEY of the "
-            "environment; without that variable no key is needed"
-        ),
-    )
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 listens to all machines"""
+    port: int = Field(default=8000, ge=0, lt=2**16)
+    """port to listen on; 0 takes a free one"""
+    api_key: str | None = Field(default=None, min_length=1)
+    """key that clients must send; null takes JAXRL_LLM_API_KEY of the environment; without that
+    variable no key is needed"""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
 

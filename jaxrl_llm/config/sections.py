@@ -31,115 +31,66 @@ from jaxrl_llm.workers.answers import finite_number
 class LoraConfig(Section):
     """A low-rank adapter, trained while the model's own weights are frozen."""
 
-    rank: int = Field(default=16, ge=1, description="r: inner width of the adapter")
-    alpha: Number = Field(
-        default=32.0, gt=0, description="the adapter's output is scaled by alpha / rank"
-    )
-    targets: Several[str] = Field(
-        default=("all-linear",),
-        min_length=1,
-        description="adapted matrices: all-linear, or names or patterns such as q_proj, *_proj",
-    )
-    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
+    rank: int = Field(default=16, ge=1)
+    """r: inner width of the adapter"""
+    alpha: Number = Field(default=32.0, gt=0)
+    """the adapter's output is scaled by alpha / rank"""
+    targets: Several[str] = Field(default=("all-linear",), min_length=1)
+    """adapted matrices: all-linear, or names or patterns such as q_proj, *_proj"""
+    rslora: bool = False
+    """scale by alpha / sqrt(rank) instead"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig(Section):
     """The policy's model."""
 
-    path: str = Field(description="Hugging Face directory: config.json, safetensors, tokenizer")
-    function: Function | None = function_key(
-        functions.MODELS,
-        None,
-        "function that returns your own model (docs/own_models.md); model.path then holds its "
-        "tokenizer, and its safetensors unless random_init",
-        passed=("rngs", "vocab_size"),
-    )
-    vision: Literal["none", "frozen", "trained"] = Field(
-        default="none",
-        description=(
-            "the tower that reads images and videos: none (text only; prompts with images are "
-            "refused), frozen (it reads them, and stays as it is) or trained"
-        ),
-    )
-    random_init: bool = Field(
-        default=False, description="initialise the weights at random; the directory then needs none"
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="compute dtype, float32 or bfloat16; master weights are float32",
-    )
-    remat: Literal["none", "dots", "full"] = Field(
-        default="none",
-        description=(
-            "activation checkpointing: none (store all), dots (store products) or "
-            "full (store each layer's input)"
-        ),
-    )
-    logprob_chunk: int = Field(
-        default=1024, ge=1, description="tokens of a device whose logits are in memory at once"
-    )
-    attention: Literal["auto", "xla", "cudnn"] = Field(
-        default="auto",
-        description=(
-            "attention kernel in training: xla, cudnn (Hopper GPUs and later), or "
-            "auto, which takes cudnn if it is possible and agrees with xla; the native engine "
-            "reads pages of its cache in place where it can, unless it is xla"
-        ),
-    )
-    experts: Literal["auto", "xla", "triton"] = Field(
-        default="auto",
-        description=(
-            "what multiplies rows of experts: xla, triton (Ampere GPUs and later, bfloat16), or "
-            "auto, which takes triton if it is possible and agrees with xla"
-        ),
-    )
-    router_loss_coef: Number = Field(
-        default=0.0,
-        ge=0,
-        description=(
-            "weight of the load-balance loss of a mixture of experts, 0.001 in many families; it "
-            "takes one more forward pass in each update"
-        ),
-    )
-    router_bias_rate: Number = Field(
-        default=0.001,
-        ge=0,
-        description=(
-            "step by which each update moves the bias of sigmoid routers against "
-            "the load; 0 freezes it"
-        ),
-    )
-    lora: LoraConfig | None = Field(
-        default=None,
-        description=(
-            "train a low-rank adapter {rank: 16, alpha: 32, targets: all-linear, rslora: false} "
-            "over the frozen model; null trains every weight"
-        ),
-    )
-    adapter: str | None = Field(
-        default=None,
-        description="directory of an adapter in PEFT's format to continue from, instead of "
-        "a new one",
-    )
+    path: str
+    """Hugging Face directory: config.json, safetensors, tokenizer"""
+    function: Function | None = function_key(functions.MODELS, None, passed=("rngs", "vocab_size"))
+    """function that returns your own model (docs/own_models.md); model.path then holds its
+    tokenizer, and its safetensors unless random_init"""
+    vision: Literal["none", "frozen", "trained"] = "none"
+    """the tower that reads images and videos: none (text only; prompts with images are refused),
+    frozen (it reads them, and stays as it is) or trained"""
+    random_init: bool = False
+    """initialise the weights at random; the directory then needs none"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """compute dtype, float32 or bfloat16; master weights are float32"""
+    remat: Literal["none", "dots", "full"] = "none"
+    """activation checkpointing: none (store all), dots (store products) or full (store each layer's
+    input)"""
+    logprob_chunk: int = Field(default=1024, ge=1)
+    """tokens of a device whose logits are in memory at once"""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """attention kernel in training: xla, cudnn (Hopper GPUs and later), or auto, which takes cudnn
+    if it is possible and agrees with xla; the native engine reads pages of its cache in place
+    where it can, unless it is xla"""
+    experts: Literal["auto", "xla", "triton"] = "auto"
+    """what multiplies rows of experts: xla, triton (Ampere GPUs and later, bfloat16), or auto,
+    which takes triton if it is possible and agrees with xla"""
+    router_loss_coef: Number = Field(default=0.0, ge=0)
+    """weight of the load-balance loss of a mixture of experts, 0.001 in many families; it takes one
+    more forward pass in each update"""
+    router_bias_rate: Number = Field(default=0.001, ge=0)
+    """step by which each update moves the bias of sigmoid routers against the load; 0 freezes it"""
+    lora: LoraConfig | None = None
+    """train a low-rank adapter {rank: 16, alpha: 32, targets: all-linear, rslora: false} over the
+    frozen model; null trains every weight"""
+    adapter: str | None = None
+    """directory of an adapter in PEFT's format to continue from, instead of a new one"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyConfig(ModelConfig):
     """The policy's model in RL."""
 
-    warm_start: str | None = Field(
-        default=None,
-        description="config for jaxrl_llm.sft that makes model.path when there is nothing there",
-    )
-    router_replay: Literal["none", "rollout", "old_policy"] = Field(
-        default="none",
-        description=(
-            "experts that tokens go to in the update of a mixture of experts: none, those that its "
-            "router chooses; rollout, those that the engine's has chosen (R3), also for the old "
-            "log-probs; old_policy, those of the pass for the old log-probs (R2)"
-        ),
-    )
+    warm_start: str | None = None
+    """config for jaxrl_llm.sft that makes model.path when there is nothing there"""
+    router_replay: Literal["none", "rollout", "old_policy"] = "none"
+    """experts that tokens go to in the update of a mixture of experts: none, those that its router
+    chooses; rollout, those that the engine's has chosen (R3), also for the old log-probs;
+    old_policy, those of the pass for the old log-probs (R2)"""
 
 
 IMAGE_KEY = Field(default="images", description="column of the images of a prompt (docs/images.md)")
@@ -163,66 +114,52 @@ MIN_PIXELS = Field(
 class DataConfig(Section):
     """Prompts to train and validate on."""
 
-    train: Several[str] = Field(
-        min_length=1, description="parquet or jsonl files with verl's columns"
-    )
-    validation: Several[str] = Field(default=(), description="held-out files of the same kind")
-    prepare: Function | None = function_key(
-        functions.PREPARATIONS,
-        None,
-        "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
-        passed=(),
-    )
-    dataset: Function = function_key(functions.DATASETS, "verl_rows", "function from files to rows")
+    train: Several[str] = Field(min_length=1)
+    """parquet or jsonl files with verl's columns"""
+    validation: Several[str] = ()
+    """held-out files of the same kind"""
+    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
+    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
+    dataset: Function = function_key(functions.DATASETS, "verl_rows")
+    """function from files to rows"""
     image_key: str = IMAGE_KEY
     video_key: str = VIDEO_KEY
     max_pixels: int | None = MAX_PIXELS
     min_pixels: int | None = MIN_PIXELS
-    max_prompt_tokens: int = Field(
-        default=512,
-        ge=1,
-        description=(
-            "the longest prompt, in tokens of the chat template's text, with those of images"
-        ),
-    )
-    filter_overlong: bool = Field(
-        default=False, description="drop longer prompts; false makes them an error"
-    )
-    shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
-    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    """the longest prompt, in tokens of the chat template's text, with those of images"""
+    filter_overlong: bool = False
+    """drop longer prompts; false makes them an error"""
+    shuffle: bool = True
+    """shuffle in every epoch, by the seed"""
+    chat_template_kwargs: Table = Field(default={})
+    """keywords for the chat template"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftDataConfig(Section):
     """Examples to imitate."""
 
-    train: Several[str] = Field(
-        min_length=1,
-        description="parquet or jsonl files with a column messages, or with prompt and response",
-    )
-    prepare: Function | None = function_key(
-        functions.PREPARATIONS,
-        None,
-        "preparation that writes the files when they are missing (jaxrl_llm.data.prepare)",
-        passed=(),
-    )
-    dataset: Function = function_key(functions.DATASETS, "sft_rows", "function from files to rows")
+    train: Several[str] = Field(min_length=1)
+    """parquet or jsonl files with a column messages, or with prompt and response"""
+    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
+    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
+    dataset: Function = function_key(functions.DATASETS, "sft_rows")
+    """function from files to rows"""
     image_key: str = IMAGE_KEY
     video_key: str = VIDEO_KEY
     max_pixels: int | None = MAX_PIXELS
     min_pixels: int | None = MIN_PIXELS
-    max_tokens: int = Field(
-        default=1024, ge=1, description="the longest example, prompt and response"
-    )
-    train_on: Literal["all", "last"] = Field(
-        default="all",
-        description="answers of a conversation that are trained: all, or the last one",
-    )
-    filter_overlong: bool = Field(
-        default=False, description="drop longer examples; false makes them an error"
-    )
-    shuffle: bool = Field(default=True, description="shuffle in every epoch, by the seed")
-    chat_template_kwargs: Table = Field(default={}, description="keywords for the chat template")
+    max_tokens: int = Field(default=1024, ge=1)
+    """the longest example, prompt and response"""
+    train_on: Literal["all", "last"] = "all"
+    """answers of a conversation that are trained: all, or the last one"""
+    filter_overlong: bool = False
+    """drop longer examples; false makes them an error"""
+    shuffle: bool = True
+    """shuffle in every epoch, by the seed"""
+    chat_template_kwargs: Table = Field(default={})
+    """keywords for the chat template"""
 
 
 def _as_score(value: Any) -> Any:
@@ -243,112 +180,59 @@ ErrorScore = Annotated[
 class ProcessConfig(Section):
     """What bounds the processes in which functions of the user's run."""
 
-    memory_gb: Number | None = Field(
-        default=4.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="GB of memory of each process; null sets no limit",
-    )
-    max_processes: int | None = Field(
-        default=64,
-        gt=0,
-        description="processes that one of them may have started at once; null sets no limit",
-    )
-    pass_env: Several[str] = Field(
-        default=(),
-        description=(
-            "environment variables that they see besides the usual ones, such as OPENAI_API_KEY; "
-            "* stands for any letters"
-        ),
-    )
+    memory_gb: Number | None = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """GB of memory of each process; null sets no limit"""
+    max_processes: int | None = Field(default=64, gt=0)
+    """processes that one of them may have started at once; null sets no limit"""
+    pass_env: Several[str] = ()
+    """environment variables that they see besides the usual ones, such as OPENAI_API_KEY; * stands
+    for any letters"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScoringConfig(ProcessConfig):
     """The processes in which a reward function runs."""
 
-    workers: int = Field(
-        default=2,
-        ge=0,
-        description="scoring processes; 0 scores in this process, without a time limit",
-    )
-    timeout_s: Number = Field(
-        default=10.0,
-        gt=0,
-        description="seconds for one response; of an async function, for each try",
-    )
-    concurrency: int = Field(
-        default=16, ge=1, description="calls of an async reward function at once, in the whole run"
-    )
-    retries: int = Field(
-        default=3,
-        ge=0,
-        description=(
-            "how often a call of an async reward function is tried again after HTTP 408, 425, 429 "
-            "or 500 and above, a lost connection or timeout_s"
-        ),
-    )
-    on_error: ErrorScore | None = Field(
-        default=0.0,
-        description=(
-            "score of a response whose reward function raises or hangs, or whose "
-            "score is not finite; unscored leaves the response out, null stops the run"
-        ),
-    )
+    workers: int = Field(default=2, ge=0)
+    """scoring processes; 0 scores in this process, without a time limit"""
+    timeout_s: Number = Field(default=10.0, gt=0)
+    """seconds for one response; of an async function, for each try"""
+    concurrency: int = Field(default=16, ge=1)
+    """calls of an async reward function at once, in the whole run"""
+    retries: int = Field(default=3, ge=0)
+    """how often a call of an async reward function is tried again after HTTP 408, 425, 429 or 500
+    and above, a lost connection or timeout_s"""
+    on_error: ErrorScore | None = 0.0
+    """score of a response whose reward function raises or hangs, or whose score is not finite;
+    unscored leaves the response out, null stops the run"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClassifierConfig(Section):
     """The reward model that scores answers, if one does."""
 
-    classifier: str | None = Field(
-        default=None,
-        description=(
-            "Hugging Face directory of a reward model, which scores prompt and response: a "
-            "sequence classifier with one label, or a process reward model; null: "
-            "reward.function's score"
-        ),
-    )
-    render: Literal["auto", "ids", "answer", "chat"] = Field(
-        default="auto",
-        description=(
-            "what reward.classifier reads. ids: the policy's tokens; answer: text by its own "
-            "tokenizer, the templated prompt, the response and the end token, as jaxrl_llm.prefer "
-            "trains it; chat: the whole chat by its own template; auto: ids where the tokenizers "
-            "are the same, else answer for a model of jaxrl_llm.prefer and chat for another"
-        ),
-    )
-    chat_template_kwargs: Table = Field(
-        default={}, description="keywords for reward.classifier's chat template"
-    )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "the longest prompt and response in tokens of reward.classifier, where it reads text; "
-            "longer ones score reward.on_error; null: twice what the policy's tokens may be, or "
-            "what reward.classifier and batch.max_tokens_per_device hold"
-        ),
-    )
-    step_separator: str | None = Field(
-        default=None,
-        min_length=1,
-        description=(
-            "text that ends a step of a response, for a process reward model; null: the one that "
-            "it was trained with"
-        ),
-    )
-    aggregate: Literal["min", "product", "last", "mean"] = Field(
-        default="min",
-        description="a response's score from its steps' scores, of a process reward model",
-    )
-    step_rewards: bool = Field(
-        default=False,
-        description=(
-            "each step's score is the reward of its last token, in place of the response's score "
-            "on the last one, with a process reward model"
-        ),
-    )
+    classifier: str | None = None
+    """Hugging Face directory of a reward model, which scores prompt and response: a sequence
+    classifier with one label, or a process reward model; null: reward.function's score"""
+    render: Literal["auto", "ids", "answer", "chat"] = "auto"
+    """what reward.classifier reads. ids: the policy's tokens; answer: text by its own tokenizer,
+    the templated prompt, the response and the end token, as jaxrl_llm.prefer trains it; chat:
+    the whole chat by its own template; auto: ids where the tokenizers are the same, else answer
+    for a model of jaxrl_llm.prefer and chat for another"""
+    chat_template_kwargs: Table = Field(default={})
+    """keywords for reward.classifier's chat template"""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """the longest prompt and response in tokens of reward.classifier, where it reads text; longer
+    ones score reward.on_error; null: twice what the policy's tokens may be, or what
+    reward.classifier and batch.max_tokens_per_device hold"""
+    step_separator: str | None = Field(default=None, min_length=1)
+    """text that ends a step of a response, for a process reward model; null: the one that it was
+    trained with"""
+    aggregate: Literal["min", "product", "last", "mean"] = "min"
+    """a response's score from its steps' scores, of a process reward model"""
+    step_rewards: bool = False
+    """each step's score is the reward of its last token, in place of the response's score on the
+    last one, with a process reward model"""
 
     def __post_init__(self) -> None:
         """Refuse keys of a reward model where there is none."""
@@ -366,128 +250,75 @@ def keys_have_a_classifier(config: ClassifierConfig) -> Iterator[str]:
 class RewardConfig(ClassifierConfig, ScoringConfig):
     """How answers are scored."""
 
-    function: Function | None = function_key(
-        functions.REWARD_FUNCTIONS,
-        "by_source",
-        "reward function (data_source, solution_str, ground_truth, extra_info) "
-        "-> float or dict; null if reward.classifier alone scores",
-    )
-    max_error_share: Number = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description=(
-            "stop when a reward function fails on, or leaves unscored, more than this share of the "
-            "responses that are scored together, or of the newest 16 if those are fewer; 1 never "
-            "stops"
-        ),
-    )
-    components: Several[str] = Field(
-        default=(),
-        description=(
-            "numbers in the reward function's dict that are the field score_components, in this "
-            "order"
-        ),
-    )
+    function: Function | None = function_key(functions.REWARD_FUNCTIONS, "by_source")
+    """reward function (data_source, solution_str, ground_truth, extra_info) -> float or dict;
+    null if reward.classifier alone scores"""
+    max_error_share: Number = Field(default=0.5, ge=0, le=1)
+    """stop when a reward function fails on, or leaves unscored, more than this share of the
+    responses that are scored together, or of the newest 16 if those are fewer; 1 never stops"""
+    components: Several[str] = ()
+    """numbers in the reward function's dict that are the field score_components, in this order"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluateRewardConfig(ScoringConfig):
     """How answers are scored in an evaluation."""
 
-    function: Function = function_key(
-        functions.REWARD_FUNCTIONS,
-        "by_source",
-        "reward function (data_source, solution_str, ground_truth, extra_info) -> float or dict",
-    )
+    function: Function = function_key(functions.REWARD_FUNCTIONS, "by_source")
+    """reward function (data_source, solution_str, ground_truth, extra_info) -> float or dict"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EpisodeLimitsConfig(Section):
     """What bounds one episode."""
 
-    turns: int = Field(default=8, ge=1, description="turns that the policy draws at most")
-    turn_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of one turn; null: as many as are left"
-    )
-    observation_tokens: int = Field(
-        default=512,
-        ge=4,
-        description=(
-            "tokens that a tool or an environment may say at once; the middle of a longer text is "
-            "left out"
-        ),
-    )
-    parallel_calls: int = Field(
-        default=4, ge=1, description="calls of tools in one turn; further ones get an error"
-    )
-    timeout_s: Number | None = Field(
-        default=None,
-        gt=0,
-        description="seconds for a whole episode, which then ends with what it has; null: no limit",
-    )
-    broken_share: Number = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description=(
-            "stop when more than this share of the episodes sampled together are broken, for no "
-            "fault of the policy's; 1 never stops as long as one is not"
-        ),
-    )
+    turns: int = Field(default=8, ge=1)
+    """turns that the policy draws at most"""
+    turn_tokens: int | None = Field(default=None, ge=1)
+    """tokens of one turn; null: as many as are left"""
+    observation_tokens: int = Field(default=512, ge=4)
+    """tokens that a tool or an environment may say at once; the middle of a longer text is left
+    out"""
+    parallel_calls: int = Field(default=4, ge=1)
+    """calls of tools in one turn; further ones get an error"""
+    timeout_s: Number | None = Field(default=None, gt=0)
+    """seconds for a whole episode, which then ends with what it has; null: no limit"""
+    broken_share: Number = Field(default=0.5, ge=0, le=1)
+    """stop when more than this share of the episodes sampled together are broken, for no fault of
+    the policy's; 1 never stops as long as one is not"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ToolProcessConfig(ProcessConfig):
     """The processes in which tools and environments run."""
 
-    workers: int = Field(
-        default=2,
-        ge=0,
-        description="processes; 0 runs tools in this process, without a time limit",
-    )
-    timeout_s: Number = Field(
-        default=10.0, gt=0, description="seconds for one call, or one step of an environment"
-    )
-    retries: int = Field(
-        default=2,
-        ge=0,
-        description="new attempts at a call whose infrastructure failed (BrokenTool)",
-    )
+    workers: int = Field(default=2, ge=0)
+    """processes; 0 runs tools in this process, without a time limit"""
+    timeout_s: Number = Field(default=10.0, gt=0)
+    """seconds for one call, or one step of an environment"""
+    retries: int = Field(default=2, ge=0)
+    """new attempts at a call whose infrastructure failed (BrokenTool)"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AgentConfig(Section):
     """Who leads an episode, and what the policy may use in it."""
 
-    agent: Function | None = function_key(
-        functions.AGENTS,
-        None,
-        "coroutine that leads an episode; null: with_environment or with_tools where there "
-        "are such, else one_answer",
-    )
+    agent: Function | None = function_key(functions.AGENTS, None)
+    """coroutine that leads an episode; null: with_environment or with_tools where there are
+    such, else one_answer"""
     tools: Several[Function] = Field(
-        default=(),
-        description="functions that the policy may call; their signatures tell it how",
-        json_schema_extra={"function": {"home": functions.TOOLS, "passed": None}},
+        default=(), json_schema_extra={"function": {"home": functions.TOOLS, "passed": None}}
     )
-    environment: Function | None = function_key(
-        functions.ENVIRONMENTS, None, "generator function to which the policy's turns are told"
-    )
-    call_format: str | None = Field(
-        default=None,
-        description=(
-            "how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, "
-            "mistral, deepseek or harmony; null: as its chat template does"
-        ),
-    )
-    order: Literal["lockstep", "free"] = Field(
-        default="lockstep",
-        description=(
-            "lockstep samples the turns of all episodes in rounds, with the same result bit for "
-            "bit whatever time tools take; free samples each turn at once, for scale"
-        ),
-    )
+    """functions that the policy may call; their signatures tell it how"""
+    environment: Function | None = function_key(functions.ENVIRONMENTS, None)
+    """generator function to which the policy's turns are told"""
+    call_format: str | None = None
+    """how the model writes calls of tools: hermes, qwen3_coder, llama3_json, pythonic, mistral,
+    deepseek or harmony; null: as its chat template does"""
+    order: Literal["lockstep", "free"] = "lockstep"
+    """lockstep samples the turns of all episodes in rounds, with the same result bit for bit
+    whatever time tools take; free samples each turn at once, for scale"""
     limits: EpisodeLimitsConfig = Field(default_factory=EpisodeLimitsConfig)
     tool_process: ToolProcessConfig = Field(default_factory=ToolProcessConfig)
 
@@ -526,89 +357,58 @@ KV_CACHE_DTYPES = {"native": ("auto", "int8"), "vllm": ("auto", "fp8")}
 class VllmConfig(Section):
     """The vLLM sidecars, where rollout.engine is vllm."""
 
-    python: str | None = Field(
-        default=None,
-        description="interpreter that has vLLM; null takes the one of jaxrl_llm.rollout.vllm.setup",
-    )
-    sidecars: int = Field(default=1, ge=1, description="processes, each with a copy of the model")
-    tensor_parallel: int = Field(
-        default=1, ge=1, description="GPUs that share a copy; on CPUs, processes"
-    )
-    first_device: int | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "the first GPU of the first sidecar, the others follow; counted among "
-            "CUDA_VISIBLE_DEVICES of `env`, else the trainer's; null: 0 for several sidecars "
-            "without `launch`, else all see all"
-        ),
-    )
-    sleep: bool = Field(
-        default=False,
-        description="free the GPUs' memory between rollouts, if training shares them",
-    )
-    start_timeout_s: Number = Field(
-        default=600.0, gt=0, description="seconds for a sidecar to be ready"
-    )
-    timeout_s: Number = Field(
-        default=120.0,
-        gt=0,
-        description="seconds without a message or a token until a sidecar counts as hung",
-    )
-    restarts: int = Field(default=3, ge=0, description="restarts of a sidecar before the run stops")
-    launch: Several[str] = Field(
-        default=(),
-        description="command prefix of each sidecar, or one for all, as in [ssh node2]",
-    )
-    host: str = Field(default="127.0.0.1", description="address at which sidecars find the trainer")
-    env: Table = Field(default={}, description="environment variables for the sidecars")
-    engine_args: Table = Field(default={}, description="more keywords of vLLM's AsyncEngineArgs")
+    python: str | None = None
+    """interpreter that has vLLM; null takes the one of jaxrl_llm.rollout.vllm.setup"""
+    sidecars: int = Field(default=1, ge=1)
+    """processes, each with a copy of the model"""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share a copy; on CPUs, processes"""
+    first_device: int | None = Field(default=None, ge=0)
+    """the first GPU of the first sidecar, the others follow; counted among CUDA_VISIBLE_DEVICES of
+    `env`, else the trainer's; null: 0 for several sidecars without `launch`, else all see all"""
+    sleep: bool = False
+    """free the GPUs' memory between rollouts, if training shares them"""
+    start_timeout_s: Number = Field(default=600.0, gt=0)
+    """seconds for a sidecar to be ready"""
+    timeout_s: Number = Field(default=120.0, gt=0)
+    """seconds without a message or a token until a sidecar counts as hung"""
+    restarts: int = Field(default=3, ge=0)
+    """restarts of a sidecar before the run stops"""
+    launch: Several[str] = ()
+    """command prefix of each sidecar, or one for all, as in [ssh node2]"""
+    host: str = "127.0.0.1"
+    """address at which sidecars find the trainer"""
+    env: Table = Field(default={})
+    """environment variables for the sidecars"""
+    engine_args: Table = Field(default={})
+    """more keywords of vLLM's AsyncEngineArgs"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig(Section):
     """The engine of a run, and how it samples."""
 
-    engine: Literal["native", "vllm"] = Field(
-        default="native", description="native, in this process, or vllm, in sidecars"
-    )
-    samples_per_prompt: int = Field(
-        default=8, ge=1, description="G: responses sampled for each prompt"
-    )
-    max_new_tokens: int = Field(
-        default=512,
-        ge=1,
-        description="largest number of tokens of a response; of an episode, all after its prompt",
-    )
-    temperature: Number = Field(
-        default=1.0,
-        gt=0,
-        description="softmax temperature, in the engine and in the trainer's log-probs",
-    )
-    top_p: Number = Field(
-        default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
-    )
-    top_k: int = Field(
-        default=0, ge=0, description="sample from the k most likely tokens; 0 means all"
-    )
-    max_running_sequences: int = Field(
-        default=256, ge=1, description="sequences that the engine decodes at once"
-    )
+    engine: Literal["native", "vllm"] = "native"
+    """native, in this process, or vllm, in sidecars"""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """G: responses sampled for each prompt"""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """largest number of tokens of a response; of an episode, all after its prompt"""
+    temperature: Number = Field(default=1.0, gt=0)
+    """softmax temperature, in the engine and in the trainer's log-probs"""
+    top_p: Number = Field(default=1.0, gt=0, le=1)
+    """nucleus: sample from the smallest set with this mass"""
+    top_k: int = Field(default=0, ge=0)
+    """sample from the k most likely tokens; 0 means all"""
+    max_running_sequences: int = Field(default=256, ge=1)
+    """sequences that the engine decodes at once"""
     kv_cache_gb: Number | None = Field(default=None, gt=0, description=CACHE_GB)
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
-        default="auto",
-        description=(
-            "of keys and values: auto, that of the engine; int8 with a scale for each token and "
-            "head (native) or vLLM's fp8 hold about twice the tokens of bfloat16"
-        ),
-    )
-    quantization: Literal["none", "fp8"] = Field(
-        default="none",
-        description=(
-            "of the engine's matrices: none, or fp8, in which both engines hold half of the bytes "
-            "of bfloat16 and multiply by float8 tensor cores"
-        ),
-    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """of keys and values: auto, that of the engine; int8 with a scale for each token and head
+    (native) or vLLM's fp8 hold about twice the tokens of bfloat16"""
+    quantization: Literal["none", "fp8"] = "none"
+    """of the engine's matrices: none, or fp8, in which both engines hold half of the bytes of
+    bfloat16 and multiply by float8 tensor cores"""
     logprob_tolerance: Number | None = Field(
         default=None,
         description=(
@@ -617,53 +417,25 @@ class SamplingConfig(Section):
             f"{CACHE_TOLERANCE} with int8 or fp8 in the cache"
         ),
     )
-    dump_every: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "write the rollouts of every n-th step to parquet; those of the first and the last "
-            "step are always kept, with 0 these alone"
-        ),
-    )
-    staleness: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "K: answers may be begun K steps before the one that trains on them, so that later "
-            "prompts fill the places that the longest answers leave empty; no token is more than "
-            "K updates old"
-        ),
-    )
-    at_push: Literal["reread", "keep", "finish"] = Field(
-        default="reread",
-        description=(
-            "what becomes of answers in flight when new weights are pushed: reread, they go on "
-            "under these, after their tokens are read again; keep, they do so with the keys and "
-            "values that the weights before have computed; finish, they end before the push"
-        ),
-    )
-    turns: int | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "of an engine with devices of its own: turns that it takes while a step is trained, "
-            "so that no time decides what is drawn; null: as many as it can"
-        ),
-    )
-    schedule: str | None = Field(
-        default=None,
-        description="schedule.jsonl of a run with staleness, which is replayed; null: none",
-    )
-    nodes: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "nodes of the cluster that only sample, each with an engine; 0 samples where it trains"
-        ),
-    )
-    devices: int | None = Field(
-        default=None, ge=1, description="devices of each of these engines; null: the node's GPUs"
-    )
+    dump_every: int = Field(default=0, ge=0)
+    """write the rollouts of every n-th step to parquet; those of the first and the last step are
+    always kept, with 0 these alone"""
+    staleness: int = Field(default=0, ge=0)
+    """K: answers may be begun K steps before the one that trains on them, so that later prompts
+    fill the places that the longest answers leave empty; no token is more than K updates old"""
+    at_push: Literal["reread", "keep", "finish"] = "reread"
+    """what becomes of answers in flight when new weights are pushed: reread, they go on under
+    these, after their tokens are read again; keep, they do so with the keys and values that the
+    weights before have computed; finish, they end before the push"""
+    turns: int | None = Field(default=None, ge=0)
+    """of an engine with devices of its own: turns that it takes while a step is trained, so that no
+    time decides what is drawn; null: as many as it can"""
+    schedule: str | None = None
+    """schedule.jsonl of a run with staleness, which is replayed; null: none"""
+    nodes: int = Field(default=0, ge=0)
+    """nodes of the cluster that only sample, each with an engine; 0 samples where it trains"""
+    devices: int | None = Field(default=None, ge=1)
+    """devices of each of these engines; null: the node's GPUs"""
     vllm: VllmConfig = Field(default_factory=VllmConfig)
 
 
@@ -676,153 +448,92 @@ class RolloutConfig(AgentConfig, SamplingConfig):  # the keys of the last come f
 class AlgorithmConfig(Section):
     """What is optimised. Each function's keyword arguments are its keys."""
 
-    advantage: OneOrMore = function_key(
-        functions.ADVANTAGES,
-        "grpo",
-        "function in algorithms.advantages; of a list the sum, each times its keyword `weight` (1)",
-        several=True,
-    )
-    loss: Function | None = function_key(
-        functions.LOSSES,
-        "ppo_clip",
-        "function in algorithms.losses; null, where distillation is all that is learned",
-    )
-    reduce: Function = function_key(
-        functions.REDUCTIONS, "token_mean", "function in algorithms.reduce"
-    )
-    kl_loss: Function | None = function_key(
-        functions.KLS, None, "KL to the reference in the loss: algorithms.kl"
-    )
-    kl_reward: Function | None = function_key(
-        functions.KLS, None, "KL to the reference in the reward: algorithms.kl"
-    )
-    kl_coef: Number = Field(default=0.001, ge=0, description="weight of the KL term")
-    kl_controller: Function = function_key(
-        functions.KLS, "fixed", "how kl_coef changes from step to step: algorithms.kl"
-    )
-    distillation: Function | None = function_key(
-        functions.DIVERGENCES,
-        None,
-        "divergence from the teacher in the loss, over the whole vocabulary or the tokens of "
-        "teacher.top_k: algorithms.divergences",
-    )
-    distillation_coef: Number = Field(
-        default=1.0, gt=0, description="weight of the divergence from the teacher"
-    )
-    entropy_coef: Number = Field(default=0.0, description="weight of the entropy bonus")
-    correction: Several[Function] | None = function_key(
-        functions.CORRECTIONS,
-        None,
-        "functions in algorithms.correction, whose importance weights multiply "
-        "the loss; null: truncated_token with vLLM and with an engine in low precision, else none",
-    )
-    use_rollout_logprobs: bool = Field(
-        default=False,
-        description="use the engine's log-probs as old log-probs, without a forward pass "
-        "of the trainer",
-    )
-    high_covariance: Function | None = function_key(
-        functions.LOSSES,
-        None,
-        "function that selects tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov",
-    )
-    penalty: Function | None = function_key(
-        functions.SHAPING,
-        None,
-        "function in algorithms.shaping; its result [B] is added to the scores",
-    )
-    group_filter: Function | None = function_key(
-        functions.SHAPING,
-        None,
-        "function in algorithms.shaping that keeps groups to train on; more "
-        "prompts are sampled in place of dropped ones",
-    )
-    answer_filter: Function | None = function_key(
-        functions.SHAPING,
-        None,
-        "function in algorithms.shaping that keeps answers [B] to update the policy on; advantages "
-        "are of whole groups nevertheless",
-    )
-    pairs: Function | None = function_key(
-        functions.PAIRS,
-        None,
-        "function in algorithms.pairs that makes pairs of the scored answers; a loss of pairs then "
-        "takes the place of advantage and loss",
-    )
-    pair_loss: Function | None = function_key(
-        functions.PREFERENCES, None, "loss of these pairs: a function in algorithms.preferences"
-    )
-    max_generation_batches: int = Field(
-        default=10,
-        ge=1,
-        description="batches of prompts that a step may take from at most: it stops when the "
-        "group filter has refused more groups than all but one of them hold, or when "
-        "answer_filter or pairs have left nothing in so many steps in a row",
-    )
+    advantage: OneOrMore = function_key(functions.ADVANTAGES, "grpo", several=True)
+    """function in algorithms.advantages; of a list the sum, each times its keyword `weight` (1)"""
+    loss: Function | None = function_key(functions.LOSSES, "ppo_clip")
+    """function in algorithms.losses; null, where distillation is all that is learned"""
+    reduce: Function = function_key(functions.REDUCTIONS, "token_mean")
+    """function in algorithms.reduce"""
+    kl_loss: Function | None = function_key(functions.KLS, None)
+    """KL to the reference in the loss: algorithms.kl"""
+    kl_reward: Function | None = function_key(functions.KLS, None)
+    """KL to the reference in the reward: algorithms.kl"""
+    kl_coef: Number = Field(default=0.001, ge=0)
+    """weight of the KL term"""
+    kl_controller: Function = function_key(functions.KLS, "fixed")
+    """how kl_coef changes from step to step: algorithms.kl"""
+    distillation: Function | None = function_key(functions.DIVERGENCES, None)
+    """divergence from the teacher in the loss, over the whole vocabulary or the tokens of
+    teacher.top_k: algorithms.divergences"""
+    distillation_coef: Number = Field(default=1.0, gt=0)
+    """weight of the divergence from the teacher"""
+    entropy_coef: Number = 0.0
+    """weight of the entropy bonus"""
+    correction: Several[Function] | None = function_key(functions.CORRECTIONS, None)
+    """functions in algorithms.correction, whose importance weights multiply the loss; null:
+    truncated_token with vLLM and with an engine in low precision, else none"""
+    use_rollout_logprobs: bool = False
+    """use the engine's log-probs as old log-probs, without a forward pass of the trainer"""
+    high_covariance: Function | None = function_key(functions.LOSSES, None)
+    """function that selects tokens for clip_cov and kl_cov: select_clip_cov, select_kl_cov"""
+    penalty: Function | None = function_key(functions.SHAPING, None)
+    """function in algorithms.shaping; its result [B] is added to the scores"""
+    group_filter: Function | None = function_key(functions.SHAPING, None)
+    """function in algorithms.shaping that keeps groups to train on; more prompts are sampled in
+    place of dropped ones"""
+    answer_filter: Function | None = function_key(functions.SHAPING, None)
+    """function in algorithms.shaping that keeps answers [B] to update the policy on; advantages
+    are of whole groups nevertheless"""
+    pairs: Function | None = function_key(functions.PAIRS, None)
+    """function in algorithms.pairs that makes pairs of the scored answers; a loss of pairs then
+    takes the place of advantage and loss"""
+    pair_loss: Function | None = function_key(functions.PREFERENCES, None)
+    """loss of these pairs: a function in algorithms.preferences"""
+    max_generation_batches: int = Field(default=10, ge=1)
+    """batches of prompts that a step may take from at most: it stops when the group filter has
+    refused more groups than all but one of them hold, or when answer_filter or pairs have left
+    nothing in so many steps in a row"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReferenceConfig(Section):
     """The reference, which is the policy as the run begins with it until it is refreshed."""
 
-    refresh_every: int | None = Field(
-        default=None,
-        ge=1,
-        description="every so many steps the reference becomes the policy as it is after the step; "
-        "null: never",
-    )
-    mix: Number = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="share of the policy in a refreshed reference, the rest is the one before; 1 "
-        "copies the policy",
-    )
+    refresh_every: int | None = Field(default=None, ge=1)
+    """every so many steps the reference becomes the policy as it is after the step; null: never"""
+    mix: Number = Field(default=1.0, gt=0, le=1)
+    """share of the policy in a refreshed reference, the rest is the one before; 1 copies the
+    policy"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimConfig(Section):
     """The optimizer."""
 
-    optimizer: Function = function_key(
-        functions.OPTIMIZERS,
-        "adamw",
-        "optax optimizer; mu_dtype: bfloat16 is a keyword of adamw's that halves its first moment",
-        passed=("learning_rate",),
-    )
+    optimizer: Function = function_key(functions.OPTIMIZERS, "adamw", passed=("learning_rate",))
+    """optax optimizer; mu_dtype: bfloat16 is a keyword of adamw's that halves its first moment"""
     schedule: Function = function_key(
-        functions.SCHEDULES,
-        FunctionSpec("constant_schedule", {"value": 1e-6}),
-        "optax schedule: learning rate by update",
-        passed=(),
+        functions.SCHEDULES, FunctionSpec("constant_schedule", {"value": 1e-6}), passed=()
     )
-    grad_clip: Number | None = Field(
-        default=1.0, gt=0, description="largest global gradient norm; null does not clip"
-    )
-    max_skipped: int = Field(
-        default=3,
-        ge=0,
-        description="stop when more updates in a row had a non-finite gradient and were skipped",
-    )
+    """optax schedule: learning rate by update"""
+    grad_clip: Number | None = Field(default=1.0, gt=0)
+    """largest global gradient norm; null does not clip"""
+    max_skipped: int = Field(default=3, ge=0)
+    """stop when more updates in a row had a non-finite gradient and were skipped"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CriticConfig(Section):
     """The critic, where a function asks for values or returns."""
 
-    path: str | None = Field(
-        default=None,
-        description="Hugging Face directory, with a value head or without; null takes model.path",
-    )
-    loss: Function = function_key(
-        functions.VALUES, "clipped_value_loss", "function in algorithms.values"
-    )
-    reduce: Function = function_key(
-        functions.REDUCTIONS, "token_mean", "function in algorithms.reduce"
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="steps in which the critic alone is updated"
-    )
+    path: str | None = None
+    """Hugging Face directory, with a value head or without; null takes model.path"""
+    loss: Function = function_key(functions.VALUES, "clipped_value_loss")
+    """function in algorithms.values"""
+    reduce: Function = function_key(functions.REDUCTIONS, "token_mean")
+    """function in algorithms.reduce"""
+    warmup_steps: int = Field(default=0, ge=0)
+    """steps in which the critic alone is updated"""
     optim: OptimConfig = Field(default_factory=OptimConfig)
 
 
@@ -830,15 +541,12 @@ class CriticConfig(Section):
 class ImplicitRewardModelConfig(Section):
     """The implicit reward model, where a function asks for reward_logprobs."""
 
-    path: str | None = Field(
-        default=None, description="Hugging Face directory; null takes model.path"
-    )
-    loss: Function = function_key(
-        functions.VALUES, "implicit_reward_loss", "function in algorithms.values"
-    )
-    reduce: Function = function_key(
-        functions.REDUCTIONS, "sequence_mean_token_mean", "function in algorithms.reduce"
-    )
+    path: str | None = None
+    """Hugging Face directory; null takes model.path"""
+    loss: Function = function_key(functions.VALUES, "implicit_reward_loss")
+    """function in algorithms.values"""
+    reduce: Function = function_key(functions.REDUCTIONS, "sequence_mean_token_mean")
+    """function in algorithms.reduce"""
     optim: OptimConfig = Field(default_factory=OptimConfig)
 
 
@@ -849,88 +557,45 @@ class TeacherConfig(Section):
     They are also asked for by algorithm.distillation.
     """
 
-    path: PerSource | None = Field(
-        default=None,
-        description=(
-            "Hugging Face directory or hub id of a model with the policy's tokenizer; or one for "
-            "each data_source, {math: DIRECTORY, code: DIRECTORY}"
-        ),
-    )
-    weights: Literal["given", "initial", "live", "ema"] = Field(
-        default="given",
-        description=(
-            "given: of path; else the policy's own: initial as at the start of the run, live as it "
-            "is, ema their exponential moving average"
-        ),
-    )
-    ema: Number = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description="share of the policy's weights that the moving average takes over in each step",
-    )
-    prompt: Function | None = function_key(
-        functions.TEACHER_PROMPTS,
-        None,
-        "function in data.teacher_prompts: the prompt that the teacher reads before an answer; "
-        "null: the policy's",
-    )
-    max_prompt_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "longest prompt of teacher.prompt: an answer with a longer one has no teacher; null: "
-            "data.max_prompt_tokens"
-        ),
-    )
-    url: PerSource | None = Field(
-        default=None,
-        description=(
-            "in place of path: API of a server that scores the answers, as http://HOST:8000/v1 of "
-            "`vllm serve` or jaxrl_llm.serve; or one for each data_source"
-        ),
-    )
-    model: PerSource | None = Field(
-        default=None,
-        description="the teacher's name on the server of url; null: the only one that it has",
-    )
-    tokenizer: PerSource | None = Field(
-        default=None,
-        description=(
-            "Hugging Face directory with the teacher's own tokenizer and chat template: answers "
-            "are compared over their texts then; null: it has the policy's tokens"
-        ),
-    )
-    chat_template_kwargs: Table = Field(
-        default={}, description="variables of the chat template of tokenizer"
-    )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        description=(
-            "longest sequence of a teacher with a tokenizer of its own, in its tokens; null: twice "
-            "the policy's, or what it takes"
-        ),
-    )
-    api_key: str | None = Field(
-        default=None,
-        min_length=1,
-        description="sent to url; null takes JAXRL_LLM_TEACHER_API_KEY of the environment, if set",
-    )
-    concurrency: int = Field(default=32, ge=1, description="requests to url at once")
-    timeout_s: Number = Field(default=120.0, gt=0, description="seconds for an answer of url")
-    retries: int = Field(
-        default=4, ge=0, description="further tries of a request that url refuses for now or loses"
-    )
-    top_k: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "likeliest tokens of which a teacher gives the log-probs, for algorithm.distillation "
-            "or a function that asks for teacher_top_logprobs; null: distillation compares the "
-            "whole vocabulary, where the policy is trained"
-        ),
-    )
+    path: PerSource | None = None
+    """Hugging Face directory or hub id of a model with the policy's tokenizer; or one for each
+    data_source, {math: DIRECTORY, code: DIRECTORY}"""
+    weights: Literal["given", "initial", "live", "ema"] = "given"
+    """given: of path; else the policy's own: initial as at the start of the run, live as it is, ema
+    their exponential moving average"""
+    ema: Number = Field(default=0.05, gt=0, lt=1)
+    """share of the policy's weights that the moving average takes over in each step"""
+    prompt: Function | None = function_key(functions.TEACHER_PROMPTS, None)
+    """function in data.teacher_prompts: the prompt that the teacher reads before an answer;
+    null: the policy's"""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """longest prompt of teacher.prompt: an answer with a longer one has no teacher; null:
+    data.max_prompt_tokens"""
+    url: PerSource | None = None
+    """in place of path: API of a server that scores the answers, as http://HOST:8000/v1 of `vllm
+    serve` or jaxrl_llm.serve; or one for each data_source"""
+    model: PerSource | None = None
+    """the teacher's name on the server of url; null: the only one that it has"""
+    tokenizer: PerSource | None = None
+    """Hugging Face directory with the teacher's own tokenizer and chat template: answers are
+    compared over their texts then; null: it has the policy's tokens"""
+    chat_template_kwargs: Table = Field(default={})
+    """variables of the chat template of tokenizer"""
+    max_tokens: int | None = Field(default=None, ge=2)
+    """longest sequence of a teacher with a tokenizer of its own, in its tokens; null: twice the
+    policy's, or what it takes"""
+    api_key: str | None = Field(default=None, min_length=1)
+    """sent to url; null takes JAXRL_LLM_TEACHER_API_KEY of the environment, if set"""
+    concurrency: int = Field(default=32, ge=1)
+    """requests to url at once"""
+    timeout_s: Number = Field(default=120.0, gt=0)
+    """seconds for an answer of url"""
+    retries: int = Field(default=4, ge=0)
+    """further tries of a request that url refuses for now or loses"""
+    top_k: int | None = Field(default=None, ge=1)
+    """likeliest tokens of which a teacher gives the log-probs, for algorithm.distillation or a
+    function that asks for teacher_top_logprobs; null: distillation compares the whole
+    vocabulary, where the policy is trained"""
 
 
 VISUAL_TOKENS = Field(
@@ -947,15 +612,14 @@ VISUAL_TOKENS = Field(
 class BatchConfig(Section):
     """How a step's data are cut."""
 
-    prompts_per_step: int = Field(default=64, ge=1, description="P: prompts sampled in a step")
-    prompts_per_minibatch: int | None = Field(
-        default=None, ge=1, description="prompts in one update; null takes all of them"
-    )
-    epochs_per_step: int = Field(default=1, ge=1, description="passes over a step's data")
-    max_tokens_per_device: int = Field(
-        default=16384,
-        description="tokens of a micro-batch on each device: bounds memory, never exceeded",
-    )
+    prompts_per_step: int = Field(default=64, ge=1)
+    """P: prompts sampled in a step"""
+    prompts_per_minibatch: int | None = Field(default=None, ge=1)
+    """prompts in one update; null takes all of them"""
+    epochs_per_step: int = Field(default=1, ge=1)
+    """passes over a step's data"""
+    max_tokens_per_device: int = 16384
+    """tokens of a micro-batch on each device: bounds memory, never exceeded"""
     max_visual_tokens_per_device: int | None = VISUAL_TOKENS
 
 
@@ -963,11 +627,10 @@ class BatchConfig(Section):
 class SftBatchConfig(Section):
     """How the examples are cut."""
 
-    examples_per_step: int = Field(default=64, ge=1, description="examples in one update")
-    max_tokens_per_device: int = Field(
-        default=16384,
-        description="tokens of a micro-batch on each device: bounds memory, never exceeded",
-    )
+    examples_per_step: int = Field(default=64, ge=1)
+    """examples in one update"""
+    max_tokens_per_device: int = 16384
+    """tokens of a micro-batch on each device: bounds memory, never exceeded"""
     max_visual_tokens_per_device: int | None = VISUAL_TOKENS
 
 
@@ -979,24 +642,22 @@ MESH_AXES = ("stage", "expert", "data", "fsdp", "context", "tensor")
 class MeshSizes(Section):
     """A device mesh: devices along each axis, of which one may be -1 and takes what is left."""
 
-    stage: int = Field(
-        default=1, description="pipeline parallelism: stages of layers, one after another"
-    )
-    expert: int = Field(
-        default=1, description="expert parallelism: parts of the experts; they split the batch, too"
-    )
-    data: int = Field(
-        default=1, description="data parallelism: copies of the model that share the batch"
-    )
-    fsdp: int = Field(default=-1, description="parts of the batch that split parameters among them")
-    context: int = Field(default=1, description="context parallelism: parts of each row of tokens")
-    tensor: int = Field(
-        default=1, description="tensor parallelism: parts of heads, feed-forward and vocabulary"
-    )
-    first_device: int = Field(default=0, ge=0, description="index of the first device")
-    devices: int | None = Field(
-        default=None, ge=1, description="devices in all; null takes those that are left"
-    )
+    stage: int = 1
+    """pipeline parallelism: stages of layers, one after another"""
+    expert: int = 1
+    """expert parallelism: parts of the experts; they split the batch, too"""
+    data: int = 1
+    """data parallelism: copies of the model that share the batch"""
+    fsdp: int = -1
+    """parts of the batch that split parameters among them"""
+    context: int = 1
+    """context parallelism: parts of each row of tokens"""
+    tensor: int = 1
+    """tensor parallelism: parts of heads, feed-forward and vocabulary"""
+    first_device: int = Field(default=0, ge=0)
+    """index of the first device"""
+    devices: int | None = Field(default=None, ge=1)
+    """devices in all; null takes those that are left"""
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
@@ -1007,12 +668,10 @@ class MeshSizes(Section):
 class RolloutSizes(MeshSizes):
     """The mesh of the engine: by default every device holds the whole model."""
 
-    data: int = Field(
-        default=-1, description="data parallelism: copies of the model that share the sequences"
-    )
-    fsdp: int = Field(
-        default=1, description="parts of the sequences that split parameters among them"
-    )
+    data: int = -1
+    """data parallelism: copies of the model that share the sequences"""
+    fsdp: int = 1
+    """parts of the sequences that split parameters among them"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -1020,13 +679,10 @@ class SftMeshConfig(Section):
     """The device mesh, and how arrays lie on it."""
 
     train: MeshSizes = Field(default_factory=MeshSizes)
-    context_by: Literal["heads", "keys", "ring"] = Field(
-        default="heads",
-        description="attention over rows split by context: heads (Ulysses), keys (gathered), ring",
-    )
-    rules: Table = Field(
-        default={}, description="mesh axes by logical axis, in place of the default rules"
-    )
+    context_by: Literal["heads", "keys", "ring"] = "heads"
+    """attention over rows split by context: heads (Ulysses), keys (gathered), ring"""
+    rules: Table = Field(default={})
+    """mesh axes by logical axis, in place of the default rules"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -1034,14 +690,14 @@ class MeshConfig(SftMeshConfig):
     """The device meshes, and how arrays lie on them."""
 
     rollout: RolloutSizes = Field(default_factory=RolloutSizes)
-    critic: MeshSizes | None = Field(default=None, description="of the critic; null: as train")
-    reference: MeshSizes | None = Field(
-        default=None, description="of the reference; null: as train"
-    )
-    reward_model: MeshSizes | None = Field(
-        default=None, description="of reward models; null: as train"
-    )
-    teacher: MeshSizes | None = Field(default=None, description="of teachers; null: as train")
+    critic: MeshSizes | None = None
+    """of the critic; null: as train"""
+    reference: MeshSizes | None = None
+    """of the reference; null: as train"""
+    reward_model: MeshSizes | None = None
+    """of reward models; null: as train"""
+    teacher: MeshSizes | None = None
+    """of teachers; null: as train"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -1049,9 +705,8 @@ class ServeMeshConfig(Section):
     """The device mesh of a server, and how arrays lie on it."""
 
     rollout: RolloutSizes = Field(default_factory=RolloutSizes)
-    rules: Table = Field(
-        default={}, description="mesh axes by logical axis, in place of the default rules"
-    )
+    rules: Table = Field(default={})
+    """mesh axes by logical axis, in place of the default rules"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -1074,151 +729,107 @@ def sizes_are_positive_or_one_is_open(mesh: MeshSizes) -> Iterator[str]:
 class OffloadConfig(Section):
     """What waits in the host's memory while it is not used."""
 
-    params: bool = Field(default=False, description="weights of the models that are trained")
-    optimizer: bool = Field(default=False, description="the optimizers' states")
-    reference: bool = Field(default=False, description="weights of the reference")
-    teacher: bool = Field(default=False, description="weights of the teachers")
+    params: bool = False
+    """weights of the models that are trained"""
+    optimizer: bool = False
+    """the optimizers' states"""
+    reference: bool = False
+    """weights of the reference"""
+    teacher: bool = False
+    """weights of the teachers"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationConfig(Section):
     """Validation on data.validation."""
 
-    before: bool = Field(default=True, description="validate before the first step")
-    every: int = Field(default=0, ge=0, description="validate every n steps; 0 only at the end")
-    samples: int = Field(
-        default=1, ge=1, description="k: responses per prompt, for mean@k, best@k, maj@k"
-    )
-    temperature: Number = Field(default=0.0, ge=0, description="softmax temperature; 0 is greedy")
-    top_p: Number = Field(
-        default=1.0, gt=0, le=1, description="nucleus: sample from the smallest set with this mass"
-    )
-    rows: int | None = Field(
-        default=None, ge=1, description="the first n rows only; null takes all"
-    )
+    before: bool = True
+    """validate before the first step"""
+    every: int = Field(default=0, ge=0)
+    """validate every n steps; 0 only at the end"""
+    samples: int = Field(default=1, ge=1)
+    """k: responses per prompt, for mean@k, best@k, maj@k"""
+    temperature: Number = Field(default=0.0, ge=0)
+    """softmax temperature; 0 is greedy"""
+    top_p: Number = Field(default=1.0, gt=0, le=1)
+    """nucleus: sample from the smallest set with this mass"""
+    rows: int | None = Field(default=None, ge=1)
+    """the first n rows only; null takes all"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig(Section):
     """Checkpoints in run_dir/checkpoints."""
 
-    every: int = Field(default=0, ge=0, description="save every n steps; 0 only at the end")
-    keep: int = Field(
-        default=2, ge=1, description="newest checkpoints to keep, besides the best by validation"
-    )
-    grace_s: Number = Field(
-        default=120.0,
-        gt=0,
-        description=("seconds in which a run that gets SIGTERM must finish its step and save"),
-    )
-    resume: Literal["auto", "never"] = Field(
-        default="auto", description="auto continues from the newest checkpoint; never refuses to"
-    )
+    every: int = Field(default=0, ge=0)
+    """save every n steps; 0 only at the end"""
+    keep: int = Field(default=2, ge=1)
+    """newest checkpoints to keep, besides the best by validation"""
+    grace_s: Number = Field(default=120.0, gt=0)
+    """seconds in which a run that gets SIGTERM must finish its step and save"""
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues from the newest checkpoint; never refuses to"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig(Section):
     """What a run says of itself, besides run_dir/metrics.jsonl."""
 
-    trackers: Several[Function] = function_key(
-        functions.TRACKERS,
-        (FunctionSpec("tensorboard"),),
-        "list of functions in monitoring.trackers.functions, where each step goes besides; [] has "
-        "none",
-    )
-    profile_steps: Several[int] = Field(
-        default=(),
-        description=(
-            "steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"
-        ),
-    )
+    trackers: Several[Function] = function_key(functions.TRACKERS, (FunctionSpec("tensorboard"),))
+    """list of functions in monitoring.trackers.functions, where each step goes besides; [] has
+    none"""
+    profile_steps: Several[int] = ()
+    """steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainLogConfig(LogConfig):
     """The same for a run that samples answers."""
 
-    answers_every: int = Field(
-        default=50,
-        ge=0,
-        description=(
-            "show a few answers of every n-th step, of the first and of the last, on the screen "
-            "and to trackers; 0 shows none"
-        ),
-    )
+    answers_every: int = Field(default=50, ge=0)
+    """show a few answers of every n-th step, of the first and of the last, on the screen and to
+    trackers; 0 shows none"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClusterConfig(Section):
     """The nodes of a Ray cluster, and what happens when one is lost."""
 
-    address: str | None = Field(
-        default=None,
-        description=(
-            "host:port, ray://host:port or auto; null: RAY_ADDRESS, else this machine alone"
-        ),
-    )
-    nodes: int = Field(default=1, ge=1, description="nodes that train")
-    processes_per_node: int = Field(
-        default=1, ge=1, description="training processes on each of them"
-    )
-    devices: int | None = Field(
-        default=None,
-        ge=1,
-        description="devices of each training process; null: its part of the node's GPUs",
-    )
-    cpus: int = Field(
-        default=1, ge=1, description="CPUs that Ray reserves for each process and engine"
-    )
-    reward_tasks: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "responses scored at once, in tasks on all nodes; 0: reward.workers of "
-            "each process score"
-        ),
-    )
-    env: Table = Field(default={}, description="environment variables for all processes")
-    start_timeout_s: Number = Field(
-        default=300.0, gt=0, description="seconds for Ray and all nodes to be there"
-    )
-    restarts: int = Field(
-        default=3,
-        ge=0,
-        description="restarts of the job, or of an engine, after a failure",
-    )
-    backoff_s: Number = Field(
-        default=10.0,
-        ge=0,
-        description="seconds before the first restart; doubled for each further one",
-    )
+    address: str | None = None
+    """host:port, ray://host:port or auto; null: RAY_ADDRESS, else this machine alone"""
+    nodes: int = Field(default=1, ge=1)
+    """nodes that train"""
+    processes_per_node: int = Field(default=1, ge=1)
+    """training processes on each of them"""
+    devices: int | None = Field(default=None, ge=1)
+    """devices of each training process; null: its part of the node's GPUs"""
+    cpus: int = Field(default=1, ge=1)
+    """CPUs that Ray reserves for each process and engine"""
+    reward_tasks: int = Field(default=0, ge=0)
+    """responses scored at once, in tasks on all nodes; 0: reward.workers of each process score"""
+    env: Table = Field(default={})
+    """environment variables for all processes"""
+    start_timeout_s: Number = Field(default=300.0, gt=0)
+    """seconds for Ray and all nodes to be there"""
+    restarts: int = Field(default=3, ge=0)
+    """restarts of the job, or of an engine, after a failure"""
+    backoff_s: Number = Field(default=10.0, ge=0)
+    """seconds before the first restart; doubled for each further one"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LimitsConfig(Section):
     """What bounds the requests to a server."""
 
-    max_running: int = Field(
-        default=256, ge=1, description="requests that run at once; others wait"
-    )
-    max_waiting: int = Field(
-        default=1024, ge=0, description="requests that wait; more are refused with status 429"
-    )
-    max_answers: int = Field(
-        default=128, ge=1, description="completions that one request may ask for"
-    )
-    max_body_mb: Number = Field(
-        default=8.0,
-        gt=0,
-        description="megabytes of a request's body; larger ones are refused with status 413",
-    )
-    timeout_s: Number = Field(
-        default=600.0,
-        gt=0,
-        description="seconds for one request, waiting included; then status 504",
-    )
-    shutdown_s: Number = Field(
-        default=30.0,
-        ge=0,
-        description="seconds for running requests to finish when the server gets SIGTERM",
-    )
+    max_running: int = Field(default=256, ge=1)
+    """requests that run at once; others wait"""
+    max_waiting: int = Field(default=1024, ge=0)
+    """requests that wait; more are refused with status 429"""
+    max_answers: int = Field(default=128, ge=1)
+    """completions that one request may ask for"""
+    max_body_mb: Number = Field(default=8.0, gt=0)
+    """megabytes of a request's body; larger ones are refused with status 413"""
+    timeout_s: Number = Field(default=600.0, gt=0)
+    """seconds for one request, waiting included; then status 504"""
+    shutdown_s: Number = Field(default=30.0, ge=0)
+    """seconds for running requests to finish when the server gets SIGTERM"""

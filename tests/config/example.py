@@ -19,21 +19,32 @@ from jaxrl_llm.config.keys import (
 class Group(Section):
     """A nested group."""
 
-    rate: Number = Field(default=1e-3, description="a number")
-    limit: Number | None = Field(default=None, description="a number or nothing")
-    loss: Function = function_key(LOSSES, FunctionSpec("ppo_clip", {"clip_low": 0.1}), "a function")
-    other: Function | None = function_key(LOSSES, None, "a function or nothing")
+    rate: Number = 1e-3
+    """a number"""
+    limit: Number | None = None
+    """a number or nothing"""
+    loss: Function = function_key(LOSSES, FunctionSpec("ppo_clip", {"clip_low": 0.1}))
+    """a function"""
+    other: Function | None = function_key(LOSSES, None)
+    """a function or nothing"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Whole(Section):
     """Every kind of key."""
 
-    name: str = Field(description="a text")
-    count: int = Field(default=3, description="a whole number")
-    most: int | None = Field(default=None, description="a whole number or nothing")
-    flag: bool = Field(default=False, description="yes or no")
-    files: Several[str] = Field(default=(), description="texts")
-    table: Table = Field(default={}, description="a mapping")
-    project: str | None = Field(default=None, description="a text or nothing")
+    name: str
+    """a text"""
+    count: int = 3
+    """a whole number"""
+    most: int | None = None
+    """a whole number or nothing"""
+    flag: bool = False
+    """yes or no"""
+    files: Several[str] = ()
+    """texts"""
+    table: Table = Field(default={})
+    """a mapping"""
+    project: str | None = None
+    """a text or nothing"""
     group: Group = Field(default_factory=Group)
