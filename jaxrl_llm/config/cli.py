@@ -71,10 +71,10 @@ def config_main(
 
 def _what_becomes_of(config: Section | None) -> str:
     """Return how an interrupted program goes on, if it does."""
-    from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
+    from jaxrl_llm.config.programs import RunConfig
     from jaxrl_llm.runs.summary import interruption_line
 
-    is_run = isinstance(config, TrainConfig | SftConfig | PreferConfig)
+    is_run = isinstance(config, RunConfig)
     return f": {interruption_line(config)}" if is_run else ""
 
 

@@ -28,11 +28,7 @@ from jaxrl_llm.config.rules import (
 )
 from jaxrl_llm.config.sections import (
     CACHE_GB,
-    IMAGE_KEY,
     KV_CACHE_DTYPES,
-    MAX_PIXELS,
-    MIN_PIXELS,
-    VIDEO_KEY,
     AgentConfig,
     AlgorithmConfig,
     BatchConfig,
@@ -53,6 +49,7 @@ from jaxrl_llm.config.sections import (
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
+    RowsConfig,
     ServeMeshConfig,
     SftBatchConfig,
     SftDataConfig,
@@ -60,6 +57,7 @@ from jaxrl_llm.config.sections import (
     TeacherConfig,
     TrainLogConfig,
     ValidationConfig,
+    VisualKeys,
     VllmConfig,
     episodes_have_one_process,
 )
@@ -71,17 +69,38 @@ Config = TypeVar("Config", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrainConfig(Section):
-    """A whole run of `jaxrl_llm.train`."""
+class RunConfig(Section):
+    """What all runs that train have: how long they are, and what they keep."""
 
     run_dir: str = Field(min_length=1)
     """directory for everything that the run writes"""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """seed of the data order and of sampling"""
+    """seed of the data order, of sampling and of random weights"""
     steps: int | None = Field(default=None, ge=1)
     """steps in all; null takes epochs"""
     epochs: int = Field(default=1, ge=1)
-    """passes over the prompts, where steps is null"""
+    """passes over the rows, where steps is null"""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    log: LogConfig = Field(default_factory=LogConfig)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ExportingRunConfig(RunConfig):
+    """What runs have whose model is written at the end."""
+
+    export_to: str
+    """Hugging Face directory to write at the end"""
+    model: ModelConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    mesh: SftMeshConfig = Field(default_factory=SftMeshConfig)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig(RunConfig):
+    """A whole run of `jaxrl_llm.train`."""
+
     model: PolicyConfig
     data: DataConfig
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -98,10 +117,7 @@ class TrainConfig(Section):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
     log: TrainLogConfig = Field(default_factory=TrainLogConfig)
-    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
     cluster: ClusterConfig | None = None
     """run on a Ray cluster; null: on this machine"""
 
@@ -437,29 +453,12 @@ class SftTeacherConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SftConfig(Section):
+class SftConfig(ExportingRunConfig):
     """A whole run of `jaxrl_llm.sft`."""
 
-    run_dir: str = Field(min_length=1)
-    """directory for everything that the run writes"""
-    export_to: str
-    """Hugging Face directory to write at the end"""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """seed of the data order and of random weights"""
-    steps: int | None = Field(default=None, ge=1)
-    """updates in all; null takes epochs"""
-    epochs: int = Field(default=1, ge=1)
-    """passes over the examples, where steps is null"""
-    model: ModelConfig
     teacher: SftTeacherConfig = Field(default_factory=SftTeacherConfig)
     data: SftDataConfig
-    optim: OptimConfig = Field(default_factory=OptimConfig)
     batch: SftBatchConfig = Field(default_factory=SftBatchConfig)
-    mesh: SftMeshConfig = Field(default_factory=SftMeshConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
-    log: LogConfig = Field(default_factory=LogConfig)
-    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
@@ -502,7 +501,7 @@ def divergence_has_a_teacher(config: SftConfig) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PreferDataConfig(Section):
+class PreferDataConfig(RowsConfig):
     """Pairs, answers with a label, or answers with labelled steps."""
 
     train: Several[str] = Field(min_length=1)
@@ -510,18 +509,10 @@ class PreferDataConfig(Section):
     label, or prompt, completions and labels"""
     validation: Several[str] = ()
     """held-out files of the same kind"""
-    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
-    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
     dataset: Function = function_key(functions.DATASETS, "preference_rows")
     """function from files to rows"""
     max_tokens: int = Field(default=1024, ge=1)
     """the longest prompt and answer; a pair is two of them"""
-    filter_overlong: bool = False
-    """drop longer rows; false makes them an error"""
-    shuffle: bool = True
-    """shuffle in every epoch, by the seed"""
-    chat_template_kwargs: Table = Field(default={})
-    """keywords for the chat template"""
     step_separator: str = Field(default="\n", min_length=1)
     """text that is put behind each of a row's completions, its steps; a process reward model scores
     its last token"""
@@ -548,35 +539,18 @@ class PreferValidationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PreferConfig(Section):
+class PreferConfig(ExportingRunConfig):
     """A whole run of `jaxrl_llm.prefer`."""
 
-    run_dir: str = Field(min_length=1)
-    """directory for everything that the run writes"""
-    export_to: str
-    """Hugging Face directory to write at the end"""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """seed of the data order and of random weights"""
-    steps: int | None = Field(default=None, ge=1)
-    """updates in all; null takes epochs"""
-    epochs: int = Field(default=1, ge=1)
-    """passes over the rows, where steps is null"""
     loss: Function = function_key(functions.PREFERENCES, "dpo")
     """loss of pairs, of answers with a label or of labelled steps; one that asks for scores, or
     for logits of steps, trains a reward model"""
-    model: ModelConfig
     reference: str | None = None
     """Hugging Face directory of the reference, where the loss asks for one; null: the model as the
     run begins with it"""
     data: PreferDataConfig
-    optim: OptimConfig = Field(default_factory=OptimConfig)
     batch: PreferBatchConfig = Field(default_factory=PreferBatchConfig)
     validation: PreferValidationConfig = Field(default_factory=PreferValidationConfig)
-    mesh: SftMeshConfig = Field(default_factory=SftMeshConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
-    log: LogConfig = Field(default_factory=LogConfig)
-    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
@@ -644,10 +618,6 @@ class EvaluationKeys(Section):
     vision: bool = False
     """load the vision tower of a directory, too; that of a run always is, if it was trained with
     one (docs/images.md)"""
-    image_key: str = IMAGE_KEY
-    video_key: str = VIDEO_KEY
-    max_pixels: int | None = MAX_PIXELS
-    min_pixels: int | None = MIN_PIXELS
     chat_template_kwargs: Table = Field(default={})
     """keywords for the chat template"""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -676,7 +646,7 @@ class EvaluationKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvaluateConfig(AgentConfig, EvaluationKeys):  # the keys of the last come first
+class EvaluateConfig(AgentConfig, VisualKeys, EvaluationKeys):  # the keys of the last come first
     """A whole evaluation by `jaxrl_llm.evaluate`."""
 
     def __post_init__(self) -> None:
@@ -728,8 +698,10 @@ class ServeConfig(Section):
     deepseek or harmony; null: as its chat template does"""
     vision: bool = False
     """load the model's vision tower, too, so that chats may show images (docs/images.md)"""
-    max_pixels: int | None = MAX_PIXELS
-    min_pixels: int | None = MIN_PIXELS
+    max_pixels: int | None = Field(default=None, ge=1)
+    """the largest area of an image, to which it is resized; null takes the model's"""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """the smallest area of an image; null takes the model's"""
     mesh: ServeMeshConfig = Field(default_factory=ServeMeshConfig)
     host: str = "127.0.0.1"
     """address to listen on; 0.0.0.0 listens to all machines"""

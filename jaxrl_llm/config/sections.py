@@ -93,73 +93,63 @@ class PolicyConfig(ModelConfig):
     old_policy, those of the pass for the old log-probs (R2)"""
 
 
-IMAGE_KEY = Field(default="images", description="column of the images of a prompt (docs/images.md)")
-VIDEO_KEY = Field(default="videos", description="column of the videos of a prompt")
-MAX_PIXELS = Field(
-    default=None,
-    ge=1,
-    description=(
-        "the largest area of an image, and of a frame of a video, to which it is resized; null "
-        "takes the model's"
-    ),
-)
-MIN_PIXELS = Field(
-    default=None,
-    ge=1,
-    description="the smallest area of an image; null takes the model's",
-)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RowsConfig(Section):
+    """Files of rows that a run trains on."""
+
+    train: Several[str] = Field(min_length=1)
+    """parquet or jsonl files"""
+    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
+    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
+    filter_overlong: bool = False
+    """drop rows that are too long; false makes them an error"""
+    shuffle: bool = True
+    """shuffle in every epoch, by the seed"""
+    chat_template_kwargs: Table = Field(default={})
+    """keywords for the chat template"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataConfig(Section):
+class VisualKeys(Section):
+    """How rows name images and videos, and how large these are for the model."""
+
+    image_key: str = "images"
+    """column of the images of a prompt (docs/images.md)"""
+    video_key: str = "videos"
+    """column of the videos of a prompt"""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """the largest area of an image, and of a frame of a video, to which it is resized; null takes
+    the model's"""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """the smallest area of an image; null takes the model's"""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig(VisualKeys, RowsConfig):  # the keys of the last come first
     """Prompts to train and validate on."""
 
     train: Several[str] = Field(min_length=1)
     """parquet or jsonl files with verl's columns"""
     validation: Several[str] = ()
     """held-out files of the same kind"""
-    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
-    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
     dataset: Function = function_key(functions.DATASETS, "verl_rows")
     """function from files to rows"""
-    image_key: str = IMAGE_KEY
-    video_key: str = VIDEO_KEY
-    max_pixels: int | None = MAX_PIXELS
-    min_pixels: int | None = MIN_PIXELS
     max_prompt_tokens: int = Field(default=512, ge=1)
     """the longest prompt, in tokens of the chat template's text, with those of images"""
-    filter_overlong: bool = False
-    """drop longer prompts; false makes them an error"""
-    shuffle: bool = True
-    """shuffle in every epoch, by the seed"""
-    chat_template_kwargs: Table = Field(default={})
-    """keywords for the chat template"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SftDataConfig(Section):
+class SftDataConfig(VisualKeys, RowsConfig):
     """Examples to imitate."""
 
     train: Several[str] = Field(min_length=1)
     """parquet or jsonl files with a column messages, or with prompt and response"""
-    prepare: Function | None = function_key(functions.PREPARATIONS, None, passed=())
-    """preparation that writes the files when they are missing (jaxrl_llm.data.prepare)"""
     dataset: Function = function_key(functions.DATASETS, "sft_rows")
     """function from files to rows"""
-    image_key: str = IMAGE_KEY
-    video_key: str = VIDEO_KEY
-    max_pixels: int | None = MAX_PIXELS
-    min_pixels: int | None = MIN_PIXELS
     max_tokens: int = Field(default=1024, ge=1)
     """the longest example, prompt and response"""
     train_on: Literal["all", "last"] = "all"
     """answers of a conversation that are trained: all, or the last one"""
-    filter_overlong: bool = False
-    """drop longer examples; false makes them an error"""
-    shuffle: bool = True
-    """shuffle in every epoch, by the seed"""
-    chat_template_kwargs: Table = Field(default={})
-    """keywords for the chat template"""
 
 
 def _as_score(value: Any) -> Any:

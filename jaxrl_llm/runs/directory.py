@@ -13,7 +13,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.keys import Section, with_new_names
 from jaxrl_llm.config.load import PACKAGED, as_tree, changes, read_yaml, to_yaml
-from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.programs import RunConfig, SftConfig, TrainConfig
 from jaxrl_llm.data.files import write_text
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
 from jaxrl_llm.runs.user_functions import UserFunction, user_functions
@@ -83,9 +83,7 @@ class RunFolder(NamedTuple):
 
 
 @contextlib.contextmanager
-def run_folder(
-    run_dir: str | Path, config: TrainConfig | SftConfig | PreferConfig
-) -> Iterator[RunFolder]:
+def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[RunFolder]:
     """Hold a run's folder, for one run at a time, and keep compiled programs.
 
     A folder in which no run has begun, as where it is refused, is left as it was before.
@@ -150,7 +148,7 @@ def _remove_empty(paths: Iterable[Path]) -> None:
 
 def _check_unchanged(
     folder: Path,
-    config: TrainConfig | SftConfig | PreferConfig,
+    config: RunConfig,
     functions: Mapping[str, UserFunction],
 ) -> None:
     """Refuse a config that the run in a folder was not begun with."""
@@ -175,7 +173,7 @@ def _completed(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
 
 def _record(
     folder: Path,
-    config: TrainConfig | SftConfig | PreferConfig,
+    config: RunConfig,
     functions: Mapping[str, UserFunction],
 ) -> None:
     """Write what a run is made with, and can be repeated by."""

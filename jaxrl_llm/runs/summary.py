@@ -11,7 +11,13 @@ import yaml
 
 from jaxrl_llm.config.functions import NOT_IMPORTABLE, split_name
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.programs import (
+    EvaluateConfig,
+    PreferConfig,
+    RunConfig,
+    SftConfig,
+    TrainConfig,
+)
 from jaxrl_llm.runs.files import RunFiles
 
 EPISODE_KEYS = ("agent", "tools", "environment", "call_format", "order", "limits", "tool_process")
@@ -114,7 +120,7 @@ def _is_reward_model(directory: str) -> bool:
     return any(name.endswith(heads) for name in named or ())
 
 
-def interruption_line(config: TrainConfig | SftConfig | PreferConfig) -> str:
+def interruption_line(config: RunConfig) -> str:
     """Return what becomes of a run that was interrupted; it may not have begun."""
     files = RunFiles(config.run_dir)
     metrics, saved = files.metrics, files.checkpoints

@@ -7,7 +7,7 @@ from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, described_failure, load_function
 from jaxrl_llm.config.load import as_tree, without_secrets
-from jaxrl_llm.config.programs import PreferConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.programs import RunConfig
 from jaxrl_llm.monitoring.trackers.records import TrackedRun, Tracker
 from jaxrl_llm.monitoring.writer import Sink
 from jaxrl_llm.sharding.distributed import run_on_first
@@ -36,7 +36,7 @@ def load_trackers(specs: Sequence[FunctionSpec], run: TrackedRun) -> list[Tracke
     return [_load(spec, run) for spec in specs]
 
 
-def check_trackers(config: TrainConfig | SftConfig | PreferConfig) -> None:
+def check_trackers(config: RunConfig) -> None:
     """See that a run's trackers can be used, in the process that will have them.
 
     Raises:
