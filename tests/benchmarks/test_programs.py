@@ -255,7 +255,7 @@ def test_gpu_programs(program, tmp_path):
 def test_structure(program):
     rows = program("code.structure", ROOT, ROOT)
     assert all(one == other for _, one, other in rows)
-    assert numbers([cells[1] for cells in rows if cells[0] == "modules, lines"])[0] > 100
+    assert numbers([cells[1] for cells in rows if cells[0] == "modules, lines of code"])[0] > 100
 
 
 # ------------------------------------------------------------------------------------- generation
