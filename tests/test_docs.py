@@ -53,11 +53,9 @@ from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics, visual_metrics
-from jaxrl_llm.training.check_functions import abstract_pairs
+from jaxrl_llm.training.bind import PAIR_FIELDS, abstract_pairs, resolve_functions
 from jaxrl_llm.training.layouts import own_rules
-from jaxrl_llm.training.load_functions import PAIR_FIELDS
-from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
 from jaxrl_llm.training.run import run_training
 from jaxrl_llm.training.stages.models import VISION_TIMER
 from jaxrl_llm.types import VISUALS, Batch

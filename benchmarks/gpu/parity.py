@@ -34,7 +34,7 @@ from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 

@@ -32,9 +32,9 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.runs.resume import open_watchdog
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.build import build_stages
 from jaxrl_llm.training.loop import TrainingLoop
-from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.stages.rollout import plain_sampler, training_sampler
 
 

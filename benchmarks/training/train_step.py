@@ -57,7 +57,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training import microbatches
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import takes_long_rows
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 

@@ -26,17 +26,16 @@ from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import over_batch, replicated
-from jaxrl_llm.training.check_functions import abstract_fields, abstract_pairs
+from jaxrl_llm.training.bind import AlgorithmFunctions, abstract_fields, abstract_pairs
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import microbatch_shape, update_shape
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
-from jaxrl_llm.training.objective import COEFS
+from jaxrl_llm.training.objectives import COEFS
 from jaxrl_llm.training.roles import inference_of, learner_of, replaying, taught_by
 from jaxrl_llm.training.stages.reference import reference_dtype
-from jaxrl_llm.training.teacher_model import TeacherModel
+from jaxrl_llm.training.teachers import TeacherModel
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows
 

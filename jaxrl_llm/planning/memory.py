@@ -29,10 +29,9 @@ from jaxrl_llm.planning.lowering import (
 )
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.training.bind import AlgorithmFunctions, resolve_functions
 from jaxrl_llm.training.layouts import Layouts, open_layouts
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import adapted_spec, model_spec
-from jaxrl_llm.training.resolve import resolve_functions
 
 
 class Allocation(NamedTuple):

@@ -36,10 +36,8 @@ from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.model_card import Exported, make_card
 from jaxrl_llm.runs.user_functions import UserFunction, source_of
-from jaxrl_llm.training.load_model import adapted_spec, merged_into_base
-from jaxrl_llm.training.own_model import KEY, make_model
-from jaxrl_llm.training.preference_objective import SCORES
-from jaxrl_llm.training.step_objective import LOGITS
+from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
+from jaxrl_llm.training.objectives import LOGITS, SCORES
 
 log = logging.getLogger(__name__)
 

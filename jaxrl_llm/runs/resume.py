@@ -26,8 +26,7 @@ from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.load_model import LoadedModel
-from jaxrl_llm.training.moving_average import MovingAverage
-from jaxrl_llm.training.update import Learner, TrainState
+from jaxrl_llm.training.update import Learner, MovingAverage, TrainState
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from jaxrl_llm.monitoring.clock import Clock, CompileCounter, memory_metrics, su
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.training.chains import sequence_sizes
+from jaxrl_llm.training.microbatches import sequence_sizes
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.answers import finite_number

@@ -26,14 +26,13 @@ from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.runs.resume import ResumedRun, resume_run
 from jaxrl_llm.runs.together import check_same_data
 from jaxrl_llm.runs.watchdog import Watchdog
-from jaxrl_llm.training.check_functions import check_schedules
+from jaxrl_llm.training.bind import AlgorithmFunctions, check_schedules
+from jaxrl_llm.training.buffer import Window, open_schedule
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import Coefs, Progress, Stages
 from jaxrl_llm.training.precompile import compile_first_step
 from jaxrl_llm.training.prompted_teacher import with_teachers
-from jaxrl_llm.training.schedule import open_schedule
 from jaxrl_llm.training.stages.algorithm import build_algorithm
 from jaxrl_llm.training.stages.models import build_models
 from jaxrl_llm.training.stages.rollout import PolicyTokens, RolloutStage, build_rollout
@@ -48,7 +47,6 @@ from jaxrl_llm.training.teachers import (
 )
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.training.visuals import check_room, room_for_images, row_visuals
-from jaxrl_llm.training.window import Window
 
 log = logging.getLogger(__name__)
 

@@ -29,19 +29,18 @@ from jaxrl_llm.training.batch_metrics import (
     over_updates,
     system_metrics,
 )
-from jaxrl_llm.training.experience import with_ages
+from jaxrl_llm.training.buffer import Collected, Window
+from jaxrl_llm.training.experience import Selected, cut_minibatches, with_ages
 from jaxrl_llm.training.layouts import minibatch_size
-from jaxrl_llm.training.policy_teacher import AVERAGE
 from jaxrl_llm.training.roles import Role
-from jaxrl_llm.training.selection import Selected, cut_minibatches
 from jaxrl_llm.training.stages.algorithm import AlgorithmStage
 from jaxrl_llm.training.stages.models import ModelsStage, States
 from jaxrl_llm.training.stages.reference import REFERENCE
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.run import RunStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
+from jaxrl_llm.training.teachers import AVERAGE
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
-from jaxrl_llm.training.window import Collected, Window
 from jaxrl_llm.types import Batch
 
 log = logging.getLogger(__name__)

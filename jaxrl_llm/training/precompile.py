@@ -29,11 +29,11 @@ from jaxrl_llm.planning.lowering import (
 from jaxrl_llm.planning.memory import RunShapes, plan_shapes
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.layouts import Layouts
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.microbatches import MicroBatch
-from jaxrl_llm.training.objective import COEFS, PolicyObjective
+from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.models import ModelsStage
 from jaxrl_llm.training.stages.reference import reference_dtype

@@ -17,9 +17,8 @@ from jaxrl_llm.data.row_fields import naming_row
 from jaxrl_llm.data.teacher_prompts import ScoredAnswer
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
+from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.layouts import longest_teacher_sequence
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.sequence_teacher import without_teacher
 from jaxrl_llm.training.stages.models import (
     TEACHER_TIMER,
     ModelPass,
@@ -27,6 +26,7 @@ from jaxrl_llm.training.stages.models import (
     ScoredPass,
     States,
 )
+from jaxrl_llm.training.teachers import without_teacher
 from jaxrl_llm.types import Batch
 
 """The timer of the passes of teachers."""

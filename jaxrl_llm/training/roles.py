@@ -22,16 +22,14 @@ from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.check_functions import check_marks, with_key
+from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec, check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts, update_shape
-from jaxrl_llm.training.load_functions import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.teacher_model import TeacherModel
-from jaxrl_llm.training.update import Learner, TrainState
+from jaxrl_llm.training.objectives import PolicyObjective
+from jaxrl_llm.training.teachers import TeacherModel
+from jaxrl_llm.training.update import Learner, TrainState, router_hooks
 from jaxrl_llm.types import ROUTES, Batch
 
 log = logging.getLogger(__name__)

@@ -36,14 +36,12 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.runs.together import ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.offload import copy_on_device
+from jaxrl_llm.training.bind import AlgorithmFunctions, check_inputs, resolve_functions
 from jaxrl_llm.training.build import build_stages, read_checked_rows
 from jaxrl_llm.training.layouts import all_devices
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
 from jaxrl_llm.training.precompile import compiling_ahead
-from jaxrl_llm.training.preflight import check_inputs
-from jaxrl_llm.training.resolve import resolve_functions
-from jaxrl_llm.training.supervised import run_sft
+from jaxrl_llm.training.sft import run_sft
 
 log = logging.getLogger(__name__)
 

@@ -3,35 +3,458 @@
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ModelConfig
+from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer, stop_ids
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, spread_logprobs
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.hf.hub import resolve
+from jaxrl_llm.models.model import Model, model_of
+from jaxrl_llm.models.parameters import compute_dtypes, declare
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.rollout.types import ScoredTokens
+from jaxrl_llm.rollout.types import LEAST_LOGPROB, ScoredTokens
+from jaxrl_llm.runs.resume import TrainableModel
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
-from jaxrl_llm.training.distillation import top_pass
+from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.distillation import Distillation, top_pass
+from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.layouts import longest_teacher_sequence, microbatch_shape
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.sequence_teacher import SequenceTeacher
+from jaxrl_llm.training.layouts import Layouts, longest_teacher_sequence, microbatch_shape
+from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.reward_model import check_same_tokens
+from jaxrl_llm.training.roles import Role
 from jaxrl_llm.training.stages.models import TEACHER_TIMER, ModelPass, States
 from jaxrl_llm.training.stages.rollout import PolicyTokens
-from jaxrl_llm.training.teacher_model import TeacherModel, open_teacher_model
-from jaxrl_llm.training.teacher_server import (
-    longest_for_teacher,
-    open_retokenizer,
-    open_server_teacher,
-)
-from jaxrl_llm.types import Batch
+from jaxrl_llm.training.teacher_tokens import Retokenizer, TeacherSequence
+from jaxrl_llm.training.update import MovingAverage, TrainState
+from jaxrl_llm.types import ROUTES, Batch
+
+
+class TeacherModel(NamedTuple):
+    """A loaded teacher.
+
+    Attributes:
+        params: its parameters, in the compute dtype.
+        forward: how it is run.
+        vocab: the tokens that it and the student have; None: all of both.
+    """
+
+    params: Params
+    forward: ForwardConfig
+    vocab: int | None
+
+    def compared_by(self, divergence: Callable[..., Any], shape: RowShape) -> Distillation:
+        """Return how an update compares its model with this teacher.
+
+        Args:
+            divergence: of the model from the teacher.
+            shape: of the micro-batches, which suits the model.
+        """
+        forward = self.forward.over(shape)
+        if shape.longest is not None:  # a kernel has its own limits; see `takes_long_rows`
+            forward = dataclasses.replace(forward, kernel=None)
+        return Distillation(divergence=divergence, teacher=forward, vocab=self.vocab)
+
+
+@activity("loading a teacher")
+def open_teacher_model(
+    path: str, config: ModelConfig, tokenizer: Any, student: Model, layout: Layout, *, longest: int
+) -> TeacherModel:
+    """Load a teacher in the compute dtype.
+
+    Args:
+        path: Hugging Face directory or hub id.
+        config: of the student, which says how both are run.
+        tokenizer: of the student; None: the teacher has another one.
+        student: that learns from it.
+        layout: where the teacher stands.
+        longest: sequence, in tokens.
+
+    Raises:
+        ValueError: it can't be read, has no logits, or other tokens than the student.
+    """
+    spec = read_spec(path)
+    if spec.value_head or spec.reward_head:
+        raise ValueError(f"{path} ends in a value head, expected a language model")
+    if spec.max_positions is not None and spec.max_positions < longest:
+        raise ValueError(
+            f"{path} has {spec.max_positions} positions, but the longest sequence has {longest} "
+            "tokens"
+        )
+    spec = spec.for_length(longest)
+    vocab = None if tokenizer is None else shared_tokens(path, spec, tokenizer, student)
+    params: Any = read_model(path, spec, layout).params
+    if config.dtype != "float32":
+        params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, config.dtype))
+    plain = dataclasses.replace(config, router_loss_coef=0.0)
+    return TeacherModel(params, forward_config(plain, model_of(spec), layout), vocab)
+
+
+def shared_tokens(path: str, spec: ModelSpec, tokenizer: Any, student: Model) -> int | None:
+    """Return how many token ids a student and its teacher have in common; None: all of both.
+
+    Vocabularies are often padded to different sizes, as Qwen's to 151,936 and 152,064. Ids beyond
+    the student's tokenizer are then left out of the distributions.
+
+    Args:
+        path: Hugging Face directory of the teacher; one without a tokenizer is believed if its
+            vocabulary has the student's size.
+        spec: of the teacher.
+        tokenizer: of the student.
+        student: that learns from it.
+
+    Raises:
+        ValueError: one of the student's tokens is another one for the teacher.
+    """
+    has_tokenizer = any((resolve(path) / name).is_file() for name in VOCABULARIES)
+    if has_tokenizer:
+        check_same_tokens(path, tokenizer)
+    if spec.vocab_size == student.vocab_size:
+        return None
+    known = max(tokenizer.get_vocab().values()) + 1
+    if not has_tokenizer or known > min(spec.vocab_size, student.vocab_size):
+        reason = "" if has_tokenizer else "no tokenizer and "
+        raise ValueError(
+            f"{path} has {reason}vocab_size={spec.vocab_size}, expected the policy's "
+            f"{student.vocab_size}, or a tokenizer that says which tokens are padding"
+        )
+    return known
+
+
+# Teachers that are given sequences of tokens: on a server, or with a tokenizer of their own.
+
+
+Fields = dict[str, np.ndarray]
+Scores = Callable[[], list[ScoredTokens]]
+"""Waits for the log-probs of sequences."""
+
+
+def without_teacher(batch: Batch) -> Fields:
+    """Return the fields of a teacher that says nothing of a batch's answers."""
+    return {
+        "teacher_logprobs": batch["rollout_logprobs"].astype(np.float32, copy=True),
+        "teacher_mask": np.zeros(batch.tokens.shape, bool),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTeacher:
+    """A teacher that is given the tokens of each answer, in its own numbers.
+
+    Attributes:
+        name: for messages.
+        submit: begins to score sequences.
+        retokenize: writes answers in the teacher's tokens; None: it has the policy's.
+        longest: the most tokens of a sequence; None: whatever the policy draws has room.
+        top: how many of the likeliest tokens it tells for each place.
+        model: the teacher, where it stands in this process.
+    """
+
+    name: str
+    submit: Callable[[Sequence[Sequence[int]]], Scores]
+    retokenize: Retokenizer | None = None
+    longest: int | None = None
+    top: int = 0
+    model: Any = None
+
+    def __call__(self, batch: Batch, rollouts: Rollouts) -> Fields:
+        """Return fields of a batch of answers; see `begin`."""
+        return self.begin(batch, rollouts)()
+
+    def begin(self, batch: Batch, rollouts: Rollouts) -> Callable[[], Fields]:
+        """Begin to score a batch of answers; return what waits for its fields.
+
+        `teacher_logprobs` [B T] and `teacher_mask` [B T], and with `top` also `teacher_ids` and
+        `teacher_top_logprobs` [B T K]. A drawn token of which the teacher's tokens tell nothing, or
+        to which it gives no probability, has the policy's own log-prob and is not in the mask.
+        """
+        rows = np.flatnonzero(batch["mask"].any(1)).tolist()
+        sequences = [self._sequence(rollouts, row) for row in rows]
+        asked = [i for i, sequence in enumerate(sequences) if sequence.answer]
+        scores = self.submit([sequences[i].tokens for i in asked])
+
+        def finish() -> Fields:
+            with activity(f"waiting for {self.name}"):
+                scored = scores()
+            fields = self._empty(batch)
+            for i, score in zip(asked, scored, strict=True):
+                episode = rollouts.episodes[rows[i]]
+                self._fill(fields, rows[i], episode, sequences[i], score)
+            fields["teacher_mask"] &= batch["mask"]
+            return fields
+
+        return finish
+
+    def _sequence(self, rollouts: Rollouts, row: int) -> TeacherSequence:
+        prompt, episode = rollouts.prompts[row], rollouts.episodes[row]
+        if self.retokenize is not None:
+            sequence = self.retokenize(prompt, episode)
+        else:
+            same = np.arange(len(episode.tokens), dtype=np.int32)
+            answer = tuple(episode.tokens.tolist())
+            sequence = TeacherSequence(episode.prompt, answer, Alignment(same, same))
+        return sequence if self.longest is None else sequence.cut(self.longest)
+
+    def _empty(self, batch: Batch) -> Fields:
+        fields = without_teacher(batch)
+        if self.top:
+            places = (*batch.tokens.shape, self.top)
+            fields["teacher_ids"] = np.zeros(places, np.int32)
+            fields["teacher_top_logprobs"] = np.zeros(places, np.float32)
+        return fields
+
+    def _fill(
+        self,
+        fields: Fields,
+        row: int,
+        episode: Episode,
+        sequence: TeacherSequence,
+        scored: ScoredTokens,
+    ) -> None:
+        """Write what is known of an answer into its row."""
+        first = len(sequence.prompt)
+        theirs = scored.logprobs[first:]
+        impossible = np.unique(sequence.alignment.right[theirs <= LEAST_LOGPROB])
+        alignment = sequence.alignment.without(impossible)
+        places = slice(len(episode.prompt), len(episode.prompt) + len(episode.tokens))
+        known = alignment.left != UNALIGNED
+        spread = spread_logprobs(episode.logprobs, theirs, alignment)
+        fields["teacher_logprobs"][row, places][known] = spread[known]
+        fields["teacher_mask"][row, places] = known
+        if self.top:
+            fields["teacher_ids"][row, places] = scored.top_ids[first:]
+            fields["teacher_top_logprobs"][row, places] = scored.top_logprobs[first:]
+
+
+# A teacher behind a URL, and the tokens of a teacher with another tokenizer.
+
+
+API_KEY_OF_TEACHER = "JAXRL_LLM_TEACHER_API_KEY"
+
+
+@activity("opening a teacher")
+def open_server_teacher(
+    config: TrainConfig,
+    url: str,
+    own: str | None,
+    model: str | None,
+    tokens: PolicyTokens,
+    stack: ExitStack,
+) -> SequenceTeacher:
+    """Connect to a server, and compare its tokens with those that it will be sent.
+
+    The first process of a run asks it for all.
+
+    Args:
+        config: of the run.
+        url: of its API.
+        own: directory of the teacher's tokenizer; None: it has the policy's.
+        model: its name there; None: the only one.
+        tokens: of the policy.
+        stack: closes the connection at the run's end.
+
+    Raises:
+        ConfigError: the server takes no sequence as long as the run's, or a package is missing.
+        ScoringError: the server can't be reached, or its tokens are others.
+    """
+    if find_spec("httpx2") is None:
+        raise ConfigError("teacher.url needs httpx2; pip install 'jaxrl_llm[client]'")
+    from jaxrl_llm.serving.client import RequestLimits, ScoringClient
+
+    asked, top = config.teacher, config.teacher.top_k or 0
+    retokenize = None if own is None else open_retokenizer(config, own, tokens)
+    limits = RequestLimits(asked.concurrency, asked.timeout_s, asked.retries)
+    key = asked.api_key or os.environ.get(API_KEY_OF_TEACHER) or None
+    client = ScoringClient(url, model, api_key=key, limits=limits)
+    stack.callback(client.close)
+    room = distributed.run_on_first(client.open)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if own is not None:
+        longest = longest_for_teacher(config, None if room is None else room - 1)
+    elif room is not None and room < longest + 1:
+        raise ConfigError(
+            f"teacher.url: {url} takes {room} tokens, expected data.max_prompt_tokens + "
+            f"rollout.max_new_tokens + 1 = {longest + 1} or more"
+        )
+    tokenizer = tokens.tokenizer if retokenize is None else retokenize.teacher
+
+    def check() -> None:
+        client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=room, top=top)
+
+    def submit(sequences: Sequence[Sequence[int]]) -> Callable[[], list[ScoredTokens]]:
+        if not distributed.is_first():
+            return lambda: distributed.run_on_first(list)
+        future = client.submit(sequences, top)
+        return lambda: distributed.run_on_first(future.result)
+
+    distributed.run_on_first(check)
+    return SequenceTeacher(name=url, submit=submit, retokenize=retokenize, longest=longest, top=top)
+
+
+def open_retokenizer(config: TrainConfig, own: str, tokens: PolicyTokens) -> Retokenizer:
+    """Load a teacher's tokenizer, and build what writes the policy's answers in its tokens."""
+    with config_errors_at("teacher.tokenizer"):
+        tokenizer = load_tokenizer(own)
+        theirs = PolicyTokens(tokenizer, stop_ids(tokenizer, own))
+        return Retokenizer(tokens, theirs, config.teacher.chat_template_kwargs)
+
+
+def longest_for_teacher(config: TrainConfig, room: int | None) -> int:
+    """Return the longest sequence of a teacher with a tokenizer of its own, in its tokens.
+
+    Args:
+        config: of the run.
+        room: the longest sequence that it can be given; None where it does not say.
+
+    Raises:
+        ConfigError: more is asked for.
+    """
+    asked = config.teacher.max_tokens
+    if asked is not None and room is not None and asked > room:
+        raise ConfigError(
+            f"teacher.max_tokens={asked}, but the longest sequence that it can be given has {room} "
+            "tokens: by its positions, its server or batch.max_tokens_per_device"
+        )
+    wanted = asked or 2 * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    return wanted if room is None else min(wanted, room)
+
+
+# A policy as its own teacher: with the weights that it began with, has now, or had on average.
+
+
+AVERAGE = "teacher"
+"""The name of the moving average among the states of a run."""
+
+Infer = Callable[[Params, Batch], dict[str, np.ndarray]]
+
+
+Run = Callable[[dict[str, TrainState], Batch, Rollouts, int], tuple[Batch, dict[str, float]]]
+
+
+class PolicyTeacher(NamedTuple):
+    """A policy as its own teacher.
+
+    Attributes:
+        run: (states, batch, its answers, step) -> the batch with what the teacher says of it, and
+            how far the policy is from it.
+        average: the moving average that it is; None where it is none.
+        trainable: what the average begins with, which must not outlive the start of the run; None
+            without one.
+    """
+
+    run: Run
+    average: MovingAverage | None = None
+    trainable: TrainableModel | None = None
+
+
+def run_by(infer: Callable[[dict[str, TrainState], Batch], np.ndarray]) -> Run:
+    """Return the pass of a teacher.
+
+    Args:
+        infer: (states, batch) -> its log-probs [B T].
+    """
+
+    def run(
+        states: dict[str, TrainState], batch: Batch, rollouts: Rollouts, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        del rollouts, step
+        logprobs = infer(states, batch)
+        apart = (batch["rollout_logprobs"] - logprobs)[batch["mask"]]
+        mean = float(apart.mean()) if apart.size else 0.0
+        metrics = {"teacher/reverse_kl": mean, "teacher/left_out": 0.0}
+        return batch.add(teacher_logprobs=logprobs, teacher_mask=batch["mask"]), metrics
+
+    return run
+
+
+def open_policy_teacher(
+    config: TrainConfig,
+    model: LoadedModel,
+    layouts: Layouts,
+    actor: Role,
+    initial: Callable[[Layout, bool], Params],
+) -> PolicyTeacher:
+    """Make a policy its own teacher, with the weights that teacher.weights names.
+
+    Args:
+        config: of the run.
+        model: the policy's.
+        layouts: where each model stands.
+        actor: the policy.
+        initial: (layout, whether they wait on the host) -> weights that the run begins with.
+
+    Raises:
+        ConfigError: what it reads is longer than the model's positions.
+    """
+    layout = layouts.teacher
+    infer = pass_of(config, model, layout, layouts, actor)
+    if config.teacher.weights == "live":
+        return PolicyTeacher(
+            run_by(lambda states, batch: run_on(infer, states["actor"].params, batch))
+        )
+    if config.teacher.weights == "initial":
+        params = initial(layout, config.offload.teacher)
+        return PolicyTeacher(run_by(lambda _, batch: run_on(infer, params, batch)))
+    placed = model
+    if layout is not layouts.train:
+        declared = layout.of(model.model.declare())
+        placed = laid_out(model.model, reshard(model.params, declared), layout)
+    shardings = jax.tree.map(lambda like: like.sharding, placed.like)
+    average = MovingAverage(config.teacher.ema, shardings, layout)
+    return PolicyTeacher(
+        run_by(lambda states, batch: run_on(infer, states[AVERAGE].params, batch)),
+        average,
+        TrainableModel(placed, average),
+    )
+
+
+def run_on(infer: Infer, params: Params, batch: Batch) -> np.ndarray:
+    """Return the log-probs of a batch under weights that may wait on the host."""
+    with on_device(params) as held:
+        return infer(held, batch.without(ROUTES))["logprobs"]  # its routers choose
+
+
+def pass_of(
+    config: TrainConfig, model: LoadedModel, layout: Layout, layouts: Layouts, actor: Role
+) -> Infer:
+    """Return the teacher's pass: the policy's, where it reads nothing longer, nor elsewhere."""
+    longest = longest_teacher_sequence(config)
+    if model.model.max_positions is not None and longest > model.model.max_positions:
+        raise ConfigError(
+            f"the teacher's longest prompt + rollout.max_new_tokens = {longest}, but the model has "
+            f"{model.model.max_positions} positions: lower teacher.max_prompt_tokens"
+        )
+    plain = dataclasses.replace(config.model, router_loss_coef=0.0)
+    forward = forward_config(plain, model.model, layout, 1.0, model.tower, config.data.max_pixels)
+    shape = microbatch_shape(config, forward, layout, longest)
+    if layout is layouts.train and shape == microbatch_shape(config, forward, layout):
+        return actor.infer
+    frozen = model.frozen
+    return logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",), frozen=frozen)
+
+
+# Teachers: models whose log-probs of the answers the policy learns from, untrained.
+
 
 log = logging.getLogger(__name__)
 

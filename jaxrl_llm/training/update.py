@@ -27,8 +27,13 @@ from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
+from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss, router_metrics, update_bias
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.offload import on_device, to_device
+from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.inference import balance_pass
 from jaxrl_llm.training.microbatches import (
     BucketPrograms,
     Fields,
@@ -39,7 +44,7 @@ from jaxrl_llm.training.microbatches import (
     merge_metrics,
     merge_microbatches,
 )
-from jaxrl_llm.training.objective import LossError, Objective, per_token
+from jaxrl_llm.training.objectives import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
 
 
@@ -396,3 +401,96 @@ def _state_shardings(
     opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params_like))
     shardings = jax.tree.map(lambda like: like.sharding, params_like)
     return TrainState(shardings, opt_state, everywhere, everywhere)
+
+
+# What routers of experts add to an update: their load-balance loss, and the moves of their bias.
+
+
+def router_hooks(
+    forward: ForwardConfig, shape: RowShape, mesh: Mesh, frozen: Params | None = None
+) -> UpdateHooks:
+    """Return what the routers of a model add to its update; nothing where it has none.
+
+    Args:
+        forward: how the model is run.
+        shape: of the micro-batches.
+        mesh: the devices.
+        frozen: the model's parameters that are not trained.
+    """
+
+    def change(before: Params, after: Params, router: RouterStats) -> Params:
+        return move_router_bias(before, after, router, rate=forward.router_bias_rate)
+
+    coefficients = balance_pass(forward, shape, mesh, frozen or {})
+    return UpdateHooks("router", coefficients, change, summarize_routers)
+
+
+def move_router_bias(before: Params, after: Params, router: RouterStats, *, rate: float) -> Params:
+    """Return parameters after an update, with the routers' bias moved from what it was before.
+
+    Args:
+        before: the parameters before the update.
+        after: those that the optimizer made of them.
+        router: statistics of the mini-batch, by layer.
+        rate: how far the bias is moved.
+    """
+    bias = before.get("layers", {}).get("router_bias")
+    if bias is None:  # another router, or frozen beside an adapter
+        return after
+    moved = update_bias(bias, router.choices, rate=rate)
+    return after | {"layers": after["layers"] | {"router_bias": moved}}
+
+
+def summarize_routers(router: RouterStats) -> Fields:
+    """Return the busiest expert's load, idle experts and entropy over all layers, and the loss.
+
+    Where recorded choices were replayed, also which share of them the routers would not have made.
+    """
+    by_layer, replayed = router_metrics(router), {}
+    if router.replayed is not None and router.replaced is not None:
+        share = router.replaced.sum() / jnp.maximum(router.replayed.sum(), 1)
+        replayed["router_replaced"] = share
+    return replayed | {
+        "router_loss": load_balance_loss(router),
+        "router_max_load": by_layer["max_load"].max(),
+        "router_idle": jnp.mean(by_layer["tokens_per_expert"] == 0),
+        "router_entropy": by_layer["router_entropy"].mean(),
+    }
+
+
+# The moving average of a policy's weights, which follows it from step to step.
+
+
+class MovingAverage:
+    """The exponential moving average of a policy's trained weights, in float32.
+
+    Args:
+        rate: the share of the policy's weights that it takes over in each step.
+        shardings: of its arrays.
+        layout: where they stand.
+    """
+
+    def __init__(self, rate: float, shardings: Any, layout: Layout) -> None:
+        """Begin without any weights."""
+        everywhere: Any = replicated(layout.mesh)
+        self.state_shardings = TrainState(shardings, (), everywhere, everywhere)
+
+        @functools.partial(jax.jit, out_shardings=self.state_shardings)
+        def init(params: Params) -> TrainState:
+            zero = jnp.zeros((), jnp.int32)
+            return TrainState(jax.tree.map(jnp.copy, params), (), zero, zero)
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+        def move(average: Params, params: Params) -> Params:
+            return jax.tree.map(lambda a, p: a + rate * (p - a), average, params)
+
+        self.init, self._move = init, move
+
+    def follow(self, state: TrainState, policy: TrainState) -> TrainState:
+        """Return the state after a step of the policy. Donates the old one."""
+        target = self.state_shardings.params
+        with on_device(policy.params) as params:
+            same = jax.tree.map(lambda p, there: p.sharding == there, params, target)
+            here = params if jax.tree.all(same) else reshard(params, target)
+            average = self._move(to_device(state.params), here)
+        return state._replace(params=average, updates=state.updates + 1)

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms.advantages import grpo, reverse_kl
-from jaxrl_llm.training.advantage_sum import AdvantageSum
+from jaxrl_llm.training.bind import AdvantageSum
 
 V, LENGTH = 5, 3
 SEQUENCES = jnp.array(list(itertools.product(range(V), repeat=LENGTH)))

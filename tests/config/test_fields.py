@@ -17,7 +17,7 @@ from jaxrl_llm.config.fields import (
     name_of,
 )
 from jaxrl_llm.config.functions import LOSSES, FunctionSpec, load_function
-from jaxrl_llm.training.check_functions import abstract_fields
+from jaxrl_llm.training.bind import abstract_fields
 
 
 def test_fields_of_real_functions():

@@ -329,7 +329,7 @@ def test_every_function_that_a_ready_config_names_is_found(path):
         make_optimizer(load(SftConfig, path).optim)
     else:
         from jaxrl_llm.rewards.worker import load_reward_function
-        from jaxrl_llm.training.resolve import resolve_functions
+        from jaxrl_llm.training.bind import resolve_functions
 
         config = load(TrainConfig, path)
         resolve_functions(config)

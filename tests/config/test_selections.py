@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 
 PAIRS = {"algorithm.pairs": "best_and_worst", "algorithm.pair_loss": "dpo"}
 

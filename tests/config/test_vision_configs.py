@@ -12,7 +12,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 
 VISION = Path(__file__).parents[2] / "configs/vision"
 

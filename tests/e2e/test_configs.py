@@ -14,7 +14,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import write_rows
 from jaxrl_llm.sft import main as sft_main
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 from tests.data.test_competition_rows import TAUGHT
 from tests.e2e.conftest import SHRUNK
 from tests.guarded import MODEL, NATIVE, UPDATE

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
     "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-GUARDED = ("jaxrl_llm/data/", "jaxrl_llm/training/supervised.py")
+GUARDED = ("jaxrl_llm/data/", "jaxrl_llm/training/sft.py")
 TOOLS = [{"type": "function", "function": {"name": "next", "parameters": {}}}]
 
 

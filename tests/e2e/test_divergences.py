@@ -13,7 +13,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.sft import main as sft_main
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

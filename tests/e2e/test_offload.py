@@ -3,7 +3,7 @@
 import jax
 
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.training.window import Window
+from jaxrl_llm.training.buffer import Window
 
 CRITIC = (
     "algorithm.advantage=gae",

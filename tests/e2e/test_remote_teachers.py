@@ -12,7 +12,7 @@ import transformers
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 from tests.guarded import UPDATE
 from tests.listening import serving_model
 from tests.training.tokenizers import byte_level

@@ -16,8 +16,8 @@ from jaxrl_llm import export
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.training.buffer import Window
 from jaxrl_llm.training.stages import models
-from jaxrl_llm.training.window import Window
 from tests.guarded import MODEL, RUN, UPDATE
 
 pytestmark = pytest.mark.guards(

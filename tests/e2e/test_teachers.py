@@ -17,7 +17,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.teachers import (
     Teacher,
     TeacherError,

@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.sampling import lay_out
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.load_model import like_of
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, NATIVE

@@ -37,7 +37,7 @@ from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 

@@ -29,15 +29,13 @@ from jaxrl_llm.planning.memory import plan_shapes, role_spec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.training import kernel_choice, load_model
-from jaxrl_llm.training.check_functions import abstract_fields
+from jaxrl_llm.training.bind import abstract_fields, resolve_functions
 from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
-from jaxrl_llm.training.router import router_hooks
 from jaxrl_llm.training.stages.rollout import merge_for_engine
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, router_hooks
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -37,10 +37,10 @@ from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.microbatches import pack_microbatches
-from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE

@@ -32,9 +32,8 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.microbatches import pack_microbatches
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.objectives import PolicyObjective
+from jaxrl_llm.training.update import Learner, router_hooks
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 

@@ -42,7 +42,7 @@ from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, 
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
-from jaxrl_llm.training.resolve import corrections
+from jaxrl_llm.training.bind import corrections
 from tests.waiting import wait_until
 
 SPEC = ModelSpec(

@@ -16,7 +16,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
 from jaxrl_llm.training.batch_metrics import extra_metrics
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.run import warm_start
 from jaxrl_llm.training.stages.rollout import awake, plain_sampler
 

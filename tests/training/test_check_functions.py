@@ -19,9 +19,8 @@ from jaxrl_llm.config.fields import FIELDS, asks_for, call
 from jaxrl_llm.config.functions import public_functions
 from jaxrl_llm.config.load import PACKAGED, load
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.training.check_functions import check_schedules
+from jaxrl_llm.training.bind import check_schedules, resolve_functions
 from jaxrl_llm.training.experience import add_to_scores, advantage_step, penalize
-from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.types import Batch
 
 
@@ -269,7 +268,7 @@ def batch_of_fields():
 
 def test_what_changes_scores_is_refused_just_where_it_changes_nothing(monkeypatch):
     """By its effect: what the policy learns from is the same with it and without it."""
-    monkeypatch.setattr("jaxrl_llm.training.resolve.check_functions", lambda *_: None)  # slow
+    monkeypatch.setattr("jaxrl_llm.training.bind.check_functions", lambda *_: None)  # slow
     batch, wrong = batch_of_fields(), []
     batches = {None: batch, **changed_batches(batch)}
     for name, reader in READERS.items():

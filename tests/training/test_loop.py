@@ -15,6 +15,7 @@ from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion, Receipt
+from jaxrl_llm.training.buffer import Collected
 from jaxrl_llm.training.experience import with_scores
 from jaxrl_llm.training.loop import Stages, make_experience
 from jaxrl_llm.training.stages.models import ModelsStage, reference_pass
@@ -25,7 +26,6 @@ from jaxrl_llm.training.stages.scoring import (
     unchanged,
     without_greedy_scores,
 )
-from jaxrl_llm.training.window import Collected
 
 LIMIT = 10.0  # seconds
 

@@ -23,7 +23,7 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass, value_pass
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 

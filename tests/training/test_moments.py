@@ -16,7 +16,7 @@ from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
 from jaxrl_llm.training.update import Learner
 

@@ -23,7 +23,7 @@ from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objective import PolicyObjective
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
 from jaxrl_llm.training.update import Learner
 from tests.specs import tiny_spec

@@ -26,8 +26,8 @@ from jaxrl_llm.sharding.rules import DEFAULT_RULES
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import open_layout
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.own_model import check_axes, make_model
+from jaxrl_llm.training.load_model import check_axes, make_model
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.own_models import Cached, Plain, WithHead

@@ -24,8 +24,8 @@ from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.preference_objective import PreferenceObjective
-from jaxrl_llm.training.reference import Reference, answer_sums
+from jaxrl_llm.training.objectives import PreferenceObjective
+from jaxrl_llm.training.prefer import Reference, answer_sums
 from jaxrl_llm.training.update import Learner
 
 VOCABULARY, MOST, PAIRS = 40, 12, 6

@@ -32,8 +32,8 @@ from jaxrl_llm.sharding.mesh import batch_shards
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.experience import with_scores
 from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objectives import StepObjective, step_correctness
 from jaxrl_llm.training.reward_model import step_scores
-from jaxrl_llm.training.step_objective import StepObjective, step_correctness
 from jaxrl_llm.training.update import Learner
 from tests.training.test_preference import KEEP_GRADIENT, VOCABULARY, one_mesh, torch_model
 

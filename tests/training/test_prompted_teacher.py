@@ -19,12 +19,12 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.prompted_teacher import (
     TeacherPromptError,
     TeacherPrompts,
     prompted_pass,
 )
-from jaxrl_llm.training.resolve import resolve_functions
 from jaxrl_llm.training.stages.models import ModelPass
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+{2}="}]

@@ -21,7 +21,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass, value_pass
-from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
+from jaxrl_llm.training.objectives import PolicyObjective, ValueObjective
 from jaxrl_llm.training.roles import (
     LabelError,
     check_labels,

@@ -23,9 +23,14 @@ from jaxrl_llm.models.transformer import forward_with_router
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objective import PolicyObjective, ValueObjective
-from jaxrl_llm.training.router import move_router_bias, router_hooks
-from jaxrl_llm.training.update import Learner, TrainState, apply_gradients
+from jaxrl_llm.training.objectives import PolicyObjective, ValueObjective
+from jaxrl_llm.training.update import (
+    Learner,
+    TrainState,
+    apply_gradients,
+    move_router_bias,
+    router_hooks,
+)
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 

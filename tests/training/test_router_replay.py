@@ -31,13 +31,12 @@ from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.resolve import resolve_functions
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.roles import replaying
-from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, router_hooks
 from jaxrl_llm.types import ROUTES, Batch
 from tests.guarded import MODEL, UPDATE
 

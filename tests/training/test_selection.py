@@ -22,17 +22,17 @@ from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.offload import to_host
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.experience import ScoreError, per_answer
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.preference_objective import PreferenceObjective
-from jaxrl_llm.training.selection import (
+from jaxrl_llm.training.experience import (
+    ScoreError,
     filled,
     pair_maker,
+    per_answer,
     select_all,
     select_kept,
     select_pairs,
 )
+from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.training.objectives import PolicyObjective, PreferenceObjective
 from jaxrl_llm.training.stages.reference import ReferencePolicy
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch

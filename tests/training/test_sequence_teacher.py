@@ -7,10 +7,9 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
-from jaxrl_llm.training.sequence_teacher import SequenceTeacher
 from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_tokens import Retokenizer
-from jaxrl_llm.training.teachers import UnalignedError, teacher_passes
+from jaxrl_llm.training.teachers import SequenceTeacher, UnalignedError, teacher_passes
 from tests.training.tokenizers import byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]

@@ -25,7 +25,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.microbatches import pack_microbatches
-from jaxrl_llm.training.objective import PolicyObjective, as_token_loss
+from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
 from jaxrl_llm.training.update import (
     Learner,
     TrainingError,

@@ -25,12 +25,12 @@ from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training.chains import cut_chains
+from jaxrl_llm.training.experience import filled
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.load_model import model_spec
-from jaxrl_llm.training.objective import PolicyObjective
-from jaxrl_llm.training.selection import filled
+from jaxrl_llm.training.microbatches import cut_chains
+from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.training.visuals import FrozenTower, VisualPacker, check_room
 from jaxrl_llm.types import VISUALS, Batch

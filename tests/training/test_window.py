@@ -23,13 +23,11 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
 from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.training.buffer import FILE, GroupScores, Schedule, Window
 from jaxrl_llm.training.experience import ScoreError
-from jaxrl_llm.training.groups import GroupScores
-from jaxrl_llm.training.schedule import FILE, Schedule
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError
-from jaxrl_llm.training.window import Window
 
 PROMPTS = [Prompt(i, (1, 2 + i), "test", str(i)) for i in range(17)]
 SIZE, SAMPLES, LONGEST = 3, 2, 12

@@ -11,10 +11,16 @@ import numpy as np
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.batch_metrics import kl_metrics
-from jaxrl_llm.training.experience import ScoreError, advantage_step, correction_step, penalize
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
-from jaxrl_llm.training.objective import LossError, per_token
-from jaxrl_llm.training.selection import Selected, selection_of
+from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.experience import (
+    ScoreError,
+    Selected,
+    advantage_step,
+    correction_step,
+    penalize,
+    selection_of,
+)
+from jaxrl_llm.training.objectives import LossError, per_token
 from jaxrl_llm.types import Batch
 
 

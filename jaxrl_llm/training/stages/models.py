@@ -15,11 +15,9 @@ from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.batch_metrics import check_agreement, check_difference
+from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
 from jaxrl_llm.training.load_model import LoadedModel
-from jaxrl_llm.training.moving_average import MovingAverage
-from jaxrl_llm.training.policy_teacher import AVERAGE, open_policy_teacher
 from jaxrl_llm.training.roles import Role, make_roles, old_logprob_step
 from jaxrl_llm.training.stages.reference import (
     REFERENCE,
@@ -30,8 +28,8 @@ from jaxrl_llm.training.stages.reference import (
     make_reference,
     start_of,
 )
-from jaxrl_llm.training.teacher_model import TeacherModel
-from jaxrl_llm.training.update import TrainState
+from jaxrl_llm.training.teachers import AVERAGE, TeacherModel, open_policy_teacher
+from jaxrl_llm.training.update import MovingAverage, TrainState
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import ROUTES, Batch
 

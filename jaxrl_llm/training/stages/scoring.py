@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.scoring import Scoring, make_scoring
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.chains import has_chains
+from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.experience import (
     ScoreError,
     add_to_scores,
@@ -27,7 +27,7 @@ from jaxrl_llm.training.experience import (
     with_scores,
     without_rows,
 )
-from jaxrl_llm.training.load_functions import AlgorithmFunctions
+from jaxrl_llm.training.microbatches import has_chains
 from jaxrl_llm.training.reward_model import RewardModel, open_reward_model
 from jaxrl_llm.training.stages.rollout import RolloutStage
 from jaxrl_llm.types import Batch

@@ -11,30 +11,297 @@ others. What is in flight then is plain data: the engine is empty.
 """
 
 import functools
+import json
+import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import RolloutConfig
 from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
-from jaxrl_llm.rollout.episode import NOT_DRAWN
+from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
 from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.batch_metrics import scoring_counts
-from jaxrl_llm.training.groups import Group, GroupScores, episodes_of, scores_of
-from jaxrl_llm.training.schedule import NODES, OWN, TRAINERS, WHOLE, Row, Schedule
 from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
 from jaxrl_llm.training.stages.scoring import ScoringStage
 from jaxrl_llm.training.update import TrainingError
+
+StartScoring = Callable[[Rollouts, Clock], Future[list[Score]]]
+
+
+@dataclass(eq=False)
+class Group:
+    """The answers to one prompt, from their beginning to the step that trains on them.
+
+    Attributes:
+        ordinal: of the group, from 0, in the order of the prompts.
+        states: of the answers [G].
+        scores: of the answers; None until all are whole.
+        kept: whether the group filter has kept it.
+    """
+
+    ordinal: int
+    states: list[EpisodeState]
+    scores: Future[list[Score]] | None = None
+    kept: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all its answers have ended."""
+        return all(state.episode is not None for state in self.states)
+
+    def result(self) -> list[Score]:
+        """Wait for its scores."""
+        assert self.scores is not None  # of a group that is whole
+        return self.scores.result()
+
+
+def episodes_of(groups: Sequence[Group]) -> list[Episode]:
+    """Return the episodes of groups that are whole."""
+    episodes = [state.episode for group in groups for state in group.states]
+    return [episode for episode in episodes if episode is not None]
+
+
+def scores_of(groups: Sequence[Group]) -> list[Score]:
+    """Wait for the scores of groups."""
+    return [score for group in groups for score in group.result()]
+
+
+class GroupScores:
+    """Scores groups that are whole: those that come while others are scored, together after them.
+
+    Args:
+        start: (rollouts, clock) -> their scores, as soon as they are known.
+        gather: states that are whole -> answers.
+    """
+
+    def __init__(
+        self, start: StartScoring, gather: Callable[[Sequence[EpisodeState]], Rollouts]
+    ) -> None:
+        """Score nothing yet."""
+        self._start, self._gather = start, gather
+        self._waiting: list[Group] = []
+        self._is_busy, self._lock = False, threading.Lock()
+
+    def add(self, groups: Sequence[Group], clock: Clock) -> None:
+        """Score those of some groups that are whole, and have no scores yet; from any thread."""
+        with self._lock:
+            new = [group for group in groups if group.scores is None and group.is_whole]
+            for group in new:
+                group.scores = Future()
+            self._waiting += new
+        self._begin(clock)
+
+    def _begin(self, clock: Clock) -> None:
+        with self._lock:
+            if self._is_busy or not self._waiting:
+                return
+            groups, self._waiting, self._is_busy = self._waiting, [], True
+        states = [state for group in groups for state in group.states]
+        try:
+            scores = self._start(self._gather(states), clock)
+        except BaseException as error:
+            scores = Future[list[Score]]()
+            scores.set_exception(error)
+        scores.add_done_callback(lambda done: self._give(groups, done, clock))
+
+    def _give(self, groups: Sequence[Group], done: Future[list[Score]], clock: Clock) -> None:
+        """Give groups their scores, and go on with those that came meanwhile."""
+        first = 0
+        for group in groups:
+            assert group.scores is not None  # `add` makes it
+            if done.cancelled():
+                group.scores.cancel()
+            elif error := done.exception():
+                group.scores.set_exception(error)
+            else:
+                group.scores.set_result(done.result()[first : first + len(group.states)])
+            first += len(group.states)
+        with self._lock:
+            self._is_busy = False
+        self._begin(clock)
+
+
+# A run's schedule: how far each answer in flight had come when new weights were pushed.
+
+
+log = logging.getLogger(__name__)
+
+WHOLE = -1
+"""Stands for the tokens of an answer that is whole."""
+
+TRAINERS, OWN, NODES = "on the trainer's devices", "on devices of its own", "on nodes"
+"""Where an engine is. One on nodes draws what its messages leave it time for."""
+
+FILE = "schedule.jsonl"
+"""A run's own schedule, in its folder."""
+
+
+class Row(NamedTuple):
+    """Where the answers stood at a push.
+
+    Attributes:
+        step: whose update made the weights.
+        engine: `TRAINERS` or `OWN` devices, or `NODES`.
+        turns: that it took while the step was trained, on devices of its own.
+        slots: sequences that it ran at once.
+        drawn: tokens of each answer of each group that is begun and not trained, by the group's
+            ordinal; `WHOLE` where it is whole.
+    """
+
+    step: int
+    engine: str
+    turns: int
+    slots: int
+    drawn: Mapping[int, list[int]]
+
+    def as_json(self) -> str:
+        """Return a line of the file."""
+        return json.dumps(self._asdict(), separators=(",", ":"))
+
+    @classmethod
+    def of_json(cls, line: str) -> "Row":
+        """Read a line of the file."""
+        row = json.loads(line)
+        return cls(**{**row, "drawn": {int(k): drawn for k, drawn in row["drawn"].items()}})
+
+
+class Schedule:
+    """Writes the schedule of a run, and gives the rows that it has to follow.
+
+    Args:
+        folder: of the run; None: nothing is written.
+        slots: sequences that the engine runs at once.
+        done: steps that the run has taken; rows after them are of a run that was killed.
+        replayed: file of the schedule to follow at every step; None: follow what was killed.
+        repeats: whether the engine draws the same tokens again. If not, nothing is followed.
+
+    Raises:
+        ConfigError: `replayed` can't be read.
+
+    Attributes:
+        slots: sequences that the engine runs at once.
+        replays: whether a schedule is replayed.
+    """
+
+    def __init__(
+        self, folder: Path | None, *, slots: int, done: int, replayed: str | None, repeats: bool
+    ) -> None:
+        """Drop the rows after the steps that are done from the file."""
+        self.slots, self.replays = slots, replayed is not None
+        self._path = folder and folder / FILE
+        rows = _read(self._path) if self._path is not None and self._path.exists() else {}
+        if replayed is not None:
+            self._followed = _read(Path(replayed), key="rollout.schedule: ")
+        else:  # at no step done, the rows are of a run that was begun with another config, maybe
+            later = {step: row for step, row in rows.items() if step > done}
+            self._followed = later if done and repeats else {}
+        if self._path is not None:
+            kept = "".join(f"{row.as_json()}\n" for step, row in rows.items() if step <= done)
+            new = self._path.with_suffix(".new")
+            new.write_text(kept)
+            new.replace(self._path)
+
+    def row(self, step: int) -> Row | None:
+        """Return the row that a step has to follow; None: it is free.
+
+        Raises:
+            TrainingError: the schedule that is replayed has none.
+        """
+        row = self._followed.get(step)
+        if row is None and self.replays:
+            raise TrainingError(
+                f"rollout.schedule has no row of step {step}, expected one: its last is of step "
+                f"{max(self._followed, default=0)}"
+            )
+        return row
+
+    def record(self, row: Row) -> None:
+        """Write a row, which is on disk then.
+
+        Raises:
+            TrainingError: the step has not come to the row that is replayed.
+        """
+        followed = self._followed.get(row.step)
+        if followed is not None and followed.drawn != row.drawn and not self.replays:
+            log.warning("the config has changed: the run goes on otherwise than it was killed")
+            self._followed = {}
+        elif followed is not None and followed.drawn != row.drawn:
+            number = next(
+                n
+                for n in sorted({*row.drawn, *followed.drawn})
+                if row.drawn.get(n) != followed.drawn.get(n)
+            )
+            raise TrainingError(
+                f"step {row.step} does not follow the schedule: the answers of group {number} have "
+                f"{row.drawn.get(number)} tokens, expected {followed.drawn.get(number)}. It was "
+                "recorded with another config, data, model or version"
+            )
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(f"{row.as_json()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def open_schedule(config: RolloutConfig, folder: Path, done: int) -> Schedule:
+    """Return the schedule of a run.
+
+    Args:
+        config: how it samples.
+        folder: of the run.
+        done: steps that it has taken.
+
+    Raises:
+        ConfigError: the schedule to replay can't be read.
+    """
+    # of several processes, which take the same turns by themselves, only the first has the rows
+    repeats = config.engine == "native" and config.at_push != "keep"
+    repeats &= distributed.process_count() == 1
+    repeats &= config.order == "lockstep" or not config.has_episodes
+    return Schedule(
+        folder if config.staleness and distributed.is_first() else None,
+        slots=config.max_running_sequences,
+        done=done,
+        replayed=config.schedule,
+        repeats=repeats,
+    )
+
+
+def _read(path: Path, *, key: str = "") -> dict[int, Row]:
+    """Read the rows of a file, by step; the last line may have been cut off by the run's end.
+
+    A message begins with the key that has named it.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        rows: list[Any] = [Row.of_json(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{key}{path} is no schedule of a run ({FILE}): {error}") from error
+    return {row.step: row for row in rows}
+
+
+# The in-order window: which prompts are sampled, and which answers a step trains on.
+
 
 Metrics = dict[str, float]
 

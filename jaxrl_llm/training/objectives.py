@@ -11,10 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxrl_llm.algorithms.distillation import DivergenceStats
 from jaxrl_llm.algorithms.losses import TokenLoss
+from jaxrl_llm.algorithms.preferences import PairLoss
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.models.arrays import Params
@@ -23,10 +24,11 @@ from jaxrl_llm.training.distillation import Distillation
 from jaxrl_llm.training.forward import (
     ForwardConfig,
     hidden_states,
+    token_scores_from_hidden,
     token_stats_from_hidden,
     values_from_hidden,
 )
-from jaxrl_llm.training.microbatches import Fields, MicroBatch
+from jaxrl_llm.training.microbatches import MEANS, Fields, MicroBatch
 
 COEFS = {"kl_coef": 0.0, "entropy_coef": 0.0, "distillation_coef": 0.0}
 """The coefficients of a loss's terms; a compiled update takes any."""
@@ -245,3 +247,189 @@ def per_token(
 
 
 ONE_OF = {"loss": "loss", "reduce": "weight"}
+
+
+# What an update on preferences minimises: a loss of pairs, or of answers with a label.
+
+
+SUMS = frozenset({"chosen_logps", "rejected_logps", "logps"})
+LENGTHS = frozenset({"chosen_lengths", "rejected_lengths", "lengths"})
+SCORES = frozenset({"chosen_scores", "rejected_scores", "scores"})
+OF_REFERENCE = frozenset({"ref_chosen_logps", "ref_rejected_logps", "ref_logps"})
+OF_ROWS = frozenset({"margins", "labels"})
+OF_MINIBATCH = frozenset({"kl_baseline"})
+ANSWER_FIELDS = SUMS | LENGTHS | SCORES | OF_REFERENCE | OF_ROWS | OF_MINIBATCH
+"""What a loss of pairs or of answers with a label may ask for, [P] each."""
+
+OF_LABELLED = frozenset({"logps", "lengths", "scores", "ref_logps", "labels", "kl_baseline"})
+"""Those of answers with a label; the others are of pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceObjective:
+    """The mean over pairs, or over answers with a label, of a loss that asks for fields [P].
+
+    The mean is over the whole mini-batch: `weights` [P W] add up to one share for each sequence.
+
+    Attributes:
+        loss: asks for `ANSWER_FIELDS`, returns PairLoss or an array [P].
+    """
+
+    loss: Callable[..., Any]
+
+    def asks_for(self) -> set[str]:
+        """Return the fields that the batch must hold."""
+        names = set(asks_for(self.loss))
+        is_of_pairs = not names <= OF_LABELLED
+        given = names & (OF_REFERENCE | OF_ROWS | OF_MINIBATCH)
+        return given | ({"second_start"} if is_of_pairs else set())
+
+    def __call__(
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
+    ) -> tuple[Float32[Array, ""], Fields]:
+        """Return a micro-batch's part of the loss, and its parts of the metrics."""
+        hidden, router = hidden_states(params, micro.rows, model, mesh)
+        names, mask = set(asks_for(self.loss)), micro.fields["mask"]
+        fields = dict(micro.fields)
+        if names & SUMS:
+            stats = token_stats_from_hidden(params, hidden, micro.rows, model, mesh)
+            logprobs = jnp.where(mask, stats.logprobs, 0.0)
+            fields |= split_sums(logprobs, fields, ("chosen_logps", "rejected_logps"), "logps")
+        if names & LENGTHS:
+            on = mask.astype(jnp.int32)
+            fields |= split_sums(on, fields, ("chosen_lengths", "rejected_lengths"), "lengths")
+        if names & SCORES:
+            fields |= _scores(params, hidden, micro, model)
+        result = as_pair_loss(call(self.loss, fields), self.loss, mask.shape[:1])
+        weights = micro.fields["weights"].sum(axis=1)
+        loss = _total(result.loss, weights)
+        metrics: Fields = {"pg_loss": loss, MEANS: {}}
+        for name, shown in result.diagnostics.items():
+            if isinstance(shown, tuple):
+                own = jnp.where(shown[1], weights, 0.0)
+                metrics[MEANS][name] = _total(shown[0], own), jnp.sum(own)
+            else:
+                metrics[name] = _total(shown, weights)
+        loss, routed = with_balance(loss, router, coefs)
+        return loss, metrics | routed | {"loss": loss}
+
+
+def split_sums(
+    values: Any, fields: Fields, of_pair: tuple[str, str], of_one: str
+) -> dict[str, Any]:
+    """Add values [P W] up over each answer, by the names of the sums [P]."""
+    if "second_start" not in fields:
+        return {of_one: values.sum(axis=1)}
+    steps = jnp.arange(values.shape[1])
+    is_second: Bool[Array, "P W"] = steps >= fields["second_start"][:, None]
+    sums = (jnp.where(is_it, values, 0).sum(axis=1) for is_it in (~is_second, is_second))
+    return dict(zip(of_pair, sums, strict=True))
+
+
+def as_pair_loss(result: Any, function: Callable[..., Any], shape: tuple[int, ...]) -> PairLoss:
+    """Check what a loss of preferences returned: PairLoss, or an array [P] without diagnostics.
+
+    Raises:
+        LossError: for anything else, and for a wrong shape or dtype.
+    """
+    loss = result if isinstance(result, PairLoss) else PairLoss(result, {})
+    for name, given in {"loss": loss.loss, **loss.diagnostics}.items():
+        value = given[0] if isinstance(given, tuple) else given
+        is_array = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+        if not is_array or value.shape != shape:
+            got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
+            raise LossError(
+                f"loss {name_of(function)!r} returned {got} as {name!r}; expected a floating-point "
+                f"array [P], here {list(shape)}: one number for each pair or answer"
+            )
+    return loss
+
+
+def _scores(params: Params, hidden: Any, micro: MicroBatch, model: ForwardConfig) -> Fields:
+    """Return a reward model's scores of each answer."""
+    row, start, size = map(jnp.asarray, micro.rows.places)
+    counts = micro.fields["weights"].sum(axis=1) > 0
+
+    def score(start: Array, size: Array) -> Array:
+        scores = model.model.sequence_scores(params, hidden, row, start, size)
+        return jnp.where(counts, scores, 0.0)  # a loss may have no gradient in padding
+
+    if "second_start" not in micro.fields:
+        return {"scores": score(start, size)}
+    second = micro.fields["second_start"]
+    return {
+        "chosen_scores": score(start, second),
+        "rejected_scores": score(start + second, size - second),
+    }
+
+
+def _total(values: Array, weights: Array) -> Float32[Array, ""]:
+    return jnp.sum(weights * jnp.where(weights > 0, values, 0.0))
+
+
+# What an update of a process reward model minimises: a loss of each step of an answer.
+
+
+LOGITS = "step_logits"
+OF_STEPS = frozenset({LOGITS, "step_labels"})
+"""What a loss of steps may ask for, [P W] each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepObjective:
+    """The mean over all steps of a mini-batch of a loss that asks for `OF_STEPS`.
+
+    `mask` is true on the last token of each step, `weights` add up to 1 over the mini-batch, and
+    so does `answer_share` [P].
+
+    Attributes:
+        loss: returns TokenLoss or an array [P W].
+    """
+
+    loss: Callable[..., Any]
+
+    def asks_for(self) -> set[str]:
+        """Return the fields that the batch must hold."""
+        return (set(asks_for(self.loss)) - {LOGITS}) | {"step_labels", "answer_share"}
+
+    def __call__(
+        self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
+    ) -> tuple[Float32[Array, ""], Fields]:
+        """Return a micro-batch's part of the loss, and its parts of the metrics."""
+        mask, weights = micro.fields["mask"], micro.fields["weights"]
+        hidden, router = hidden_states(params, micro.rows, model, mesh)
+        z = jnp.where(mask, token_scores_from_hidden(params, hidden, micro.rows, model), 0.0)
+        result = as_token_loss(call(self.loss, micro.fields | {LOGITS: z}), self.loss, mask.shape)
+
+        right_steps, right_answers = step_correctness(z, micro.fields["step_labels"], mask)
+        loss = weighted_total(result.loss, weights, mask)
+        shown = result.diagnostics | {"accuracy/steps": right_steps.astype(jnp.float32)}
+        metrics = {name: weighted_total(x, weights, mask) for name, x in shown.items()}
+        metrics |= {"pg_loss": loss}
+        metrics["accuracy/answers"] = jnp.sum(micro.fields["answer_share"] * right_answers)
+        loss, routed = with_balance(loss, router, coefs)
+        return loss, metrics | routed | {"loss": loss}
+
+
+def step_correctness(
+    logits: Float[Array, "P W"], labels: Float[Array, "P W"], mask: Bool[Array, "P W"]
+) -> tuple[Bool[Array, "P W"], Bool[Array, " P"]]:
+    """Return where a step is judged as its label says, and in which answers the first wrong one is.
+
+    A step is judged right where its logit is above 0, and is right where its label is above 1/2.
+    An answer without a wrong step counts where none is found, as in ProcessBench
+    (https://arxiv.org/abs/2412.06559).
+
+    >>> labels, mask = jnp.array([[1.0, 0.0, 0.0]]), jnp.ones((1, 3), bool)
+    >>> steps, answers = step_correctness(jnp.array([[2.0, -1.0, 3.0]]), labels, mask)
+    >>> steps.tolist(), answers.tolist()
+    ([[True, True, False]], [True])
+    """
+    judged, wrong = (mask & ~is_right for is_right in (logits > 0, labels > 0.5))
+    first, expected = (_first(x) for x in (judged, wrong))
+    return judged == wrong, first == expected
+
+
+def _first(marks: Bool[Array, "P W"]) -> Array:
+    """Return the first place that is marked; one past the last where none is."""
+    return jnp.where(marks.any(axis=1), jnp.argmax(marks, axis=1), marks.shape[1])

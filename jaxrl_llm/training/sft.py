@@ -41,16 +41,14 @@ from jaxrl_llm.runs.summary import closing_lines
 from jaxrl_llm.runs.together import check_same_data, ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.check_functions import check_divergence
+from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.layouts import all_devices, open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_functions import find_divergence
 from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
 from jaxrl_llm.training.microbatches import Fields
-from jaxrl_llm.training.objective import COEFS, PolicyObjective
+from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
-from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.teacher_model import open_teacher_model
-from jaxrl_llm.training.update import Learner, TrainState, check_skipped
+from jaxrl_llm.training.teachers import open_teacher_model
+from jaxrl_llm.training.update import Learner, TrainState, check_skipped, router_hooks
 from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,21 @@ import numpy as np
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.compiler_options import Task, compiler_options
-from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import asks_for
+from jaxrl_llm.config import functions
+from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.fields import asks_for, check_fields
+from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.programs import PreferConfig
+from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.generated import prepare_files
+from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import (
     Preference,
     preference_batch,
     rotate_answers,
+    tokenize_preferences,
 )
+from jaxrl_llm.data.rows import Row, load_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model, decoder_spec, model_of
@@ -45,10 +51,11 @@ from jaxrl_llm.runs.resume import (
     resume_run,
 )
 from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import ending_together, join
+from jaxrl_llm.runs.together import check_same_data, ending_together, join
 from jaxrl_llm.runs.watchdog import Watchdog
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.inference import Inference, logprob_pass
 from jaxrl_llm.training.layouts import all_devices, open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
     LoadedModel,
@@ -59,20 +66,241 @@ from jaxrl_llm.training.load_model import (
     open_step_scorer,
 )
 from jaxrl_llm.training.microbatches import BucketPrograms, finished_metrics
-from jaxrl_llm.training.objective import COEFS
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
-from jaxrl_llm.training.preference_data import (
-    PreferenceData,
-    load_preference_loss,
-    read_preference_rows,
-    tokenize_preference_rows,
+from jaxrl_llm.training.objectives import (
+    ANSWER_FIELDS,
+    COEFS,
+    LOGITS,
+    OF_LABELLED,
+    OF_REFERENCE,
+    OF_ROWS,
+    OF_STEPS,
+    SCORES,
+    PreferenceObjective,
+    StepObjective,
+    split_sums,
 )
-from jaxrl_llm.training.preference_objective import OF_REFERENCE, SCORES, PreferenceObjective
-from jaxrl_llm.training.reference import Reference, open_reference
-from jaxrl_llm.training.router import router_hooks
-from jaxrl_llm.training.step_objective import LOGITS, StepObjective
-from jaxrl_llm.training.update import Learner, TrainState, check_skipped
+from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.update import Learner, TrainState, check_skipped, router_hooks
 from jaxrl_llm.types import Batch
+
+PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceData:
+    """The tokenized rows of a run.
+
+    Attributes:
+        train: to learn from.
+        validation: held out; may be empty.
+        width: tokens of the longest row, two answers with their prompts for a pair.
+        max_tokens: of one answer with its prompt.
+    """
+
+    train: list[Preference]
+    validation: list[Preference]
+    width: int
+    max_tokens: int
+
+
+def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
+    """Return the loss that a config names.
+
+    Raises:
+        ConfigError: there is no such function, or it asks for a field that there is not.
+    """
+    loss = load_function(config.loss, functions.PREFERENCES, passed=None, key="loss")
+    check_fields(loss, "loss", available=ANSWER_FIELDS | OF_STEPS)
+    names = set(asks_for(loss))
+    kinds_of = {PAIRS: ANSWER_FIELDS - OF_LABELLED, LABELLED: OF_LABELLED, STEPS: OF_STEPS}
+    asked = [
+        f"{sorted(names & fields)} of {kind}" for kind, fields in kinds_of.items() if names & fields
+    ]
+    if len(asked) > 1:
+        raise ConfigError(
+            f"loss: {config.loss.fn} asks for {' and for '.join(asked)}; a run has one kind"
+        )
+    if names & (SCORES | {LOGITS}) and (config.model.lora or config.model.adapter):
+        raise ConfigError(
+            f"loss: {config.loss.fn} trains a reward model, whose head an adapter can't hold: "
+            "remove model.lora and model.adapter"
+        )
+    return loss
+
+
+@activity("reading the data")
+def read_preference_rows(config: PreferConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Read the rows of a run, to train and to validate on.
+
+    Raises:
+        ConfigError: they can't be read.
+    """
+
+    def read(key: str, paths: Sequence[str]) -> Sequence[Row]:
+        with config_errors_at(key):
+            return load_rows(config.data.dataset, paths, normalize=normalize_preference_row)
+
+    held_out = config.data.validation
+    return (
+        read("data.train", config.data.train),
+        read("data.validation", held_out) if held_out else [],
+    )
+
+
+@activity("tokenizing the answers")
+def tokenize_preference_rows(
+    config: PreferConfig,
+    loss: Callable[..., Any],
+    rows: tuple[Sequence[Row], Sequence[Row]],
+    vocab_size: int,
+) -> PreferenceData:
+    """Tokenize the rows of a run.
+
+    Args:
+        config: of the run.
+        loss: that it names.
+        rows: to train and to validate on.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: they don't fit, or the loss asks for what they have not.
+    """
+    with config_errors_at("model.path"):
+        tokenizer = load_tokenizer(config.model.path)
+
+    def tokenized(key: str, rows: Sequence[Row]) -> list[Preference]:
+        with config_errors_at(key):
+            items, _ = tokenize_preferences(
+                rows,
+                tokenizer,
+                max_tokens=config.data.max_tokens,
+                filter_overlong=config.data.filter_overlong,
+                template_kwargs=config.data.chat_template_kwargs,
+                step_separator=config.data.step_separator,
+                vocab_size=vocab_size,
+            )
+        check_same_data(key, (item.tokens for item in items))
+        check_rows(items[0], loss, f"{key}: loss {config.loss.fn!r}")
+        return items
+
+    train = tokenized("data.train", rows[0])
+    held_out = tokenized("data.validation", rows[1]) if config.data.validation else []
+    count = 2 if train[0].is_pair else 1
+    most = config.data.max_tokens
+    return PreferenceData(train=train, validation=held_out, width=count * most, max_tokens=most)
+
+
+def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
+    """Raise ConfigError unless rows like this one have what a loss asks for."""
+    names = set(asks_for(loss))
+    expected = STEPS if names & OF_STEPS else PAIRS if names - OF_LABELLED else LABELLED
+    got = STEPS if item.step_ends else PAIRS if item.is_pair else LABELLED
+    if got != expected:
+        raise ConfigError(f"{where} is of {expected}, but the rows are {got}")
+    for name in sorted(names & OF_ROWS - set(item.columns)):
+        raise ConfigError(f"{where} asks for {name!r}, but the rows have no such column")
+
+
+# The policy that preferences are measured against: the model as its run begins, or another one.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A reference policy.
+
+    Attributes:
+        params: of the reference; where the policy is an adapter, of that adapter as it began.
+        infer: (params, batch) -> log-probs of its tokens.
+        policy: the same pass of the policy that learns.
+    """
+
+    params: Params
+    infer: Inference
+    policy: Inference
+
+    def annotate(
+        self,
+        items: Sequence[Preference],
+        *,
+        width: int,
+        size: int,
+        tell: Callable[[int], None] = lambda rows: None,
+    ) -> list[Preference]:
+        """Return preferences with the log-probs of their answers.
+
+        Args:
+            items: without them.
+            width: of a batch, in tokens.
+            size: of a batch, in rows.
+            tell: is told how many rows are done, after each batch.
+        """
+        annotated = []
+        for first in range(0, len(items), size):
+            some = list(items[first : first + size])
+            sums = answer_sums(self.infer, self.params, preference_batch(some, width))
+            for index, item in enumerate(some):
+                known = {f"ref_{name}": float(values[index]) for name, values in sums.items()}
+                columns = {**item.columns, **known}
+                annotated.append(dataclasses.replace(item, columns=columns))
+            tell(len(some))
+        return annotated
+
+    def kl_baseline(self, params: Params, rotated: Batch) -> float:
+        """Return KTO's z₀ in nats: the mean log-ratio of answers to other prompts, at least 0.
+
+        KTO (https://arxiv.org/abs/2402.01306, section 4.1).
+
+        Args:
+            params: of the policy that learns.
+            rotated: the mini-batch, with the answers of other rows.
+        """
+        policy = answer_sums(self.policy, params, rotated)["logps"]
+        reference = answer_sums(self.infer, self.params, rotated)["logps"]
+        return max(0.0, float(np.mean(policy - reference)))
+
+
+def answer_sums(infer: Inference, params: Params, batch: Batch) -> dict[str, np.ndarray]:
+    """Return the sums of log-probs of each answer [P], by the names that losses ask for."""
+    logprobs = np.where(batch["mask"], infer(params, batch)["logprobs"], 0.0)
+    sums = split_sums(logprobs, dict(batch.fields), ("chosen_logps", "rejected_logps"), "logps")
+    return {name: np.asarray(values, np.float32) for name, values in sums.items()}
+
+
+def open_reference(
+    config: PreferConfig, model: LoadedModel, learner: Learner, layout: Layout
+) -> Reference:
+    """Take the model as it was loaded for the reference, or load the one that the config names.
+
+    Args:
+        config: of the run.
+        model: as it was loaded, before any update.
+        learner: of the policy.
+        layout: of the policy.
+
+    Raises:
+        ConfigError: the reference can't be loaded, or knows other tokens.
+    """
+    shape, mesh = learner.shape, learner.mesh
+    policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
+    if config.reference is None:
+        return Reference(params=model.params, infer=policy, policy=policy)  # updates have a copy
+    with config_errors_at("reference"):
+        alone = dataclasses.replace(
+            config.model, path=config.reference, lora=None, adapter=None, random_init=False
+        )
+        other = open_model(alone, layout, seed=config.seed).for_length(config.data.max_tokens)
+        if other.model.vocab_size != model.model.vocab_size:
+            raise ValueError(
+                f"{config.reference} has vocab_size={other.model.vocab_size}, expected the "
+                f"policy's {model.model.vocab_size}"
+            )
+    forward = forward_config(alone, other.model, layout).over(shape)
+    infer = logprob_pass(forward, shape, mesh, ("logprobs",))
+    return Reference(params=other.params, infer=infer, policy=policy)
+
+
+# Training on preferences: the update of RL with a loss of pairs or of labelled answers.
+
 
 logger = logging.getLogger(__name__)  # `log` is the run's
 

@@ -1,0 +1,1115 @@
+"""The functions that a config names, bound to a run: found, checked, and what follows from them.
+
+What a function asks for by parameter name decides which models a run has: a critic where one asks
+for `values`, a reference where one asks for `ref_logprobs`, and so on. Every function is tried on
+the shapes of a batch before a model is loaded.
+"""
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.config import functions
+from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.fields import (
+    FIELDS,
+    Stage,
+    asks_for,
+    call,
+    check_fields,
+    fields_at,
+    fields_of_model,
+    name_of,
+)
+from jaxrl_llm.config.functions import (
+    CORRECTIONS,
+    DATASETS,
+    LOSSES,
+    PAIRS,
+    PREPARATIONS,
+    SHAPING,
+    VALUES,
+    FunctionSpec,
+    described_failure,
+    find_function,
+    load_function,
+    signature_of,
+)
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import (
+    AlgorithmConfig,
+    CriticConfig,
+    ImplicitRewardModelConfig,
+    OptimConfig,
+    TeacherConfig,
+)
+from jaxrl_llm.data.teacher_prompts import TOLD
+from jaxrl_llm.monitoring.trackers.loading import check_trackers
+from jaxrl_llm.rewards.scoring import check_scoring
+from jaxrl_llm.rollout.load_agent import check_episode_functions
+from jaxrl_llm.rollout.precision import is_low_precision
+from jaxrl_llm.rollout.vllm.environment import find_python
+from jaxrl_llm.training.distillation import OF_TOP, Distillation
+from jaxrl_llm.training.experience import (
+    ScoreError,
+    check_pairs,
+    check_per_answer,
+    compute_advantages,
+    correction_weights,
+)
+from jaxrl_llm.training.layouts import longest_teacher_sequence
+from jaxrl_llm.training.objectives import (
+    ANSWER_FIELDS,
+    LENGTHS,
+    OF_LABELLED,
+    OF_REFERENCE,
+    SCORES,
+    PolicyObjective,
+    PreferenceObjective,
+    ValueObjective,
+    as_pair_loss,
+    as_token_loss,
+    per_token,
+)
+from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.stages.algorithm import checked_controller
+
+Function = Callable[..., Any]
+
+
+class AdvantageSum:
+    """The advantage function Σ w_i · A_i, which asks for all that its terms ask for.
+
+    A term that gives advantages and returns gives the sum its returns; one may.
+
+    Args:
+        terms: functions, each with its weight.
+
+    Attributes:
+        terms: the same.
+    """
+
+    def __init__(self, terms: Sequence[tuple[Function, float]]) -> None:
+        """Take the fields of all terms as parameters."""
+        self.terms = tuple(terms)
+        names = dict.fromkeys(name for function, _ in terms for name in asks_for(function))
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        self.__name__ = " + ".join(
+            name_of(function) if weight == 1 else f"{weight:g} {name_of(function)}"
+            for function, weight in terms
+        )
+
+    def __call__(self, *values: Any) -> Any:
+        """Return the advantages [B] or [B T], or a pair of these and the returns.
+
+        Raises:
+            ValueError: two terms have returns.
+        """
+        fields = dict(zip(inspect.signature(self).parameters, values, strict=True))
+        parts, returns = [], []
+        for function, weight in self.terms:
+            result = call(function, fields)
+            advantages, *rest = result if isinstance(result, tuple) else (result,)
+            parts.append(weight * advantages)
+            returns += rest
+        if len(returns) > 1:
+            raise ValueError(
+                f"{self.__name__}: {len(returns)} of the terms have returns for a critic, "
+                "expected one at most"
+            )
+        per_token = any(part.ndim == 2 for part in parts)
+        spread = [part[:, None] if per_token and part.ndim == 1 else part for part in parts]
+        total = functools.reduce(lambda a, b: a + b, spread)
+        return (total, *returns) if returns else total
+
+
+def terms_of(function: Function) -> tuple[Function, ...]:
+    """Return the terms of a sum, or the function itself."""
+    if isinstance(function, AdvantageSum):
+        return tuple(term for term, _ in function.terms)
+    return (function,)
+
+
+# Loading the functions that a config names, each checked against what its key gives it.
+
+
+PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
+"""What a loss of the pairs of a step may ask for, [P] each."""
+
+
+class UpdateSpec(NamedTuple):
+    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
+
+    objective: PolicyObjective | ValueObjective | PreferenceObjective
+    reduce: Function
+    optimizer: OptimizerOf
+    schedule: Callable[[int], Any]
+    max_skipped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFunctions:
+    """The functions of a step that see the whole batch, as the config names them.
+
+    Attributes:
+        advantage, kl, controller, group_filter, penalty, corrections, answer_filter, pairs: of the
+            keys of these names; there is no advantage where there are pairs.
+        select_covariant: produces `high_covariance`.
+        teacher_prompt: writes the prompt that a teacher reads.
+    """
+
+    advantage: Function | None
+    kl: Function | None
+    controller: Function
+    group_filter: Function | None
+    penalty: Function | None
+    corrections: tuple[Function, ...]
+    select_covariant: Function | None
+    answer_filter: Function | None
+    pairs: Function | None
+    teacher_prompt: Function | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmFunctions(BatchFunctions):
+    """The functions that a config names, checked against the dataflow by `resolve_functions`.
+
+    Attributes:
+        updates: of the actor, and of the critic and the reward model where something asks for
+            them, by name.
+        needs: every field that one of the functions asks for.
+    """
+
+    updates: Mapping[str, UpdateSpec]
+    needs: frozenset[str]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a function asks for the reference's log-probs."""
+        return bool(self.needs & fields_of_model("reference"))
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Return whether a function asks for what a teacher says of the answers."""
+        return bool(self.needs & fields_of_model("teacher"))
+
+    @property
+    def runs_teacher_in_update(self) -> bool:
+        """Return whether the actor's update runs the teacher, over the whole vocabulary."""
+        objective = self.updates["actor"].objective
+        is_policy = isinstance(objective, PolicyObjective)
+        distillation = objective.distillation if is_policy else None
+        return distillation is not None and not distillation.of_top
+
+    @property
+    def on_policy(self) -> bool:
+        """Return whether the update itself computes the old log-probs; see `is_on_policy`."""
+        objective = self.updates["actor"].objective
+        return isinstance(objective, PolicyObjective) and objective.on_policy
+
+    @property
+    def probes_only(self) -> bool:
+        """Return whether the actor's pass before its update only compares it with the engine.
+
+        It does where the update sees some of the answers, and nothing asks for what it computes.
+        """
+        selects = self.pairs is not None or self.answer_filter is not None
+        asked = self.needs & {"old_logprobs", "entropy", "sum_pi_squared"}
+        return selects and not asked and self.kl is None
+
+    @property
+    def learns_labels(self) -> bool:
+        """Return whether the reward model learns from scores as labels."""
+        update = self.updates.get("implicit_reward_model")
+        return update is not None and "raw_scores" in update.objective.asks_for()
+
+
+def find(
+    spec: FunctionSpec, home: str, key: str, stage: Stage, besides: Iterable[str] = ()
+) -> Function:
+    """Return a function that asks for fields.
+
+    Args:
+        spec: as a config names it.
+        home: the module of bare names.
+        key: its config key, for messages.
+        stage: at which it is called.
+        besides: fields that it is given besides those that exist then.
+    """
+    function = load_function(spec, home, passed=None, key=key)
+    check_fields(function, key, available=fields_at(stage).union(besides))
+    return function
+
+
+def find_pair_loss(spec: FunctionSpec) -> Function:
+    """Return the loss of the pairs that a step makes; a policy has no scores, and no labels."""
+    key = "algorithm.pair_loss"
+    function = load_function(spec, functions.PREFERENCES, passed=None, key=key)
+    check_fields(function, key, available=PAIR_FIELDS)
+    return function
+
+
+def fields_of_update(
+    objective: PolicyObjective | ValueObjective | PreferenceObjective,
+) -> set[str]:
+    """Return the fields of a step's batch that an update is made from."""
+    if isinstance(objective, PreferenceObjective):
+        return {"ref_logprobs"} if objective.asks_for() & OF_REFERENCE else set()
+    return objective.asks_for()
+
+
+def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
+    """Return the advantage function, or the weighted sum of several.
+
+    `weight` of a term is what it is multiplied by, unless the function has a keyword of this name.
+
+    Raises:
+        ConfigError: one can't be loaded, or a weight is no finite number.
+    """
+    key = "algorithm.advantage"
+    if isinstance(spec, FunctionSpec) and "weight" not in spec.kwargs:
+        return find(spec, functions.ADVANTAGES, key, Stage.INFERRED)
+    terms = []
+    for term in (spec,) if isinstance(spec, FunctionSpec) else spec:
+        weight, kwargs = 1.0, dict(term.kwargs)
+        function = find_function(term, functions.ADVANTAGES, key=key)
+        if "weight" not in signature_of(function).parameters:
+            weight = kwargs.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+            raise ConfigError(f"{key}.weight: got {weight!r}, expected a finite number")
+        bare = dataclasses.replace(term, kwargs=kwargs)
+        terms.append((find(bare, functions.ADVANTAGES, key, Stage.INFERRED), float(weight)))
+    return AdvantageSum(terms)
+
+
+def update_spec(
+    objective: PolicyObjective | ValueObjective | PreferenceObjective,
+    reduce: FunctionSpec,
+    section: str,
+    optim: OptimConfig,
+    optim_key: str = "optim",
+) -> UpdateSpec:
+    """Find the reduction and the optimizer of a model that is trained.
+
+    Args:
+        objective: what it minimises.
+        reduce: from a mask to weights.
+        section: of the config that names the reduction.
+        optim: its optimizer.
+        optim_key: the config key of `optim`.
+    """
+    key = f"{section}.reduce"
+    weigh = load_function(reduce, functions.REDUCTIONS, passed=None, key=key)
+    takes(weigh, ("mask",), key)
+    optimizer, schedule = make_optimizer(optim, optim_key)
+    return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
+
+
+def find_controller(spec: FunctionSpec) -> Function:
+    """Return the function that sets the KL coefficient after each step."""
+    key = "algorithm.kl_controller"
+    function = load_function(spec, functions.KLS, passed=None, key=key)
+    takes(function, ("coef", "observed_kl", "batch_size"), key)
+    return function
+
+
+def find_kl(config: AlgorithmConfig) -> Function | None:
+    """Return the KL estimator of the loss or of the reward, if there is one.
+
+    It is called before the advantages are known, with the old log-probs for the current ones.
+    """
+    name = "kl_loss" if config.kl_loss else "kl_reward"
+    spec = config.kl_loss or config.kl_reward
+    return spec and find(spec, functions.KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
+
+
+def find_covariance_selector(spec: FunctionSpec) -> Function:
+    """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
+    name = "algorithm.high_covariance"
+    function = load_function(spec, functions.LOSSES, passed=[*FIELDS, "key"], key=name)
+    check_fields(function, name, available=fields_at(Stage.UPDATING))
+    return function
+
+
+def find_teacher_prompt(spec: FunctionSpec) -> Function:
+    """Return the function that writes the prompt that a teacher reads."""
+    key = "teacher.prompt"
+    function = load_function(spec, functions.TEACHER_PROMPTS, passed=None, key=key)
+    check_fields(function, key, available=TOLD)
+    return function
+
+
+def find_divergence(spec: FunctionSpec, key: str) -> Function:
+    """Return a divergence of a student from its teacher."""
+    function = load_function(spec, functions.DIVERGENCES, passed=None, key=key)
+    takes(function, ("student_logprobs", "teacher_logprobs"), key)
+    return function
+
+
+def takes(function: Function, expected: tuple[str, ...], key: str) -> None:
+    """Raise ConfigError unless a function has as many positional parameters as it is given."""
+    names = asks_for(function)
+    if len(names) != len(expected):
+        raise ConfigError(
+            f"{key}: {name_of(function)} takes ({', '.join(names)}), "
+            f"expected ({', '.join(expected)})"
+        )
+
+
+# The functions that a config names, and what follows from their signatures.
+
+
+log = logging.getLogger(__name__)
+
+OF_PAIRS = FunctionSpec("sequence_mean_token_mean")
+"""How pairs are weighed: alike."""
+
+
+def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
+    """Return the functions that a config names, checked against the dataflow.
+
+    Raises:
+        ConfigError: there is no such function, it asks for what does not exist when it is called,
+            its keywords are out of range, or it does not return what is expected of it.
+    """
+    batch_functions = load_batch_functions(config)
+    policy = load_policy_objective(config, batch_functions)
+    updates, needs = load_updates(config, batch_functions, policy)
+    check_sections(config, updates)
+    is_of_tokens = isinstance(policy, PolicyObjective)
+    if is_of_tokens and is_on_policy(config, batch_functions, updates):
+        objective = dataclasses.replace(policy, on_policy=True)
+        updates["actor"] = updates["actor"]._replace(objective=objective)
+    check_producers(config, needs)
+    check_skipped_pass(config.algorithm, needs)
+    check_refresh(config, needs)
+    if is_of_tokens:
+        check_staleness(config, needs, policy)
+    check_teacher(config, needs)
+    check_distillation(config)
+    functions = AlgorithmFunctions(
+        **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
+    )
+    check_scores_are_used(config.algorithm, functions)
+    check_router_replay(config, functions)
+    check_functions(config, functions)
+    return functions
+
+
+def load_batch_functions(config: TrainConfig) -> BatchFunctions:
+    """Load the functions that see the whole batch."""
+    algorithm = config.algorithm
+    return BatchFunctions(
+        advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
+        kl=find_kl(algorithm),
+        controller=find_controller(algorithm.kl_controller),
+        group_filter=algorithm.group_filter
+        and find(algorithm.group_filter, SHAPING, "algorithm.group_filter", Stage.SCORED),
+        penalty=algorithm.penalty
+        and find(algorithm.penalty, SHAPING, "algorithm.penalty", Stage.SCORED),
+        corrections=tuple(
+            find(spec, CORRECTIONS, "algorithm.correction", Stage.ESTIMATED)
+            for spec in corrections(config)
+        ),
+        select_covariant=algorithm.high_covariance
+        and find_covariance_selector(algorithm.high_covariance),
+        answer_filter=algorithm.answer_filter
+        and find(algorithm.answer_filter, SHAPING, "algorithm.answer_filter", Stage.ESTIMATED),
+        pairs=algorithm.pairs and find(algorithm.pairs, PAIRS, "algorithm.pairs", Stage.SCORED),
+        teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
+    )
+
+
+def load_policy_objective(
+    config: TrainConfig, functions: BatchFunctions
+) -> PolicyObjective | PreferenceObjective:
+    """Load the policy's loss, of tokens or of pairs, and the divergence from its teacher."""
+    algorithm, distillation = config.algorithm, None
+    if algorithm.pair_loss is not None:
+        return PreferenceObjective(loss=find_pair_loss(algorithm.pair_loss))
+    if algorithm.distillation:
+        divergence = find_divergence(algorithm.distillation, "algorithm.distillation")
+        of_top = config.teacher.top_k is not None
+        distillation = Distillation(divergence=divergence, of_top=of_top)
+    return PolicyObjective(
+        loss=algorithm.loss and find(algorithm.loss, LOSSES, "algorithm.loss", Stage.SELECTED),
+        distillation=distillation,
+        kl=functions.kl if algorithm.kl_loss else None,
+        entropy=algorithm.entropy_coef != 0,
+        corrected=bool(functions.corrections),
+    )
+
+
+def load_updates(
+    config: TrainConfig,
+    functions: BatchFunctions,
+    policy: PolicyObjective | PreferenceObjective,
+) -> tuple[dict[str, UpdateSpec], frozenset[str]]:
+    """Return the update of every model that is trained, and the fields that functions ask for."""
+    reduce = OF_PAIRS if functions.pairs else config.algorithm.reduce
+    updates = {"actor": update_spec(policy, reduce, "algorithm", config.optim)}
+    needs = fields_of_update(policy) | (fields_of_batch_functions(functions) - {"logprobs"})
+    for _ in range(2):  # each may ask for the other
+        if "critic" not in updates and needs & fields_of_model("critic"):
+            updates["critic"] = load_critic_update(config.critic)
+            needs |= updates["critic"].objective.asks_for()
+        name = "implicit_reward_model"
+        if name not in updates and needs & fields_of_model(name):
+            updates[name] = load_reward_update(config.implicit_reward_model, functions.advantage)
+            needs |= updates[name].objective.asks_for()
+    return updates, frozenset(needs)
+
+
+def fields_of_batch_functions(functions: BatchFunctions) -> set[str]:
+    """Return the fields that functions of the whole batch ask for; the controller gets none."""
+    asking = [
+        functions.advantage,
+        functions.kl,
+        functions.group_filter,
+        functions.penalty,
+        functions.select_covariant,
+        functions.answer_filter,
+        functions.pairs,
+        *functions.corrections,
+    ]
+    return {name for function in asking if function for name in asks_for(function)}
+
+
+def load_critic_update(config: CriticConfig) -> UpdateSpec:
+    """Load the critic's loss."""
+    loss = find(config.loss, VALUES, "critic.loss", Stage.ESTIMATED)
+    objective = ValueObjective(loss=loss)
+    return update_spec(objective, config.reduce, "critic", config.optim, "critic.optim")
+
+
+def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function | None) -> UpdateSpec:
+    """Load the implicit reward model's loss; the advantage takes its rewards."""
+    name = "implicit_reward_model"
+    loss = find(config.loss, VALUES, f"{name}.loss", Stage.UPDATING)
+    check_betas(advantage, loss)
+    objective = PolicyObjective(loss=loss)
+    return update_spec(objective, config.reduce, name, config.optim, f"{name}.optim")
+
+
+def is_on_policy(
+    config: TrainConfig, functions: BatchFunctions, updates: Mapping[str, UpdateSpec]
+) -> bool:
+    """Tell whether a pass for the old log-probs would only repeat what the update computes.
+
+    That is so where a step is one update on all answers, and nothing but the policy's loss asks for
+    them.
+    """
+    batch, algorithm = config.batch, config.algorithm
+    once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
+        None,
+        batch.prompts_per_step,
+    )
+    before = [functions.advantage, functions.select_covariant, *functions.corrections]
+    asked = {name for function in before if function for name in asks_for(function)}
+    for name, update in updates.items():
+        asked |= update.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
+    return (
+        once
+        and functions.answer_filter is None
+        and not algorithm.use_rollout_logprobs
+        and algorithm.kl_reward is None
+        and config.critic.warmup_steps == 0
+        and not asked & {"old_logprobs", "entropy", "sum_pi_squared"}
+    )
+
+
+def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> None:
+    """Refuse the section of a model that no function asks for."""
+    defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
+    for name, default in defaults.items():
+        if name not in updates and getattr(config, name) != default:
+            fields = sorted(fields_of_model(name))
+            raise ConfigError(
+                f"{name} is set, but no function asks for {' or '.join(fields)}: "
+                "remove it, or name an advantage or a loss that does"
+            )
+
+
+def check_betas(advantage: Function | None, loss: Function) -> None:
+    """Refuse an advantage whose rewards are not those that the reward model learns."""
+    terms = () if advantage is None else terms_of(advantage)
+    own = {beta_of(term) for term in terms} - {None}
+    if len(own | {beta_of(loss)} - {None}) > 1:
+        raise ConfigError(
+            f"algorithm.advantage has beta={', '.join(map(str, own))}, "
+            "implicit_reward_model.loss has "
+            f"beta={beta_of(loss)}: the rewards are not those that the model learns; "
+            "give both the same"
+        )
+
+
+def corrections(config: TrainConfig) -> tuple[FunctionSpec, ...]:
+    """Return the off-policy corrections of a run.
+
+    vLLM, and an engine in low precision, compute otherwise than the trainer; and stale answers are
+    of older policies. A loss of pairs takes answers of any policy as they are.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.pairs is not None:
+        return ()
+    if algorithm.correction is not None:
+        return algorithm.correction
+    if algorithm.loss is None:
+        return ()
+    differs = rollout.engine == "vllm" or is_low_precision(rollout) or rollout.staleness > 0
+    if not differs or algorithm.use_rollout_logprobs:
+        return ()
+    if is_low_precision(rollout):
+        log.info("algorithm.correction is truncated_token: the engine is in low precision")
+    return (FunctionSpec("truncated_token"),)
+
+
+def beta_of(function: Function) -> float | None:
+    """Return a function's keyword `beta`, if it has one."""
+    parameter = inspect.signature(function).parameters.get("beta")
+    return parameter and parameter.default
+
+
+# What functions ask for, held against the keys of a config that produce or read it.
+
+
+def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Refuse fields that no key produces, and keys that produce what nothing asks for."""
+    producers = {
+        "high_covariance": ("algorithm.high_covariance", config.algorithm.high_covariance),
+        "score_components": ("reward.components", config.reward.components),
+    }
+    for field, (key, value) in producers.items():
+        if field in needs and not value:
+            raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
+        if value and field not in needs:
+            raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
+
+
+def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFunctions) -> None:
+    """Refuse keys that change scores and rewards where no function asks for them afterwards.
+
+    The group filter and the penalty are called before, and see the scores as they were.
+    """
+    later = functions.advantage, functions.answer_filter, functions.pairs, *functions.corrections
+    asked = {name for function in later if function for name in asks_for(function)}
+    asked = asked.union(*(update.objective.asks_for() for update in functions.updates.values()))
+    for name in ("penalty", "kl_reward"):
+        if getattr(algorithm, name) and not asked & {"scores", "rewards"}:
+            raise ConfigError(
+                f"algorithm.{name} changes the scores and rewards, but no function asks for "
+                "them afterwards: remove it, or name an advantage that does"
+            )
+
+
+def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
+    """Refuse to skip the pass for the old log-probs where a function needs what it computes."""
+    missing = sorted(needs & {"entropy", "sum_pi_squared"})
+    if algorithm.use_rollout_logprobs and missing:
+        raise ConfigError(
+            f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
+            "which a function asks for: set it to false"
+        )
+
+
+def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyObjective) -> None:
+    """Refuse what compares answers of several policies, and warn of a trust region around one.
+
+    A loss that asks for ages and the engine's log-probs weighs tokens of older policies by itself.
+    """
+    staleness = config.rollout.staleness
+    weighs = policy.asks_for() >= {"ages", "rollout_logprobs"}
+    if weighs and policy.corrected:
+        raise ConfigError(
+            "algorithm.loss asks for 'ages' and 'rollout_logprobs', so that algorithm.correction "
+            "would weigh tokens a second time: set algorithm.use_rollout_logprobs to true, which "
+            "also skips the pass for the old log-probs"
+        )
+    if staleness and "greedy_scores" in needs:
+        raise ConfigError(
+            f"rollout.staleness={staleness}, but a function asks for 'greedy_scores': greedy "
+            "answers of the newest policy are no baseline for answers of older ones"
+        )
+    if staleness and config.algorithm.use_rollout_logprobs and not weighs:
+        log.warning(
+            "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
+            "policies that are up to %d updates old (docs/async.md)",
+            *(staleness, staleness),
+        )
+
+
+def check_router_replay(config: TrainConfig, functions: AlgorithmFunctions) -> None:
+    """Refuse to replay choices of experts that nothing has recorded, or that an update can't."""
+    replay, key = config.model.router_replay, f"model.router_replay={config.model.router_replay}"
+    if replay == "none":
+        return
+    if config.algorithm.pairs is not None:
+        raise ConfigError(f"{key}, but algorithm.pairs takes answers of any policy: remove it")
+    if replay == "rollout" and config.rollout.engine == "vllm":
+        raise ConfigError(
+            f"{key}, but rollout.engine=vllm: only the native engine says which experts it has "
+            "chosen; set rollout.engine to native, or replay old_policy"
+        )
+    if replay == "rollout":
+        return
+    if functions.on_policy:
+        raise ConfigError(
+            f"{key}, but a step is one update on all of its answers, whose own pass is that of the "
+            "old policy: remove it, or lower batch.prompts_per_minibatch"
+        )
+    if config.algorithm.use_rollout_logprobs or functions.probes_only:
+        raise ConfigError(
+            f"{key}, but there is no pass for the old log-probs of all answers: set "
+            "algorithm.use_rollout_logprobs to false, or replay rollout"
+        )
+    if config.mesh.train.stage > 1:
+        raise ConfigError(
+            f"{key}, but mesh.train.stage={config.mesh.train.stage}: stages do not report which "
+            "experts their layers chose; expected stage=1, or replay rollout"
+        )
+
+
+def check_refresh(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Refuse to refresh a reference that there is not."""
+    every = config.reference.refresh_every
+    if every is not None and not needs & fields_of_model("reference"):
+        raise ConfigError(
+            f"reference.refresh_every={every}, but no function asks for the reference's log-probs: "
+            "remove it, or name a KL, as in algorithm.kl_loss=k3, or a loss of pairs with a "
+            "reference"
+        )
+
+
+def check_teacher(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Refuse a teacher that no function asks for, none where one does, and tempered samples."""
+    asked = sorted(needs & fields_of_model("teacher"))
+    if config.algorithm.distillation:
+        asked.append("algorithm.distillation")
+    of_top = sorted(needs & set(OF_TOP))
+    if bool(of_top) != (config.teacher.top_k is not None):
+        raise ConfigError(
+            f"teacher.top_k is not set, but a function asks for {of_top[0]!r}"
+            if of_top
+            else f"teacher.top_k is set, but no function asks for {' or '.join(OF_TOP)}, and there "
+            "is no algorithm.distillation: remove it"
+        )
+    places = config.teacher.path, config.teacher.url
+    if asked and places == (None, None) and config.teacher.weights == "given":
+        by = f"a function asks for {asked[0]!r}"
+        by = "algorithm.distillation needs a teacher" if config.algorithm.distillation else by
+        raise ConfigError(
+            f"teacher.path is not set, but {by}: name a teacher there, or in teacher.url, or take "
+            "the policy's own weights by teacher.weights"
+        )
+    if not asked and config.teacher != TeacherConfig():
+        raise ConfigError(
+            "teacher is set, but no function asks for teacher_logprobs, and there is no "
+            "algorithm.distillation: remove it, or name an advantage that does, as reverse_kl, or "
+            "a divergence"
+        )
+    check_teacher_keys(config)
+    check_teacher_prompt(config)
+    check_own_teacher(config)
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    sampled = {key: getattr(config.rollout, key) for key in plain}
+    changed = [f"rollout.{key}={value}" for key, value in sampled.items() if value != plain[key]]
+    if "teacher_logprobs" in needs and changed:
+        raise ConfigError(
+            f"{' and '.join(changed)}, but a teacher's log-probs are compared with those of plain "
+            "samples: expected rollout.temperature=1, top_p=1 and top_k=0"
+        )
+
+
+def check_teacher_keys(config: TrainConfig) -> None:
+    """Refuse keys of a teacher that contradict each other, or that nothing would read."""
+    teacher, default = config.teacher, TeacherConfig()
+    if teacher.path is not None and teacher.url is not None:
+        raise ConfigError(
+            "teacher.path and teacher.url are both set: a teacher stands in one place"
+        )
+    readers = {
+        "url": ("model", "api_key", "concurrency", "timeout_s", "retries"),
+        "tokenizer": ("chat_template_kwargs", "max_tokens"),
+    }
+    for reader, keys in readers.items():
+        changed = [key for key in keys if getattr(teacher, key) != getattr(default, key)]
+        if getattr(teacher, reader) is None and changed:
+            raise ConfigError(
+                f"teacher.{changed[0]} is set, but teacher.{reader} is not: nothing reads it"
+            )
+    if teacher.tokenizer is not None and teacher.top_k is not None:
+        raise ConfigError(
+            "teacher.tokenizer and teacher.top_k are both set: the likeliest tokens of another "
+            "tokenizer are none of the policy's"
+        )
+    if teacher.tokenizer is not None and config.rollout.has_episodes:
+        raise ConfigError(
+            "teacher.tokenizer is set, but rollout has tools, an environment or an agent: only "
+            "plain answers can be written in another tokenizer's tokens"
+        )
+
+
+def check_distillation(config: TrainConfig) -> None:
+    """Refuse contradictions between the teacher's keys and what is distilled from it."""
+    algorithm, teacher = config.algorithm, config.teacher
+    spec, of_top = algorithm.distillation, teacher.top_k is not None
+    if spec is None:
+        if algorithm.loss is None:
+            raise ConfigError("algorithm.loss is null, and so is algorithm.distillation: set one")
+        if algorithm.distillation_coef != AlgorithmConfig().distillation_coef:
+            raise ConfigError(
+                "algorithm.distillation_coef is set, but algorithm.distillation is null: remove it"
+            )
+        return
+    default = AlgorithmConfig().advantage
+    if algorithm.loss is None and (algorithm.advantage != default or algorithm.correction):
+        key = "correction" if algorithm.advantage == default else "advantage"
+        raise ConfigError(
+            f"algorithm.loss is null, so that nothing is learned by algorithm.{key}: remove it, or "
+            f"set it to {'null' if key == 'correction' else getattr(default, 'fn', default)}"
+        )
+    if of_top and spec.kwargs.get("temperature", 1) != 1:
+        raise ConfigError(
+            f"algorithm.distillation.temperature={spec.kwargs['temperature']}, but of the tokens "
+            "beyond teacher.top_k only the sum is known, and not at another temperature: "
+            "set it to 1, or teacher.top_k to null"
+        )
+    if not of_top and (teacher.url is not None or teacher.tokenizer is not None):
+        key = "url" if teacher.url is not None else "tokenizer"
+        raise ConfigError(
+            f"teacher.{key} is set, but over the whole vocabulary algorithm.distillation runs a "
+            "teacher with the policy's tokens in this process: "
+            + ("set teacher.top_k, too" if key == "url" else "remove it")
+        )
+    if not of_top and (isinstance(teacher.path, dict) or config.mesh.teacher is not None):
+        key = (
+            "teacher.path has several" if isinstance(teacher.path, dict) else "mesh.teacher is set"
+        )
+        raise ConfigError(
+            f"{key}, but over the whole vocabulary algorithm.distillation runs one teacher where "
+            "the policy is trained: set teacher.top_k, or name one teacher without a mesh"
+        )
+
+
+# What the keys of a teacher with a prompt or with the policy's weights must not say.
+
+
+def check_teacher_prompt(config: TrainConfig) -> None:
+    """Refuse prompts of a teacher that could not be followed by the answers."""
+    teacher, room = config.teacher, config.batch.max_tokens_per_device
+    if teacher.prompt is None:
+        if teacher.max_prompt_tokens is not None:
+            raise ConfigError("teacher.max_prompt_tokens is set, but teacher.prompt is null")
+        return
+    if config.rollout.has_episodes:
+        raise ConfigError(
+            "teacher.prompt is set, but rollout has tools, an environment or an agent: only plain "
+            "answers can be read behind another prompt"
+        )
+    if teacher.url is not None or teacher.tokenizer is not None:
+        key = "url" if teacher.url is not None else "tokenizer"
+        raise ConfigError(
+            f"teacher.prompt is set, and so is teacher.{key}: only a teacher in this process with "
+            "the policy's tokens reads another prompt"
+        )
+    refuse_distributions(config, "prompt")
+    longest = longest_teacher_sequence(config)
+    if config.mesh.train.context == 1 and room < longest:
+        raise ConfigError(
+            f"batch.max_tokens_per_device={room} can't hold the longest sequence that the teacher "
+            f"reads: its longest prompt + rollout.max_new_tokens = {longest}"
+        )
+
+
+def check_own_teacher(config: TrainConfig) -> None:
+    """Refuse keys that contradict the teacher's weights, and a teacher that is the policy."""
+    teacher, weights = config.teacher, config.teacher.weights
+    if weights != "ema" and teacher.ema != TeacherConfig.ema:
+        raise ConfigError(f"teacher.ema={teacher.ema}, but teacher.weights={weights}: remove it")
+    if weights == "given":
+        return
+    refuse_distributions(config, f"weights={weights}")
+    for key in ("path", "url", "tokenizer"):
+        if getattr(teacher, key) is not None:
+            raise ConfigError(
+                f"teacher.{key} is set, but teacher.weights={weights} are the policy's own: remove "
+                "one"
+            )
+    if weights == "live" and teacher.prompt is None:
+        raise ConfigError(
+            "teacher.weights=live without teacher.prompt is the policy itself, from which nothing "
+            "is learned: set teacher.prompt, or take other weights"
+        )
+    is_adapter = config.model.lora is not None or config.model.adapter is not None
+    elsewhere = {"mesh.teacher": config.mesh.teacher, "offload.teacher": config.offload.teacher}
+    for key in (key for key, value in elsewhere.items() if value):
+        if weights == "live" or is_adapter:
+            reason = "weights=live are those" if weights == "live" else "base is that"
+            raise ConfigError(
+                f"{key} is set, but the teacher's {reason} of the policy, where it is trained: "
+                "remove it"
+            )
+
+
+def refuse_distributions(config: TrainConfig, key: str) -> None:
+    """Refuse a key beside what compares more than the log-probs of the drawn tokens."""
+    if config.algorithm.distillation is not None or config.teacher.top_k is not None:
+        other = "teacher.top_k" if config.teacher.top_k else "algorithm.distillation"
+        raise ConfigError(
+            f"teacher.{key} gives log-probs of the drawn tokens alone, but {other} is set: remove "
+            "one of them"
+        )
+
+
+# Every function that a config names, tried on the shapes of a batch before a model is loaded.
+
+
+Fields = dict[str, Any]
+Trial = tuple[str, Function, Callable[[Fields], Any]]
+"""A function's config key, the function, and how a run calls it and checks what it returns."""
+
+
+def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
+    """Call every function as a run does, with the shapes of its batches.
+
+    Raises:
+        ConfigError: one of them raises, or returns something else than is expected.
+    """
+    fields = abstract_fields(
+        config.batch.prompts_per_step * config.rollout.samples_per_prompt,
+        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        len(config.reward.components),
+        config.teacher.top_k or 1,
+    )
+    for key, function, run in trials(config, functions):
+        check_function(key, function, functools.partial(jax.eval_shape, run, fields))
+    actor = functions.updates["actor"].objective
+    if isinstance(actor, PolicyObjective) and actor.distillation:
+        check_divergence("algorithm.distillation", actor.distillation.divergence)
+    if functions.kl:
+        controller, coef = functions.controller, config.algorithm.kl_coef
+        control = functools.partial(
+            checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
+        )
+        check_function("algorithm.kl_controller", controller, control)  # it gets numbers
+    if config.steps is not None:
+        check_schedules(config, functions, config.steps)
+
+
+def check_schedules(config: TrainConfig, functions: AlgorithmFunctions, steps: int) -> None:
+    """Refuse schedules that give one of the updates of all steps a negative learning rate."""
+    batch = config.batch
+    per_step = batch.prompts_per_step // (batch.prompts_per_minibatch or batch.prompts_per_step)
+    updates = steps * per_step * batch.epochs_per_step
+    for name, update in functions.updates.items():
+        section: Any = config if name == "actor" else getattr(config, name)
+        key = "optim" if name == "actor" else f"{name}.optim"
+        check_learning_rates(update.schedule, section.optim, updates, key)
+
+
+def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial]:
+    """Yield the functions of a config that get arrays."""
+    algorithm, needs_returns = config.algorithm, "critic" in functions.updates
+    if advantage := functions.advantage:
+        compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
+        yield "algorithm.advantage", advantage, compute
+    if kl := functions.kl:
+        in_loss = algorithm.kl_loss is not None
+        key = "algorithm.kl_loss" if in_loss else "algorithm.kl_reward"
+        yield key, kl, functools.partial(_kl, kl, compiled=in_loss)
+    for key, function, kind in (
+        ("algorithm.group_filter", functions.group_filter, np.bool_),
+        ("algorithm.penalty", functions.penalty, np.floating),
+        ("algorithm.answer_filter", functions.answer_filter, np.bool_),
+    ):
+        if function:
+            yield key, function, functools.partial(_per_answer, function, key, kind)
+    for number, function in enumerate(functions.corrections):
+        key = f"algorithm.correction[{number}]"
+        yield key, function, functools.partial(correction_weights, function)
+    if select := functions.select_covariant:
+        yield "algorithm.high_covariance", select, functools.partial(_marks, select)
+    if pairs := functions.pairs:
+        yield "algorithm.pairs", pairs, functools.partial(_pairs, pairs)
+    yield from trials_of_updates(functions)
+
+
+def trials_of_updates(functions: AlgorithmFunctions) -> Iterator[Trial]:
+    """Yield the losses and reductions of a config."""
+    for name, update in functions.updates.items():
+        section = "algorithm" if name == "actor" else name
+        learned = "values" if name == "critic" else "logprobs"
+        if isinstance(update.objective, PreferenceObjective):
+            of_pairs = update.objective.loss
+            yield "algorithm.pair_loss", of_pairs, functools.partial(_gradient_of_pairs, of_pairs)
+            continue
+        loss, reduce = update.objective.loss, update.reduce
+        if loss is not None:
+            yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
+        yield f"{section}.reduce", reduce, functools.partial(_weights, reduce)
+
+
+def _kl(function: Function, fields: Fields, *, compiled: bool) -> Any:
+    try:
+        result = call(function, fields)
+    except jax.errors.JAXTypeError:
+        if compiled:
+            raise
+        return None  # in the reward it may compute with numpy
+    return per_token(result, function, "kl", fields["mask"].shape)
+
+
+def _per_answer(function: Function, key: str, kind: type[np.generic], fields: Fields) -> Any:
+    result = jax.jit(lambda fields: call(function, fields))(fields)
+    return check_per_answer(result, function, key, kind, len(fields["mask"]))
+
+
+def _marks(select: Function, fields: Fields) -> Any:
+    result = jax.jit(lambda fields: call(with_key(select, jax.random.key(0)), fields))(fields)
+    return check_marks(result, select, fields["mask"].shape)
+
+
+def _pairs(function: Function, fields: Fields) -> Any:
+    return check_pairs(jax.jit(lambda fields: call(function, fields))(fields), function)
+
+
+def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
+    """Differentiate a loss of pairs by the log-probs of the chosen answers."""
+    of_pairs = abstract_pairs(fields["mask"].shape[0])
+    fields = {name: jnp.zeros(like.shape, like.dtype) for name, like in of_pairs.items()}
+
+    def total(array: Any) -> Any:
+        result = call(loss, fields | {"chosen_logps": array})
+        return jnp.sum(as_pair_loss(result, loss, array.shape).loss)
+
+    return jax.grad(total)(fields["chosen_logps"])
+
+
+def _gradient(loss: Function, learned: str, fields: Fields) -> Any:
+    """Differentiate a loss by what its model says of each token."""
+
+    def total(array: Any) -> Any:
+        result = call(loss, fields | {learned: array})
+        return jnp.sum(as_token_loss(result, loss, fields["mask"].shape).loss)
+
+    return jax.grad(total)(fields[learned])
+
+
+def _weights(reduce: Function, fields: Fields) -> Any:
+    return per_token(reduce(fields["mask"]), reduce, "reduce", fields["mask"].shape)
+
+
+def abstract_fields(size: int, length: int, components: int, top: int) -> Fields:
+    """Return shape and dtype of every field of a batch [B T], with C components and K tokens."""
+    sizes = {"B": size, "T": length, "C": components, "K": top}
+    shapes = {name: tuple(sizes[axis] for axis in f.axes.split()) for name, f in FIELDS.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
+        for name, field in FIELDS.items()
+    }
+
+
+def abstract_pairs(size: int) -> Fields:
+    """Return shape and dtype of every field that a loss of a step's pairs may ask for [P]."""
+    return {
+        name: jax.ShapeDtypeStruct((size,), jnp.int32 if name in LENGTHS else jnp.float32)
+        for name in PAIR_FIELDS
+    }
+
+
+def check_function(key: str, function: Function, run: Callable[[], Any]) -> None:
+    """Run a function.
+
+    Raises:
+        ConfigError: it raises, or `run` refuses what it returned.
+    """
+    try:
+        run()
+    except RunError as error:  # of what it returned
+        text = str(error).removeprefix(f"{key.partition('[')[0]}: ")
+        raise ConfigError(f"{key}: {text}") from error
+    except Exception as error:
+        text = f"{key}: {name_of(function)}: {described_failure(error, function)}"
+        if isinstance(error, jax.errors.JAXTypeError):
+            text += " (jax compiles this function: take jax.numpy for numpy, and jnp.where for if)"
+        raise ConfigError(text) from error
+
+
+def check_divergence(key: str, divergence: Function) -> None:
+    """Call a divergence as an update does, and differentiate it.
+
+    Raises:
+        ConfigError: it raises, or returns something else than a number per token.
+    """
+    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
+    distillation = Distillation(divergence=divergence)
+
+    def total(student: Any, teacher: Any) -> Any:
+        return jnp.sum(distillation.checked(student, teacher))
+
+    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
+
+
+def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Array:
+    """Return what a producer of `high_covariance` returned if it is true or false for each token.
+
+    Raises:
+        ScoreError: it is something else.
+    """
+    got = type(result).__name__
+    if isinstance(result, jax.Array):
+        got = f"{result.dtype}{list(result.shape)}"
+        if result.shape == shape and result.dtype == bool:
+            return result
+    raise ScoreError(
+        f"algorithm.high_covariance: {name_of(select)!r} returned {got}; expected true or false "
+        f"for each token [B T], here {list(shape)}"
+    )
+
+
+def with_key(select: Function, key: Any) -> Function:
+    """Return a selector with its random key bound, if it takes one."""
+    takes_key = "key" in inspect.signature(select).parameters
+    return functools.partial(select, key=key) if takes_key else select
+
+
+# What is looked at before a model is loaded, besides what functions return.
+
+
+def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:
+    """Import the functions that get no arrays, look for vLLM, and warn of what can't learn.
+
+    Raises:
+        ConfigError: a function can't be imported, or a tracker's package or vLLM's environment is
+            not there.
+    """
+    data, rollout = config.data, config.rollout
+    if config.reward.function:
+        check_scoring(config.reward, config.reward.function)
+    load_function(data.dataset, DATASETS, passed=("paths",), key="data.dataset")
+    if data.prepare:
+        load_function(data.prepare, PREPARATIONS, key="data.prepare")
+    check_trackers(config)
+    if rollout.has_episodes:
+        check_episode_functions(rollout)
+    if rollout.engine == "vllm" and not (rollout.nodes or rollout.vllm.launch):
+        find_python(rollout.vllm.python)  # elsewhere this machine need not have it
+    advantage = functions.advantage
+    if rollout.samples_per_prompt == 1 and advantage and "group_ids" in asks_for(advantage):
+        log.warning(
+            "rollout.samples_per_prompt=1, but %s (algorithm.advantage) compares the answers to a "
+            "prompt with each other, and there is one: set 2 or more, or take an advantage without "
+            "groups, as reinforce_plus_plus",
+            name_of(advantage),
+        )
