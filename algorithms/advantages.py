@@ -286,7 +286,7 @@ def whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float32[Array, "*S
     ['-0.707', '0.707', '0.000']
     """
     x, count = x.astype(jnp.float32), mask.sum()
-    # Less the minimum first, as in `groups.centred`: then equal values give exactly 0.
+    # Less the minimum first, as in `stats.centred`: then equal values give exactly 0.
     lowest = jnp.min(x, initial=jnp.inf, where=mask)
     shifted = jnp.where(mask, x - lowest, 0.0)
     mean = shifted.sum() / jnp.maximum(count, 1).astype(jnp.float32)
@@ -641,7 +641,7 @@ def _centred(
     returns: Float32[Array, "B T"], drawn: Bool[Array, "B T"], groups: stats.Groups
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
     """Return the returns less the mean of their group and column, and the episodes in the mean."""
-    # Less the minimum first, as in `groups.centred`: then equal returns give exactly 0.
+    # Less the minimum first, as in `stats.centred`: then equal returns give exactly 0.
     lowest = stats.over_group(jax.ops.segment_min, jnp.where(drawn, returns, jnp.inf), groups)
     shifted = jnp.where(drawn, returns - lowest, 0.0)
     count = stats.over_group(jax.ops.segment_sum, drawn.astype(jnp.float32), groups)
@@ -788,7 +788,7 @@ def _less_baseline(
     gathered = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
     generating = stats.over_group(jax.ops.segment_sum, mask.astype(jnp.int32), groups)
     total = stats.over_group(jax.ops.segment_sum, gathered, groups)
-    # Less the minimum first, as in `groups.centred`: then equal returns give exactly 0.
+    # Less the minimum first, as in `stats.centred`: then equal returns give exactly 0.
     lowest = stats.over_group(jax.ops.segment_min, jnp.where(mask, returns, jnp.inf), groups)
     shifted = jnp.where(mask, returns - lowest, 0.0)
     weighted = stats.over_group(jax.ops.segment_sum, gathered * shifted, groups)

@@ -57,7 +57,6 @@ UPWARDS = {
     ("rollout", "cluster"),
     ("rollout", "rewards"),
     ("rollout", "serving"),
-    ("rollout", "training"),
     ("runs", "cluster"),
     ("runs", "evaluation"),
     ("runs", "training"),
@@ -225,7 +224,7 @@ def test_the_core_imports_where_nothing_else_is_installed():
 def test_without_a_cluster_nothing_of_ray_is_imported():
     source = """if True:
         import sys
-        import jaxrl_llm.cluster.actors, jaxrl_llm.training.build, jaxrl_llm.rollout.vllm.engine
+        import jaxrl_llm.cluster.actors, jaxrl_llm.training.run, jaxrl_llm.rollout.vllm.engine
         print([name for name in sys.modules if name.partition(".")[0] == "ray"])
     """
     command = [sys.executable, "-c", source]

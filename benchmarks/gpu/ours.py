@@ -29,6 +29,7 @@ from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import PLAIN, attend
 from jaxrl_llm.models.flops import update_flops
+from jaxrl_llm.models.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.kernels import (
     Heads,
     KernelChoice,
@@ -48,7 +49,6 @@ from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch

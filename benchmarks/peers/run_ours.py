@@ -1,7 +1,7 @@
 """GRPO steps of jaxrl_llm for `benchmarks.training.grpo_step`: `run_ours.py JOB RESULT`.
 
-A run as `jaxrl_llm.train` builds it, with two parts of its stages replaced: the engine gets
-requests without stop tokens whose limit is the length that the workload gives the answer, and
+A run as `jaxrl_llm.train` builds it, with two of its parts replaced: the engine gets requests
+without stop tokens whose limit is the length that the workload gives the answer, and
 what is logged goes to the meter, too.
 """
 
@@ -9,7 +9,6 @@ from meter import Meter, read_job, since_begin  # isort: skip  (first: it starts
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import statistics
@@ -26,16 +25,13 @@ import jax
 from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.load import apply_override, from_tree
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
-from jaxrl_llm.runs.resume import open_watchdog
 from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.build import build_stages
-from jaxrl_llm.training.loop import TrainingLoop
-from jaxrl_llm.training.stages.rollout import plain_sampler, training_sampler
+from jaxrl_llm.training.loop import run_steps
+from jaxrl_llm.training.run import open_trainer
 
 
 class FixedLengths:
@@ -44,7 +40,7 @@ class FixedLengths:
     def __init__(self, engine: Engine, lengths: Iterator[list[int]], meter: Meter) -> None:
         """Keep the lengths of every step to come."""
         self._engine, self._lengths, self._meter = engine, lengths, meter
-        self.wake, self.sleep = engine.wake, engine.sleep
+        self.wake, self.sleep, self.load = engine.wake, engine.sleep, engine.load
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one step's answers."""
@@ -143,29 +139,20 @@ def main() -> None:
     take_huge_pages()  # as the programs of jaxrl_llm do
     quiet_libraries()
     job = read_job()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        config = settings(job, Path(folder))
-        held = stack.enter_context(run_folder(config.run_dir, config)).path
-        watchdog = stack.enter_context(open_watchdog(config))
-        stages, start, window = build_stages(
-            config, resolve_functions(config), held, stack, watchdog
-        )
-        if "ref" not in {model_pass.timer for model_pass in stages.models.passes}:
+    with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
+        config = settings(job, Path(work))
+        folder = stack.enter_context(run_folder(config.run_dir, config)).path
+        trainer = open_trainer(config, resolve_functions(config), folder, stack)
+        if trainer.models.reference is None:
             raise RuntimeError("the run has no reference, but its loss has a KL term")
-        meter = Meter()
-        engine: Any = FixedLengths(stages.rollout.engine, iter(job["lengths"]), meter)
-        decode = functools.partial(load_tokenizer(job["model"]).decode, skip_special_tokens=True)
-        sampler = plain_sampler(engine, decode, stages.rollout.awake)
-        sample = training_sampler(config, sampler, stops=())
-        log: Any = MeteredLog(stages.run.log, meter, len(job["lengths"][0]))
-        stages = stages._replace(
-            rollout=dataclasses.replace(stages.rollout, sample=sample),
-            run=dataclasses.replace(stages.run, log=log),
-        )
-        window = dataclasses.replace(window, rollout=stages.rollout)
-        loop = TrainingLoop(stages, start, window)
-        stack.callback(loop.close)
-        for _ in loop:
+        meter, files = Meter(), trainer.files
+        engine: Any = FixedLengths(trainer.sampler.engine, iter(job["lengths"]), meter)
+        trainer.sync(0)
+        trainer.sampler.engine = engine
+        trainer.sampler.tokens = trainer.sampler.tokens._replace(stops=())
+        log: Any = MeteredLog(files.log, meter, len(job["lengths"][0]))
+        trainer.files = dataclasses.replace(files, log=log)
+        for _ in run_steps(trainer, None):
             pass
     measured = log.lines[job["warm"] :]
     meter.write(

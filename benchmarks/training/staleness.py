@@ -46,7 +46,7 @@ from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.config.programs import TrainConfig, load_config
 from jaxrl_llm.rollout.engine import Listener, PartialEngine, Stop
 from jaxrl_llm.rollout.types import Completion, Request
-from jaxrl_llm.training import build
+from jaxrl_llm.training import run as run_module
 from jaxrl_llm.training.run import open_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart"
@@ -190,7 +190,7 @@ def train(args: argparse.Namespace, folder: Path) -> dict[int, Steps]:
     Returns:
         The metrics of each step, and of tokens how many are `trained` and `drawn` in it.
     """
-    make_engine, engines = build.make_engine, list[PrescribedLengths]()
+    make_engine, engines = run_module.make_engine, list[PrescribedLengths]()
 
     def make(*given: Any) -> PrescribedLengths:
         engines.append(PrescribedLengths(make_engine(*given), args.sigma))
@@ -199,7 +199,7 @@ def train(args: argparse.Namespace, folder: Path) -> dict[int, Steps]:
     lines: dict[int, Steps] = {staleness: [] for staleness in args.staleness}
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # the table alone is there
-        stack.enter_context(mock.patch.object(build, "make_engine", make))
+        stack.enter_context(mock.patch.object(run_module, "make_engine", make))
         runs = {k: stack.enter_context(open_run(settings(k, args, folder))) for k in lines}
         turns = [[staleness] * args.steps for staleness in runs]
         for staleness in itertools.chain(*(turns if args.reward_s else zip(*turns, strict=True))):

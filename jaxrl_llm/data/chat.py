@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxrl_llm.data.chat_template import ChatTemplate, Message, Tools
 from jaxrl_llm.models.hf.hub import resolve
@@ -119,6 +119,13 @@ def render_prompt(
     return ChatTemplate(tokenizer, template_kwargs).prompt_text(messages, tools)
 
 
+class PolicyTokens(NamedTuple):
+    """A policy's tokenizer, and the tokens that end an answer."""
+
+    tokenizer: Any
+    stops: tuple[int, ...]
+
+
 def stop_ids(
     tokenizer: Tokenizer, directory: str | Path, *, vocab_size: int | None = None
 ) -> tuple[int, ...]:
@@ -160,6 +167,12 @@ def stop_ids(
             f"{sorted(tokens)}, so a reply could never end"
         )
     return tuple(sorted(tokens))
+
+
+def load_policy_tokens(path: str, *, vocab_size: int | None = None) -> PolicyTokens:
+    """Load the tokenizer of a directory, and what ends an answer; see `stop_ids`."""
+    tokenizer = load_tokenizer(path)
+    return PolicyTokens(tokenizer, stop_ids(tokenizer, path, vocab_size=vocab_size))
 
 
 def _configured_stop_ids(path: Path) -> set[int]:

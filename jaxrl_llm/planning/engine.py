@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.models.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.model import model_of
@@ -14,7 +15,6 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 
 
 class AbstractEngine(NamedTuple):

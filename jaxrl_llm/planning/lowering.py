@@ -33,8 +33,7 @@ from jaxrl_llm.training.layouts import microbatch_shape, update_shape
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.objectives import COEFS
-from jaxrl_llm.training.roles import inference_of, learner_of, replaying, taught_by
-from jaxrl_llm.training.stages.reference import reference_dtype
+from jaxrl_llm.training.roles import inference_of, learner_of, reference_dtype, replaying, taught_by
 from jaxrl_llm.training.teachers import TeacherModel
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows

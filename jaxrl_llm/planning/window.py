@@ -1,6 +1,6 @@
 """Steps whose engines begin answers of later steps (`rollout.staleness`), simulated one by one.
 
-The rule is that of `training.window`: a step trains on the next groups in the order of the prompts,
+The rule is that of `training.buffer`: a step trains on the next groups in the order of the prompts,
 answers of K more steps may be begun, and what is in flight at a push is read again.
 """
 

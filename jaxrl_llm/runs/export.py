@@ -36,6 +36,7 @@ from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.model_card import Exported, make_card
 from jaxrl_llm.runs.user_functions import UserFunction, source_of
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
 from jaxrl_llm.training.objectives import LOGITS, SCORES
 
@@ -242,6 +243,37 @@ def save_model(
         save_params(out, params, model.spec, source=source, dtype=kind, scoring=scoring)
     else:
         save_arrays(out, params, model.declare(), config=None, source=source, dtype=kind)
+
+
+def check_export(path: str) -> None:
+    """Raise ConfigError if what a run exports would be written over something."""
+    if distributed.run_on_first(Path(path).exists):
+        raise ConfigError(f"export_to: {path!r} exists; remove it or name another one")
+
+
+def export_trained(
+    path: str,
+    params: Any,
+    model: Model,
+    base: Any,
+    *,
+    source: str,
+    scoring: dict[str, Any] | None = None,
+) -> None:
+    """Write a model that was trained, with its adapter merged into it.
+
+    Args:
+        path: of the Hugging Face directory.
+        params: that were trained.
+        model: of them.
+        base: layout of an adapter's base; None without an adapter.
+        source: directory that the model began as.
+        scoring: of a reward model, how it reads answers.
+    """
+    if base is not None:
+        params, spec = merged_into_base(params, decoder_spec(model), source, base)
+        model = model_of(spec)
+    save_model(path, params, model, source=source, dtype="float32", scoring=scoring)
 
 
 def with_tower(params: Any, model: Model, source: str) -> tuple[Any, Model]:

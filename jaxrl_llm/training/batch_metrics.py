@@ -13,7 +13,7 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.bin_packing import choose_rows, in_bucket, plan_microbatches
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, memory_metrics, summary
+from jaxrl_llm.monitoring.clock import memory_metrics, summary
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.episode import NOT_DRAWN
 from jaxrl_llm.rollout.sampling import Rollouts
@@ -328,16 +328,19 @@ def check_difference(mean: float, step: int, tolerance: float) -> float:
 _mismatch = jax.jit(mismatch_metrics)
 
 
-def system_metrics(clock: Clock, compiled: CompileCounter, batch: Batch) -> dict[str, float]:
-    """Return times, memory, compilations since the last step, and tokens per second and device."""
-    timing, total = clock.metrics(), int(batch.sequence_lengths.sum())
+def throughput_metrics(step_s: float, batch: Batch) -> dict[str, float]:
+    """Return memory, and the tokens per second and device of a step.
+
+    Args:
+        step_s: seconds of the step.
+        batch: of the step.
+    """
+    total = int(batch.sequence_lengths.sum())
     return {
-        **timing,
         **memory_metrics(),
-        **compiled.metrics(),
         **context.metrics(),
         "perf/total_num_tokens": total,
-        "perf/throughput": total / timing["timing_s/step"] / device_count(),
+        "perf/throughput": total / step_s / device_count(),
     }
 
 

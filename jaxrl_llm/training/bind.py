@@ -59,13 +59,14 @@ from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rollout.load_agent import check_episode_functions
 from jaxrl_llm.rollout.precision import is_low_precision
 from jaxrl_llm.rollout.vllm.environment import find_python
-from jaxrl_llm.training.distillation import OF_TOP, Distillation
 from jaxrl_llm.training.experience import (
-    ScoreError,
+    check_marks,
     check_pairs,
     check_per_answer,
+    checked_controller,
     compute_advantages,
     correction_weights,
+    with_key,
 )
 from jaxrl_llm.training.layouts import longest_teacher_sequence
 from jaxrl_llm.training.objectives import (
@@ -73,7 +74,9 @@ from jaxrl_llm.training.objectives import (
     LENGTHS,
     OF_LABELLED,
     OF_REFERENCE,
+    OF_TOP,
     SCORES,
+    Distillation,
     PolicyObjective,
     PreferenceObjective,
     ValueObjective,
@@ -82,7 +85,8 @@ from jaxrl_llm.training.objectives import (
     per_token,
 )
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
-from jaxrl_llm.training.stages.algorithm import checked_controller
+
+log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 
@@ -369,8 +373,6 @@ def takes(function: Function, expected: tuple[str, ...], key: str) -> None:
 
 # The functions that a config names, and what follows from their signatures.
 
-
-log = logging.getLogger(__name__)
 
 OF_PAIRS = FunctionSpec("sequence_mean_token_mean")
 """How pairs are weighed: alike."""
@@ -1059,32 +1061,6 @@ def check_divergence(key: str, divergence: Function) -> None:
         return jnp.sum(distillation.checked(student, teacher))
 
     check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
-
-
-def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Array:
-    """Return what a producer of `high_covariance` returned if it is true or false for each token.
-
-    Raises:
-        ScoreError: it is something else.
-    """
-    got = type(result).__name__
-    if isinstance(result, jax.Array):
-        got = f"{result.dtype}{list(result.shape)}"
-        if result.shape == shape and result.dtype == bool:
-            return result
-    raise ScoreError(
-        f"algorithm.high_covariance: {name_of(select)!r} returned {got}; expected true or false "
-        f"for each token [B T], here {list(shape)}"
-    )
-
-
-def with_key(select: Function, key: Any) -> Function:
-    """Return a selector with its random key bound, if it takes one."""
-    takes_key = "key" in inspect.signature(select).parameters
-    return functools.partial(select, key=key) if takes_key else select
-
-
-# What is looked at before a model is loaded, besides what functions return.
 
 
 def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:

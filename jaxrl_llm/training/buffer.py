@@ -38,8 +38,8 @@ from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.batch_metrics import scoring_counts
-from jaxrl_llm.training.stages.rollout import TRAINING, RolloutStage
-from jaxrl_llm.training.stages.scoring import ScoringStage
+from jaxrl_llm.training.sampler import TRAINING, Sampler
+from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import TrainingError
 
 StartScoring = Callable[[Rollouts, Clock], Future[list[Score]]]
@@ -335,14 +335,14 @@ class OverlappedSampling(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Window:
+class Buffer:
     """The prompts and answers of a run that are not trained yet.
 
     Attributes:
         config: of the run.
         total_steps: after which no group is trained.
-        rollout: samples.
-        scoring: scores, and says which groups are kept.
+        sampler: samples answers.
+        scorer: scores them, and says which groups are kept.
         prompt_batches: iterator over lists of P prompts, with `get_state`.
         prompts: all prompts, in the order of the data.
         schedule: of the run.
@@ -351,8 +351,8 @@ class Window:
 
     config: TrainConfig
     total_steps: int
-    rollout: RolloutStage
-    scoring: ScoringStage
+    sampler: Sampler
+    scorer: Scorer
     prompt_batches: Any
     prompts: Sequence[Prompt]
     schedule: Schedule
@@ -365,7 +365,7 @@ class Window:
 
     def __post_init__(self) -> None:
         """Score nothing yet."""
-        self._scores = GroupScores(self.scoring.start, self.rollout.gather)
+        self._scores = GroupScores(self.scorer.start, self.sampler.gather)
 
     def take(self, step: int, clock: Clock) -> Collected:
         """Sample until the step's groups are whole, and begin to score what is.
@@ -389,19 +389,19 @@ class Window:
             by_length = row is not None and self._follows_lengths(row)
             self._set_limits(size, row if by_length else None)
             self._sample(size, clock, all_ends=by_length)
-            if self.scoring.keep is None or self._filter(step, size, dropped, clock):
+            if not self.scorer.filters_groups or self._filter(step, size, dropped, clock):
                 break
         taken, self._groups = self._groups[:size], self._groups[size:]
-        rollouts = self.rollout.gather([state for group in taken for state in group.states])
+        rollouts = self.sampler.gather([state for group in taken for state in group.states])
         metrics = self._metrics(taken, dropped)
-        rollouts = self.rollout.examine(rollouts)
+        rollouts = self.sampler.examine(rollouts)
         canaries = None
-        fresh = np.all if self.rollout.keeps_cache else np.any
+        fresh = np.all if self.sampler.keeps_cache else np.any
         drawn = (e.versions[e.versions != NOT_DRAWN] for e in rollouts.episodes)
         if not any(len(versions) and fresh(versions == step - 1) for versions in drawn):
             with clock("gen"):
                 prompts = [group.states[0].prompt for group in taken]
-                canaries = self.rollout.sample_canaries(prompts, step)
+                canaries = self.sampler.sample_canaries(prompts, step)
         self._continue_sampling(row)
         return Collected(
             rollouts, lambda: [s for group in taken for s in group.result()], metrics, canaries
@@ -497,20 +497,20 @@ class Window:
         """Sample until the first groups, or all, are whole; begin to score those that are."""
         states = [state for group in self._groups for state in group.states]
         needed = sum(len(group.states) for group in self._groups[:size])
-        finishes = self.config.rollout.at_push == "finish" and not self.rollout.overlaps_training
+        finishes = self.config.rollout.at_push == "finish" and not self.sampler.overlaps_training
         if all_ends or finishes:
             needed = len(states)
         waited_for = states[:needed]
         describe = functools.partial(self._describe_wait, waited_for)
         with clock("gen"), activity("sampling", describe=describe):
-            self.rollout.sample(states, needed, None, self._score_soon())
+            self.sampler.sample(states, needed, None, self._score_soon())
         self._scores.add(self._groups, clock)
 
     def _describe_wait(self, states: Sequence[EpisodeState]) -> str:
         """Return what a step waits for; how far answers have come is known where they end."""
         open_ones = [state for state in states if state.episode is None]
         prompts = sorted({state.prompt.index for state in open_ones})
-        engine = self.rollout.engine
+        engine = self.sampler.engine
         stats = f"; the engine: {engine.stats()}" if isinstance(engine, CountingEngine) else ""
         return (
             f"{len(open_ones)} of {len(states)} answers to sample, to the prompts of rows "
@@ -522,7 +522,7 @@ class Window:
 
         The synchronous loop scores all answers of a step together.
         """
-        if not self.config.rollout.staleness or not self.scoring.in_background:
+        if not self.config.rollout.staleness or not self.scorer.in_background:
             return None
         groups = {state: group for group in self._groups for state in group.states}
 
@@ -553,33 +553,33 @@ class Window:
         """
         if (row.engine, row.slots) == (self._engine, self.schedule.slots) and row.engine != NODES:
             return False
-        if self.rollout.episodes is not None and self.schedule.replays:
+        if self.sampler.episodes is not None and self.schedule.replays:
             raise TrainingError(
                 f"the schedule was recorded with rollout.max_running_sequences={row.slots} and an "
                 f"engine {row.engine}, here are {self.schedule.slots} and one {self._engine}: "
                 "expected the same, as the run has episodes of several turns, and not on nodes"
             )
-        return self.rollout.episodes is None
+        return self.sampler.episodes is None
 
     @property
     def _engine(self) -> str:
         if self.config.rollout.nodes:
             return NODES
-        return OWN if self.rollout.overlaps_training else TRAINERS
+        return OWN if self.sampler.overlaps_training else TRAINERS
 
     def _continue_sampling(self, row: Row | None) -> None:
         """Let an engine with devices of its own go on while the models are trained."""
         states = [state for group in self._groups for state in group.states]
         states = [state for state in states if state.episode is None]
         by_length = row is not None and self._follows_lengths(row)
-        if not self.rollout.overlaps_training or not states or by_length:
+        if not self.sampler.overlaps_training or not states or by_length:
             return
         rollout, stop = self.config.rollout, None
         if rollout.at_push != "finish":
             stop = Stop(rollout.turns if row is None else row.turns)
 
         def go_on() -> float:
-            self.rollout.sample(states, len(states), stop, self._score_soon())
+            self.sampler.sample(states, len(states), stop, self._score_soon())
             return time.monotonic()
 
         self._overlapped = OverlappedSampling(self.executor.submit(go_on), stop)
@@ -591,20 +591,19 @@ class Window:
             TrainingError: too many are refused.
             RunError: too many of the episodes are broken, those that are refused included.
         """
-        assert self.scoring.keep is not None
         undecided = [group for group in self._groups[:size] if not group.kept]
         with clock("reward"):
             scores = scores_of(undecided)
-        rollouts = self.rollout.gather([state for group in undecided for state in group.states])
-        kept = self.scoring.keep(rollouts, scores)
+        rollouts = self.sampler.gather([state for group in undecided for state in group.states])
+        kept = self.scorer.keep_groups(rollouts, scores)
         for group, is_kept in zip(undecided, kept, strict=True):
             group.kept = is_kept
         refused = [group for group in undecided if not group.kept]
         self._groups = [group for group in self._groups if group not in refused]
         dropped += refused
         kept_groups = [group for group in self._groups if group.kept]
-        if self.rollout.episodes is not None:  # or what failed by itself would seem too hard
-            self.rollout.episodes.check_broken(episodes_of(dropped + kept_groups))
+        if self.sampler.episodes is not None:  # or what failed by itself would seem too hard
+            self.sampler.episodes.check_broken(episodes_of(dropped + kept_groups))
         limit = self.config.algorithm.max_generation_batches
         if (count := len(dropped)) > (limit - 1) * size:
             unscored = sum(score.is_unscored for score in scores_of(dropped))
@@ -620,7 +619,7 @@ class Window:
 
     def _metrics(self, taken: Sequence[Group], dropped: list[Group]) -> Metrics:
         metrics = {}
-        if self.scoring.keep is not None:
+        if self.scorer.filters_groups:
             metrics["batch/generation_batches"] = 1 + len(dropped) / len(taken)
             metrics["batch/dropped_groups"] = float(len(dropped))
             metrics |= scoring_counts(scores_of(taken) + scores_of(dropped))

@@ -1,6 +1,7 @@
 """From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,14 +12,14 @@ import numpy as np
 from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
 from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import call, name_of
-from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.sampling import without_lone
-from jaxrl_llm.training.bind import BatchFunctions
-from jaxrl_llm.training.layouts import minibatch_size
+from jaxrl_llm.training.objectives import LossError, per_token
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.answers import finite_number, short_repr
+
+Function = Callable[..., Any]
 
 
 class ScoreError(RunError):
@@ -299,6 +300,66 @@ def _per_token(function: Callable[..., Any], name: str, array: Any, mask: Any) -
     return jnp.where(mask, array[:, None] if array.ndim == 1 else array, 0.0).astype(jnp.float32)
 
 
+def kl_to_reference(kl: Callable[..., Any]) -> Callable[[Batch], np.ndarray]:
+    """Return a function from a batch to the KL of every token to the reference [B T].
+
+    It raises LossError where that is not finite, or no array of this shape.
+    """
+
+    @functools.partial(jax.jit, static_argnames="shape")
+    def estimate(fields: dict[str, Any], shape: tuple[int, ...]) -> Any:
+        return per_token(call(kl, fields), kl, "kl", shape)
+
+    def of_batch(batch: Batch) -> np.ndarray:
+        fields = {**batch.arrays, "logprobs": batch["old_logprobs"]}
+        asked = {name: fields[name] for name in asks_for(kl)}
+        values = np.asarray(estimate(asked, batch.tokens.shape), np.float32)
+        if not np.isfinite(values[batch["mask"]]).all():
+            raise LossError(f"kl {name_of(kl)!r} returned NaN or infinity")
+        return np.where(batch["mask"], values, 0)
+
+    return of_batch
+
+
+def checked_controller(controller: Callable[..., Any]) -> Callable[[float, float, int], float]:
+    """Return the KL controller, with its result checked to be a coefficient."""
+
+    def next_coef(coef: float, observed_kl: float, batch_size: int) -> float:
+        result = controller(coef, observed_kl, batch_size)
+        is_number = isinstance(result, int | float | jax.Array | np.number) and np.ndim(result) == 0
+        if not is_number or not 0 <= float(result) < float("inf"):
+            raise ScoreError(
+                f"algorithm.kl_controller: {name_of(controller)!r} returned {result!r} for "
+                f"coef={coef:g} and observed_kl={observed_kl:g}; expected a number of 0 or more"
+            )
+        return float(result)
+
+    return next_coef
+
+
+def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Array:
+    """Return what a producer of `high_covariance` returned if it is true or false for each token.
+
+    Raises:
+        ScoreError: it is something else.
+    """
+    got = type(result).__name__
+    if isinstance(result, jax.Array):
+        got = f"{result.dtype}{list(result.shape)}"
+        if result.shape == shape and result.dtype == bool:
+            return result
+    raise ScoreError(
+        f"algorithm.high_covariance: {name_of(select)!r} returned {got}; expected true or false "
+        f"for each token [B T], here {list(shape)}"
+    )
+
+
+def with_key(select: Function, key: Any) -> Function:
+    """Return a selector with its random key bound, if it takes one."""
+    takes_key = "key" in inspect.signature(select).parameters
+    return functools.partial(select, key=key) if takes_key else select
+
+
 # What of a step's answers the policy is updated on: all, those that a filter keeps, or pairs.
 
 
@@ -318,23 +379,6 @@ class Selected(NamedTuple):
     def is_empty(self) -> bool:
         """Return whether nothing is left in any mini-batch."""
         return not any(minibatch["mask"].any() for minibatch in self.minibatches)
-
-
-def selection_of(config: TrainConfig, functions: BatchFunctions) -> Callable[[Batch], Selected]:
-    """Return the function from a step's batch to what the policy is updated on.
-
-    Args:
-        config: of the run.
-        functions: that it names.
-    """
-    size = minibatch_size(config)
-    unit = size // config.rollout.samples_per_prompt
-    if functions.pairs is not None:
-        return functools.partial(select_pairs, pair_maker(functions.pairs), size, unit)
-    if functions.answer_filter is not None:
-        keep = per_answer(functions.answer_filter, "algorithm.answer_filter", np.bool_)
-        return functools.partial(select_kept, keep, size, unit)
-    return functools.partial(select_all, size)
 
 
 def cut_minibatches(batch: Batch, size: int) -> Iterator[Batch]:

@@ -1,384 +1,422 @@
-"""The single controller: the whole loop."""
+"""The loop that `train`, `sft` and `prefer` share: a run where it stands, and the steps left of it.
 
-import functools
+`open_files` opens a run's data, checkpoints and logs at its newest checkpoint, or at its beginning.
+`run_steps` takes the steps that are left, and validates, logs and saves where that is due. What a
+step is, the program's trainer says.
+"""
+
+import contextlib
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 
-from jaxrl_llm.compilation import BACKGROUND
+from jaxrl_llm.cluster import context
+from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
+from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.config.sections import AlgorithmConfig, OffloadConfig
-from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.evaluation.validation import headline
-from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, is_due, stage_label
-from jaxrl_llm.monitoring.dumps import trained_rows
+from jaxrl_llm.config.programs import PreferConfig, RunConfig, SftConfig, TrainConfig
+from jaxrl_llm.data.dataset import batches
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
+from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.logs import quiet_libraries
+from jaxrl_llm.monitoring.metrics_log import MetricsLog
+from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.monitoring.tables import AnswerTable
-from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.precision import agreement_tolerance
-from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.sharding.offload import on_device, to_device, to_host
-from jaxrl_llm.training.batch_metrics import (
-    batch_metrics,
-    check_agreement,
-    over_updates,
-    system_metrics,
-)
-from jaxrl_llm.training.buffer import Collected, Window
-from jaxrl_llm.training.experience import Selected, cut_minibatches, with_ages
-from jaxrl_llm.training.layouts import minibatch_size
-from jaxrl_llm.training.roles import Role
-from jaxrl_llm.training.stages.algorithm import AlgorithmStage
-from jaxrl_llm.training.stages.models import ModelsStage, States
-from jaxrl_llm.training.stages.reference import REFERENCE
-from jaxrl_llm.training.stages.rollout import RolloutStage
-from jaxrl_llm.training.stages.run import RunStage
-from jaxrl_llm.training.stages.scoring import ScoringStage
-from jaxrl_llm.training.teachers import AVERAGE
-from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
-from jaxrl_llm.types import Batch
+from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.preemption import Preemption
+from jaxrl_llm.runs.summary import opening_lines
+from jaxrl_llm.runs.together import ending_together, join
+from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.sharding.checksum import checksum_of_leaves
+from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.training.layouts import all_devices
+from jaxrl_llm.training.update import Learner, TrainableModel, TrainState
 
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
 
-class Stages(NamedTuple):
-    """The stages of a run's training steps, built from its config."""
+@runtime_checkable
+class StepLike(Protocol):
+    """What a trainer's step returns."""
 
-    rollout: RolloutStage
-    scoring: ScoringStage
-    models: ModelsStage
-    algorithm: AlgorithmStage
-    run: RunStage
+    @property
+    def number(self) -> int:
+        """The step, from 1 on."""
+        ...
 
-
-class Coefs(NamedTuple):
-    """The coefficients of the loss's terms; a compiled update takes any."""
-
-    kl_coef: float
-    entropy_coef: float
-    distillation_coef: float
-
-    @classmethod
-    def of(cls, config: AlgorithmConfig) -> "Coefs":
-        """Return those of a config."""
-        return cls(**{name: getattr(config, name) for name in cls._fields})
-
-    def restored(self, extra: Mapping[str, Any]) -> "Coefs":
-        """Return those of a checkpoint, where it has them."""
-        return self._replace(**{name: extra[name] for name in self._fields if name in extra})
+    @property
+    def metrics(self) -> Metrics:
+        """Its metrics by name, to which the loop adds its own."""
+        ...
 
 
-class Progress(NamedTuple):
-    """Where a run stands: everything that the next step depends on, besides the data's position.
-
-    Attributes:
-        step: steps done.
-        states: of the models that are trained, and of a reference that is refreshed.
-        coefs: of the loss's terms.
-        empty_steps: in a row, the last ones, of which no answer was left to update the policy on.
-    """
-
-    step: int
-    states: States
-    coefs: Coefs
-    empty_steps: int = 0
-
-
-class FinishedStep(NamedTuple):
-    """What a training step has made.
-
-    Attributes:
-        number: of the step, from 1 on.
-        batch: tokens, and every field that a function of the config asked for, as the update had
-            them.
-        rollouts: prompts, answers and their texts.
-        scores: of the answers.
-        metrics: by name, as in `metrics.jsonl`.
-        decode: token ids -> text.
-    """
+class Step(NamedTuple):
+    """A step of which only the metrics are kept."""
 
     number: int
-    batch: Batch
-    rollouts: Rollouts
-    scores: list[Score]
     metrics: Metrics
-    decode: Callable[[list[int]], str]
-
-    @property
-    def texts(self) -> list[str]:
-        """The sampled answers as texts [B]."""
-        return self.rollouts.texts
-
-    @property
-    def answers(self) -> AnswerTable:
-        """The sampled answers with scores, advantages and log-probs of their tokens."""
-        return AnswerTable(trained_rows(self.batch, self.rollouts, self.scores), self.decode)
 
 
-class TrainingLoop:
-    """The loop, a step at a time. It is synchronous at `rollout.staleness` 0.
+S = TypeVar("S", bound=StepLike)
 
-    Args:
-        stages: of a training step.
-        start: where the run stands.
-        window: the prompts and answers that are not trained yet.
+
+@dataclass(frozen=True, kw_only=True)
+class OpenFiles:
+    """The files of a run at the step where it stands, and what measures and ends its steps.
 
     Attributes:
-        progress: where the run stands now. Its coefficients may be changed between steps.
-        ended: whether the run was told to end; it has saved then.
+        config: of the run.
+        step: steps done.
+        total_steps: steps in all.
+        states: parameters and optimizer states, by the model's name.
+        extra: the newest checkpoint's other contents; empty at a fresh start.
+        stream: the data, at the run's position.
+        start_digests: of the weights and data that the run began with.
+        preemption: whether the run was told to end.
+        watchdog: ends the run when it hangs.
+        background: a thread for work on the host while the devices work.
     """
 
-    def __init__(self, stages: Stages, start: Progress, window: Window) -> None:
-        """Bring the weights to the engine, and validate where that comes before the first step."""
-        run, self.stages, self.window = stages.run, stages, window
-        states = {n: offload_state(n, s, run.config.offload) for n, s in start.states.items()}
-        self.progress, self.ended = start._replace(states=states), False
-        self._compiled = CompileCounter()
-        steps = range(start.step + 1, run.total_steps + 1)
-        profiled = run.config.log.profile_steps
-        self._profiler = Profiler(steps, profiled, run.config.run_dir, run.display)
-        stages.rollout.sync_weights(states["actor"].params, start.step)
-        if start.step == 0 and run.should_validate(0):
-            run.record(0, run.validate(0))
+    config: TrainConfig | SftConfig | PreferConfig
+    step: int
+    total_steps: int
+    states: dict[str, TrainState]
+    extra: dict[str, Any]
+    stream: Any
+    start_digests: dict[str, Any]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    display: Display
+    preemption: Preemption
+    watchdog: Watchdog
+    profiler: Profiler
+    compiled: CompileCounter
+    background: Executor
 
-    def __iter__(self) -> Iterator[FinishedStep]:
-        """Yield the steps that are left, each when it is done; a later loop goes on after them."""
-        while self.progress.step < self.stages.run.total_steps and not self.ended:
-            yield self.step()
 
-    def step(self) -> FinishedStep:
+class Trainer(Generic[S]):
+    """A model that learns a step at a time; `run_steps` runs it.
+
+    Attributes:
+        files: of the run.
+        number: steps done.
+        states: parameters and optimizer states by the model's name, as a checkpoint holds them.
+    """
+
+    def __init__(self, files: OpenFiles) -> None:
+        """Begin where the run stands."""
+        self.files, self.number, self.states = files, files.step, {**files.states}
+        files.states.clear()  # nothing else holds on to what an update lets go of
+        self._has_line = Pace(files.total_steps)
+
+    def step(self, clock: Clock) -> S:
         """Take the next step."""
-        (_, _, _, algorithm, run), (done, states, coefs, empty) = self.stages, self.progress
-        step, clock, stages = done + 1, Clock(), self.stages
-        self._profiler.turn_to(step)
-        collected = self.window.take(step, clock)
-        batch, scores, agreement = make_experience(stages, states, collected, step, clock)
-        with clock("adv"):
-            batch = algorithm.penalize_kl(batch, coefs.kl_coef)
-            batch = algorithm.add_advantages(batch)
-            batch = algorithm.add_correction(batch)
-            selected = algorithm.select(batch)
-        empty = count_empty(selected, empty, step, run.config)
-        rollouts, balance = collected.rollouts, functools.partial(run.balance, selected.minibatches)
-        described = run.executor.submit(batch_metrics, balance, batch, rollouts, scores)
-        states, batch, updated = update_models(stages, states, batch, selected, step, coefs, clock)
-        states = stages.models.refresh_reference(states, step)
-        left = self.window.interrupt(step, clock)
-        with clock("update_weights"):
-            synced = stages.rollout.sync_weights(states["actor"].params, step)
-        kl, kl_coef = algorithm.control_kl(batch, coefs.kl_coef)
-        metrics = described.result() | collected.metrics | agreement | updated | left | synced | kl
-        if run.should_validate(step):
-            with clock("testing"):
-                metrics |= run.validate(step)
-        if run.should_dump(step):
-            run.dump(step, batch, rollouts, scores)
-        metrics |= system_metrics(clock, self._compiled, batch)
-        run.record(step, metrics, **run.some_answers(step, batch, rollouts, scores))
-        self.progress = Progress(step, states, coefs._replace(kl_coef=kl_coef), empty)
-        self.ended = end_step(run, self.progress, self.window, metrics)
-        BACKGROUND.release()  # the other programs, now that there is a step to see
-        decode = text_decoder(stages.rollout.tokenizer, skip_special_tokens=False)
-        return FinishedStep(step, batch, rollouts, scores, metrics, decode)
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """End what measures the steps."""
-        self._profiler.close()
-        self._compiled.close()
+    def validate(self) -> Metrics:
+        """Return metrics of the models as they are now; none where nothing is held out."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the states, as JSON can hold it."""
+        return {"data": self.files.stream.get_state()}
+
+    def score(self, metrics: Metrics) -> dict[str, float] | None:
+        """Return by what the best checkpoint is found; None: this one is not the best."""
+        del metrics
+        return None
+
+    def line(self, number: int, metrics: Metrics) -> str:
+        """Return a step's line on the screen."""
+        raise NotImplementedError
+
+    def report(self, step: S) -> None:
+        """Write a step's metrics, and some of the lines on the screen."""
+        self.files.log.write(step.number, step.metrics)
+        has_line = self._has_line(step.number)
+        self.files.display.advance(self.line(step.number, step.metrics) if has_line else "")
+        self.files.display.plot(step.number, step.metrics)
 
 
-def make_experience(
-    stages: Stages,
-    states: States,
-    collected: Collected,
-    step: int,
-    clock: Clock,
-) -> tuple[Batch, list[Score], Metrics]:
-    """Lay answers out as a batch, run the models over it, and add the scores.
-
-    The scores are waited for last, but for what needs them.
-
-    Raises:
-        TrainingError: no answer is usable.
-    """
-    rollouts, lay_out = collected.rollouts, stages.scoring.lay_out
-    batch, metrics = with_ages(lay_out(rollouts), step), {}
-    if collected.canaries is not None:
-        fresh = lay_out(collected.canaries, samples=1)
-        metrics |= stages.models.check_canaries(states, fresh, step)
-    for model_pass in stages.models.passes:
-        if model_pass.begin is not None:
-            model_pass.begin(batch, rollouts)
-    for model_pass in stages.models.passes:
-        with clock(model_pass.timer):
-            batch, agreement = model_pass.run(states, batch, rollouts, step)
-        metrics |= agreement
-    with clock("reward"):
-        scores = collected.scores()
-    batch = stages.scoring.add_penalty(stages.scoring.add_scores(batch, scores))
-    batch, errors = stages.scoring.add_greedy_scores(batch, rollouts, step, clock)
-    if not batch["usable"].any():
-        raise TrainingError(
-            f"step {step}: no answer can be trained on: all are broken (episode/broken), unscored "
-            "(reward/unscored), or alone are left of their groups"
-        )
-    for scored_pass in stages.models.scored_passes:
-        with clock(scored_pass.timer):
-            batch, told = scored_pass.run(states, batch, rollouts, scores, step)
-        metrics |= told
-    return batch, scores, metrics | errors
+def validate_before(trainer: Trainer[Any]) -> None:
+    """Validate what a run begins with, and log it as step 0."""
+    metrics = trainer.validate()
+    trainer.files.watchdog.beat()
+    trainer.files.log.write(0, metrics)
+    trainer.files.display.line(trainer.line(0, metrics))
+    trainer.files.display.plot(0, metrics)
 
 
-def count_empty(selected: Selected, before: int, step: int, config: TrainConfig) -> int:
-    """Return how many steps in a row, up to this one, have left nothing to update the policy on.
+def run_steps(trainer: Trainer[S], validate_every: int | None) -> Iterator[S]:
+    """Take the steps of a run that are left, and yield each when it is done.
+
+    It ends early where the run was told to end; it has saved then.
 
     Args:
-        selected: of the step.
-        before: the same count of the step before.
-        step: for the message.
-        config: of the run.
-
-    Raises:
-        TrainingError: they are too many.
+        trainer: takes the steps.
+        validate_every: steps between validations, of which the last step has one, too. None: there
+            is nothing to validate on.
     """
-    if not selected.is_empty:
-        return 0
-    key = "pairs" if config.algorithm.pairs is not None else "answer_filter"
-    empty, limit = before + 1, config.algorithm.max_generation_batches
-    if empty >= limit:
-        raise TrainingError(
-            f"step {step}: algorithm.{key} left nothing to train on in {empty} steps in a row "
-            f"(algorithm.max_generation_batches={limit}): the answers to each prompt score alike, "
-            "or too low. Raise algorithm.max_generation_batches and run the same command again, or "
-            "begin a run with other prompts or more samples_per_prompt"
-        )
-    log.warning(
-        "step %d: algorithm.%s left nothing to train on, so the policy stays as it is; %d steps "
-        "in a row stop the run",
-        *(step, key, limit),
-    )
-    return empty
-
-
-def update_models(
-    stages: Stages,
-    states: States,
-    batch: Batch,
-    selected: Selected,
-    step: int,
-    coefs: Coefs,
-    clock: Clock,
-) -> tuple[States, Batch, Metrics]:
-    """Update every model that is trained: the actor on what is selected, the others on all answers.
-
-    The batch comes back with the `old_logprobs` that an update on policy has computed.
-    """
-    config, metrics = stages.run.config, dict(selected.metrics)
-    for role in stages.models.to_update(step):
-        with clock(f"update_{role.name}"):
-            state = to_device(states[role.name])
-            cut = selected.minibatches
-            if role.name != "actor":
-                cut = [*cut_minibatches(batch, minibatch_size(config))]
-            state, policy_stats, means = update_role(role, state, cut, config, coefs)
-            states |= {role.name: offload_state(role.name, state, config.offload)}
-            metrics |= means
-        if policy_stats:
-            probe = batch.add(**policy_stats)
-            keeps_cache = config.rollout.at_push == "keep"
-            metrics |= check_agreement(
-                probe, step, agreement_tolerance(config.rollout), keeps_cache=keeps_cache
-            )
-            batch = batch.add(old_logprobs=policy_stats["logprobs"])
-    states = stages.models.follow(states)
-    if AVERAGE in states:
-        states |= {AVERAGE: offload_state(AVERAGE, states[AVERAGE], config.offload)}
-    return states, batch, metrics
-
-
-def offload_state(name: str, state: TrainState, offload: OffloadConfig) -> TrainState:
-    """Move to the host what waits there until it is used again."""
-    waits = {AVERAGE: offload.teacher, REFERENCE: offload.reference}
-    if waits.get(name, offload.params):
-        state = state._replace(params=to_host(state.params))
-    if offload.optimizer:
-        state = state._replace(opt_state=to_host(state.opt_state))
-    return state
-
-
-def update_role(
-    role: Role,
-    state: TrainState,
-    minibatches: Sequence[Batch],
-    config: TrainConfig,
-    coefs: Coefs,
-) -> tuple[TrainState, dict[str, np.ndarray], Metrics]:
-    """Update a role on every mini-batch of every epoch.
-
-    Returns:
-        The new state; the policy's statistics of the batch's tokens [B T], by name, where a single
-        update has computed them; and the metrics, none without an update.
-
-    Raises:
-        TrainingError: too many updates in a row with a non-finite gradient.
-    """
-    first = int(state.updates)
-    updates, policy_stats = [], {}
-    cut = [*minibatches] * config.batch.epochs_per_step
-    with (
-        activity(stage_label(f"update_{role.name}"), len(cut)) as progress,
-        on_device(role.teacher) as teacher,
-    ):
-        given = coefs._asdict() | ({} if teacher is None else {"teacher": teacher})
-        for minibatch in cut:
-            progress.advance()
-            if not minibatch["mask"].any():
-                continue  # none of its answers is usable, or none is left
-            annotated = role.annotate_minibatch(state, minibatch)
-            state, metrics = role.learner.update(state, annotated, given)
-            policy_stats = metrics.pop("policy", {})
-            updates.append(metrics)
-    if not updates:
-        return state, {}, {}
-    updates = jax.device_get(updates)
-    key = "optim" if role.name == "actor" else f"{role.name}.optim"
-    check_skipped(max(int(m["skipped"]) for m in updates), role.max_skipped, key)
-    means = over_updates(updates)
-    means["lr"] = float(role.learning_rate(first))
-    return state, policy_stats, {f"{role.name}/{name}": value for name, value in means.items()}
-
-
-def end_step(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> bool:
-    """Save where that is due; return whether the run was told to end: then it is due, too."""
-    run.checkpoints.check()
-    ending = run.preemption.requested()
-    if ending or is_due(at.step, run.config.checkpoint.every, run.total_steps):
-        save(run, at, window, metrics)
-    return ending
+    files = trainer.files
+    total, every = files.total_steps, files.config.checkpoint.every
+    while trainer.number < total:
+        files.watchdog.beat()
+        files.profiler.turn_to(trainer.number + 1)
+        clock = Clock()
+        step = trainer.step(clock)
+        if validate_every is not None and is_due(step.number, validate_every, total):
+            with clock("testing"):
+                step.metrics.update(trainer.validate())
+        step.metrics.update(clock.metrics() | files.compiled.metrics())
+        trainer.report(step)
+        files.checkpoints.check()
+        ending = files.preemption.requested()
+        if ending or is_due(step.number, every, total):
+            save(trainer, step.metrics)
+        BACKGROUND.release()  # the other programs, now that there is a step to see
+        yield step
+        if ending:
+            return
 
 
 @activity("saving")
-def save(run: RunStage, at: Progress, window: Window, metrics: Metrics) -> None:
+def save(trainer: Trainer[Any], metrics: Metrics) -> None:
     """Save everything from which the run continues bit for bit."""
-    validated = {k: v for k, v in metrics.items() if "/mean@" in k}
-    run.checkpoints.save(
-        at.step,
-        at.states,
-        {
-            "data": window.prompt_batches.get_state(),
-            "window": window.get_state(),
-            **at.coefs._asdict(),
-            "empty_steps": at.empty_steps,
-            "metrics_bytes": run.log.position(at.step),
-            "origin": run.start_digests,
-            "config": as_tree(run.config),
-        },
-        {"validation": headline(validated)} if validated else None,
+    files, number = trainer.files, trainer.number
+    extra = {
+        **trainer.get_state(),
+        "metrics_bytes": files.log.position(number),
+        "origin": files.start_digests,
+    }
+    files.checkpoints.save(number, trainer.states, extra, trainer.score(metrics))
+
+
+def train_to_the_end(trainer: Trainer[Any], validate_every: int | None = None) -> None:
+    """Take all steps that are left, and wait for the last checkpoint.
+
+    Raises:
+        Preempted: the run was told to end, and has saved.
+    """
+    for _ in run_steps(trainer, validate_every):
+        pass
+    with activity("saving"):
+        trainer.files.checkpoints.wait()
+    check_finished(trainer.number, trainer.files.total_steps)
+    BACKGROUND.clear()  # its programs' shapes hold on to the weights
+
+
+def check_finished(step: int, total: int) -> None:
+    """Raise Preempted where a run has ended before its last step; until there it is saved."""
+    if step < total:
+        saved = f"saved after step {step} of {total}" if step else "there was no step to save"
+        raise Preempted(f"{saved}; the same command continues")
+
+
+@activity("reading the weights' checksums")
+def starting_digests(
+    models: Mapping[str, TrainableModel], items: Sequence[Any], frozen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return digests of the weights and the tokenised data that a run starts from."""
+    data = hashlib.sha256()
+    for item in items:
+        data.update(np.asarray(item.tokens, np.int32).tobytes() + b"|")
+        data.update(b"" if (load := getattr(item, "load", None)) is None else load.digest())
+        given = {n: v for n, v in getattr(item, "columns", {}).items() if not n.startswith("ref_")}
+        data.update(repr(sorted(given.items())).encode() if given else b"")
+    loaded = {name: m.model for name, m in models.items()}
+    weights = {name: (m.params, m.frozen, m.tower_params) for name, m in loaded.items()}
+    sums = {}
+    for name, tree in (weights | {**frozen}).items():
+        with on_device(tree) as held:  # some wait on the host
+            sums[name] = int(checksum_of_leaves(held))
+    return {**sums, "data": data.hexdigest()}
+
+
+def restore_or_start(
+    checkpoints: Checkpoints,
+    models: Mapping[str, TrainableModel],
+    stream: Any,
+    *,
+    resume: str,
+    digests: dict[str, Any],
+    extra_states: Mapping[str, TrainState],
+) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
+    """Return the step, states and other contents of the newest checkpoint, or a fresh start.
+
+    Args:
+        checkpoints: of the run.
+        models: to train, by name.
+        stream: the data; it is set to the checkpoint's position.
+        resume: the key checkpoint.resume.
+        digests: `starting_digests` of the run as it is configured now.
+        extra_states: by name, that checkpoints hold besides the models', as the run starts.
+
+    Raises:
+        ConfigError: the run in this folder started from other weights or other data.
+    """
+    if checkpoints.latest() is None:
+        begun = {name: m.learner.init(m.model.params) for name, m in models.items()}
+        return 0, {**begun, **extra_states}, {}
+    if resume == "never" and not context.is_restarted():
+        raise ConfigError(
+            f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
+            f"{checkpoints.latest()}: set it to auto, or name another run_dir"
+        )
+    like = {
+        name: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(trainable.learner.init, trainable.model.like),
+            trainable.learner.state_shardings,
+        )
+        for name, trainable in models.items()
+    }
+    like |= jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), {**extra_states}
+    )
+    with activity("reading the checkpoint"):
+        saved = checkpoints.restore(like)
+    keys = {name: trainable.key for name, trainable in models.items()} | {"data": "data.train"}
+    for name, digest in digests.items():
+        if saved.extra["origin"][name] != digest:
+            raise ConfigError(
+                f"{keys.get(name, name)}: its contents are not those that this run began with, so "
+                "it can't be continued: put them back, or name another run_dir than "
+                f"{checkpoints.directory}"
+            )
+    stream.set_state(saved.extra["data"])
+    log.info("continuing after step %d", saved.step)
+    return saved
+
+
+def enter_process(
+    config: TrainConfig | SftConfig | PreferConfig,
+    stack: contextlib.ExitStack,
+    *rules: Callable[[Any, int], Iterator[str]],
+) -> None:
+    """Join the other processes of a run, and open the devices.
+
+    Args:
+        config: of the run.
+        stack: of the whole program.
+        rules: as for `join`.
+    """
+    join(config, *rules)
+    stack.enter_context(ending_together())
+    stack.enter_context(ACTIVITIES.reported())
+    quiet_libraries()
+    all_devices()
+
+
+def compile_on_demand(stack: contextlib.ExitStack) -> None:
+    """Report what is compiled while a run is open, and compile first what its next step needs."""
+    stack.enter_context(reporting_compilation())
+    stack.enter_context(compiling_on_demand())
+
+
+def open_watchdog(config: RunConfig) -> Watchdog:
+    """Return the watchdog that ends a run that hangs; on a cluster the launcher does it."""
+    return Watchdog(config.stall_timeout_s if context.current() is None else None)
+
+
+def _title_and_size(config: TrainConfig | SftConfig | PreferConfig) -> tuple[str, int]:
+    """Return what a run does, and how many items a step of it has."""
+    if isinstance(config, TrainConfig):
+        return "training", config.batch.prompts_per_step
+    if isinstance(config, SftConfig):
+        return "supervised training", config.batch.examples_per_step
+    return "training on preferences", config.batch.pairs_per_step
+
+
+def open_files(
+    config: TrainConfig | SftConfig | PreferConfig,
+    models: Mapping[str, TrainableModel],
+    items: Sequence[Any],
+    watchdog: Watchdog,
+    stack: contextlib.ExitStack,
+    *,
+    best: str | None = None,
+    frozen: Mapping[str, Any] | None = None,
+    extra_states: Mapping[str, TrainState] | None = None,
+) -> OpenFiles:
+    """Open a run's data, checkpoints and metrics at the place where it stands.
+
+    Args:
+        config: of the run.
+        models: to train, by name.
+        items: the tokenised data, in the files' order.
+        watchdog: of the run.
+        stack: closes the files at the run's end.
+        best: metric by which the best checkpoint is kept besides the newest.
+        frozen: parameters of models that the run does not train, by their config key.
+        extra_states: that checkpoints hold besides those of `models`, as the run starts.
+    """
+    title, size = _title_and_size(config)
+    folder = Path(config.run_dir)
+    with config_errors_at("data.train"):
+        stream = batches(
+            items,
+            batch_size=size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            epochs=None if config.steps else config.epochs,
+            drop_remainder=True,
+        )
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
+    stack.callback(checkpoints.close)
+    digests = starting_digests(models, items, frozen or {})
+    step, states, extra = restore_or_start(
+        *(checkpoints, models, stream),
+        resume=config.checkpoint.resume,
+        digests=digests,
+        extra_states=extra_states or {},
+    )
+    metrics_log = MetricsLog(
+        folder,
+        step=step,
+        position=extra.get("metrics_bytes", 0),
+        trackers=config.log.trackers,
+        config=as_tree(config),
+    )
+    stack.callback(metrics_log.close)
+    total = config.steps or len(items) * config.epochs // size
+    display = open_display(title, total, step)
+    stack.callback(display.close)
+    trained = {n: m.model.like for n, m in models.items() if isinstance(m.learner, Learner)}
+    for line in opening_lines(config, trained, len(items), total):
+        display.line(line)
+    preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
+    compiled = CompileCounter()
+    stack.callback(compiled.close)
+    left = range(step + 1, total + 1)
+    profiler = Profiler(left, config.log.profile_steps, folder, display)
+    stack.callback(profiler.close)
+    background = ThreadPoolExecutor(1, "background")
+    stack.callback(background.shutdown, wait=False, cancel_futures=True)
+    return OpenFiles(
+        config=config,
+        step=step,
+        total_steps=total,
+        states=states,
+        extra=extra,
+        stream=stream,
+        start_digests=digests,
+        checkpoints=checkpoints,
+        log=metrics_log,
+        display=display,
+        preemption=preemption,
+        watchdog=watchdog,
+        profiler=profiler,
+        compiled=compiled,
+        background=background,
     )

@@ -34,9 +34,7 @@ from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.layouts import Layouts
 from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.objectives import COEFS, PolicyObjective
-from jaxrl_llm.training.roles import Role
-from jaxrl_llm.training.stages.models import ModelsStage
-from jaxrl_llm.training.stages.reference import reference_dtype
+from jaxrl_llm.training.roles import Models, Role, reference_dtype
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ def compile_first_step(
     config: TrainConfig,
     functions: AlgorithmFunctions,
     model: Model,
-    models: ModelsStage,
+    models: Models,
     layouts: Layouts,
 ) -> None:
     """Begin to compile what the models of a run need in their first step, where others can wait.
@@ -129,8 +127,7 @@ def compile_first_step(
         models: as they are built.
         layouts: where they stand.
     """
-    roles = {role.name: role for role in models.roles}
-    actor = roles["actor"]
+    roles, actor = models.roles, models.actor
 
     def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
         learner = role.learner
@@ -147,7 +144,7 @@ def compile_first_step(
     is_copy = not is_adapted(model) and layouts.reference is layouts.train
     if functions.needs_reference and is_copy:
         infer_ahead(actor, abstract_weights(model, layouts.reference, reference_dtype(config)))
-    for role in models.to_update(1):
+    for role in models.to_update(1, config.critic.warmup_steps):
         if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
             coefs = COEFS | teacher_like(role, layouts.train, config.model.dtype)
             role.learner.compile_ahead(functools.partial(micro_like, role), coefs)

@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
-from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
@@ -33,37 +31,36 @@ from jaxrl_llm.data.preferences import (
 from jaxrl_llm.data.rows import Row, load_rows
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.model import Model, decoder_spec, model_of
-from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
-from jaxrl_llm.monitoring.compiling import reporting_compilation
-from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.logs import quiet_libraries
-from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.runs.directory import RunFolder, run_folder
-from jaxrl_llm.runs.export import save_model, scoring_of
-from jaxrl_llm.runs.resume import (
-    ResumedRun,
-    TrainableModel,
-    check_finished,
-    open_watchdog,
-    resume_run,
-)
+from jaxrl_llm.runs.export import check_export, export_trained, scoring_of
 from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import check_same_data, ending_together, join
+from jaxrl_llm.runs.together import check_same_data, ending_together
 from jaxrl_llm.runs.watchdog import Watchdog
-from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.inference import Inference, logprob_pass
-from jaxrl_llm.training.layouts import all_devices, open_layout, packed_shape
+from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
-    merged_into_base,
     open_model,
     open_scorer,
     open_step_scorer,
+)
+from jaxrl_llm.training.loop import (
+    Metrics,
+    OpenFiles,
+    Step,
+    Trainer,
+    compile_on_demand,
+    enter_process,
+    open_files,
+    open_watchdog,
+    train_to_the_end,
+    validate_before,
 )
 from jaxrl_llm.training.microbatches import BucketPrograms, finished_metrics
 from jaxrl_llm.training.objectives import (
@@ -80,10 +77,12 @@ from jaxrl_llm.training.objectives import (
     split_sums,
 )
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
-from jaxrl_llm.training.update import Learner, TrainState, check_skipped, router_hooks
+from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped, router_hooks
 from jaxrl_llm.types import Batch
 
 PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,7 @@ def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class PairReference:
     """A reference policy.
 
     Attributes:
@@ -266,9 +265,9 @@ def answer_sums(infer: Inference, params: Params, batch: Batch) -> dict[str, np.
     return {name: np.asarray(values, np.float32) for name, values in sums.items()}
 
 
-def open_reference(
+def open_pair_reference(
     config: PreferConfig, model: LoadedModel, learner: Learner, layout: Layout
-) -> Reference:
+) -> PairReference:
     """Take the model as it was loaded for the reference, or load the one that the config names.
 
     Args:
@@ -283,7 +282,9 @@ def open_reference(
     shape, mesh = learner.shape, learner.mesh
     policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
     if config.reference is None:
-        return Reference(params=model.params, infer=policy, policy=policy)  # updates have a copy
+        return PairReference(
+            params=model.params, infer=policy, policy=policy
+        )  # updates have a copy
     with config_errors_at("reference"):
         alone = dataclasses.replace(
             config.model, path=config.reference, lora=None, adapter=None, random_init=False
@@ -296,66 +297,131 @@ def open_reference(
             )
     forward = forward_config(alone, other.model, layout).over(shape)
     infer = logprob_pass(forward, shape, mesh, ("logprobs",))
-    return Reference(params=other.params, infer=infer, policy=policy)
+    return PairReference(params=other.params, infer=infer, policy=policy)
 
 
-# Training on preferences: the update of RL with a loss of pairs or of labelled answers.
+# The run.
 
 
-logger = logging.getLogger(__name__)  # `log` is the run's
+SHOWN = {
+    "loss": "train/loss",
+    "accuracy": "train/rewards/accuracies",
+    "margin": "train/rewards/margins",
+    "accuracy of steps": "train/accuracy/steps",
+    "held-out loss": "val/loss",
+    "held-out accuracy": "val/rewards/accuracies",
+    "of steps": "val/accuracy/steps",
+    "of answers": "val/accuracy/answers",
+}
+"""Metrics that have a place in a step's line, by their labels there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceRun:
-    """A run on preferences that is ready to take its steps.
+class PreferTrainer(Trainer[Step]):
+    """Trains a policy or a reward model on preferences.
 
-    Attributes:
+    Args:
         config: of the run.
         data: its rows, with log-probs under the reference where the loss asks for them.
-        learner: the updates.
-        model: that is trained.
-        base: layout of an adapter's base; None without an adapter.
+        learner: the update.
         reference: for what each step asks it; None where the rows have all that is needed.
-        opened: where the run stands, and its files.
         schedule: updates -> learning rate.
-        watchdog: ends the run when it hangs.
+        files: of the run.
     """
 
-    config: PreferConfig
-    data: PreferenceData
-    learner: Learner
-    model: Model
-    base: Any
-    reference: Reference | None
-    opened: ResumedRun
-    schedule: Callable[[Any], Any]
-    watchdog: Watchdog
+    def __init__(
+        self,
+        config: PreferConfig,
+        data: PreferenceData,
+        learner: Learner,
+        reference: PairReference | None,
+        schedule: Callable[[Any], Any],
+        files: OpenFiles,
+    ) -> None:
+        """Compile nothing yet."""
+        super().__init__(files)
+        self.config, self.data, self.learner = config, data, learner
+        self.reference, self.schedule = reference, schedule
+        objective, forward, mesh = learner.objective, learner.model, learner.mesh
+
+        @functools.partial(
+            jax.jit, compiler_options=compiler_options(Task.TRAIN, mesh.devices.flat)
+        )
+        def measure(params: Any, rest: Any, micro: Any) -> Any:
+            metrics = objective(combine_params(params, rest), micro, {}, forward, mesh)[1]
+            return {name: value for name, value in metrics.items() if name != "router"}
+
+        self._measure = measure
+        self._programs = BucketPrograms("validation", measure, learner.shape, mesh)
+
+    def step(self, clock: Clock) -> Step:
+        """Update the model on the next preferences."""
+        state = self.states["actor"]
+        rate = float(self.schedule(int(state.updates)))
+        batch = self._batch(next(self.files.stream), clock)
+        with clock("update_actor"):
+            state, updated = self.learner.update(state, batch, COEFS)
+            updated = jax.device_get(updated)
+        check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
+        self.states, self.number = {"actor": state}, self.number + 1
+        return Step(self.number, _named("train", updated) | {"train/lr": rate})
+
+    @activity("validating")
+    def validate(self) -> Metrics:
+        """Return the loss and diagnostics of the held-out rows."""
+        learner, params = self.learner, self.states["actor"].params
+        rest = learner.frozen or {}
+        batch = self._batch(self.data.validation, Clock())
+        batch = batch.add(weights=np.asarray(learner.reduce(jnp.asarray(batch["mask"]))))
+        names = learner.objective.asks_for() | {"mask", "weights"}
+        cut = self._programs.microbatches(batch, names, params, lambda micro: (params, rest, micro))
+        parts = [self._measure(params, rest, micro) for _, micro in cut]
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+        return _named("val", finished_metrics(jax.device_get(total)))
+
+    def line(self, number: int, metrics: Metrics) -> str:
+        """Return a step's line on the screen."""
+        parts = [f"{label} {metrics[name]:.4f}" for label, name in SHOWN.items() if name in metrics]
+        return f"step {number}/{self.files.total_steps}  " + "  ".join(parts)
+
+    def _batch(self, items: list[Preference], clock: Clock) -> Batch:
+        """Lay a mini-batch out, with what the objective asks of the whole of it."""
+        data, names = self.data, self.learner.objective.asks_for()
+        batch = preference_batch(items, data.width)
+        if "answer_share" in names:
+            batch = batch.add(answer_share=np.full(len(items), 1 / len(items), np.float32))
+        if "kl_baseline" in names:
+            assert self.reference is not None
+            with clock("kl_baseline"):
+                rotated = preference_batch(rotate_answers(items, data.max_tokens), data.width)
+                baseline = self.reference.kl_baseline(self.states["actor"].params, rotated)
+            batch = batch.add(kl_baseline=np.full(len(items), baseline, np.float32))
+        return batch
 
 
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
-    join(config)
-    with ending_together(), ACTIVITIES.reported():
-        quiet_libraries()
-        all_devices()
+    with contextlib.ExitStack() as stack:
+        enter_process(config, stack)
         check_trackers(config)
         loss = load_preference_loss(config)
         optimizer, schedule = make_optimizer(config.optim)
         if config.steps is not None:
             check_learning_rates(schedule, config.optim, config.steps)
         prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
-        if distributed.run_on_first(Path(config.export_to).exists):
-            raise ConfigError(
-                f"export_to: {config.export_to!r} exists; remove it or name another one"
-            )
-        with contextlib.ExitStack() as stack, ending_together():
-            folder = stack.enter_context(run_folder(config.run_dir, config))
-            run = _open(config, loss, optimizer, schedule, folder, stack)
-            state, model, base, display = _train(config, run, folder.path)
-            del run  # merging and saving hold the model once
-            _export(config, state.params, model, base)
-            for line in closing_lines(config):
-                display.line(line)
+        check_export(config.export_to)
+        folder = stack.enter_context(run_folder(config.run_dir, config))
+        stack.enter_context(ending_together())
+        trainer, model, base = _open(config, loss, optimizer, schedule, folder, stack)
+        has_validation = bool(trainer.data.validation)
+        if has_validation and trainer.number == 0 and config.validation.before:
+            validate_before(trainer)
+        train_to_the_end(trainer, config.validation.every if has_validation else None)
+        display, params = trainer.files.display, trainer.states["actor"].params
+        del trainer  # merging and saving hold the model once
+        source, scoring = config.model.path, scoring_of(config)
+        export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
+        for line in closing_lines(config):
+            display.line(line)
 
 
 def _open(
@@ -365,11 +431,11 @@ def _open(
     schedule: Callable[[Any], Any],
     folder: RunFolder,
     stack: contextlib.ExitStack,
-) -> PreferenceRun:
-    stack.enter_context(reporting_compilation())
-    stack.enter_context(compiling_on_demand())
+) -> tuple[PreferTrainer, Model, Any]:
+    """Return what trains, the model, and the layout of an adapter's base."""
+    compile_on_demand(stack)
     watchdog = stack.enter_context(open_watchdog(config))
-    logger.info("training on preferences: making ready the weights of %s", config.model.path)
+    log.info("training on preferences: making ready the weights of %s", config.model.path)
     has_own_axes = config.model.function is not None
     with activity("opening the devices"):
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
@@ -400,21 +466,12 @@ def _open(
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     reference, data = _with_reference(config, data, model, learner, layout, watchdog)
-    opened = resume_run(
-        config, folder.path, {"actor": TrainableModel(model, learner)}, data.train, stack
-    )
+    trained = {"actor": TrainableModel(model, learner)}
+    files = open_files(config, trained, data.train, watchdog, stack)
     folder.record()
-    return PreferenceRun(
-        config=config,
-        data=data,
-        learner=learner,
-        model=model.model,
-        base=jax.tree.map(lambda leaf: leaf.sharding, model.frozen),
-        reference=reference,
-        opened=opened,
-        schedule=schedule,
-        watchdog=watchdog,
-    )
+    base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
+    trainer = PreferTrainer(config, data, learner, reference, schedule, files)
+    return trainer, model.model, base
 
 
 def _with_reference(
@@ -424,7 +481,7 @@ def _with_reference(
     learner: Learner,
     layout: Layout,
     watchdog: Watchdog,
-) -> tuple[Reference | None, PreferenceData]:
+) -> tuple[PairReference | None, PreferenceData]:
     """Return the reference if steps will ask it, and the rows with its log-probs."""
     names = learner.objective.asks_for()
     asked = names & OF_REFERENCE
@@ -432,9 +489,9 @@ def _with_reference(
         return None, data
     brings = asked <= set(data.train[0].columns) and "kl_baseline" not in names
     if brings and (not data.validation or asked <= set(data.validation[0].columns)):
-        logger.info("the rows bring the reference's log-probs along")
+        log.info("the rows bring the reference's log-probs along")
         return None, data
-    reference = open_reference(config, model, learner, layout)
+    reference = open_pair_reference(config, model, learner, layout)
     size = config.batch.pairs_per_step
     rows = len(data.train) + len(data.validation)
     with activity("log-probs under the reference", total=rows) as progress:
@@ -451,108 +508,6 @@ def _with_reference(
     return (reference if "kl_baseline" in names else None), data
 
 
-def _train(
-    config: PreferConfig, run: PreferenceRun, folder: Path
-) -> tuple[TrainState, Model, Any, Display]:
-    """Take the steps that are left; return the state after the last one, and what exports it."""
-    opened, learner = run.opened, run.learner
-    state, total, step = opened.states["actor"], opened.total_steps, opened.step
-    left, compiled, has_line = range(step + 1, total + 1), CompileCounter(), Pace(total)
-    profiler = Profiler(left, config.log.profile_steps, folder, opened.display)
-    validate = _validation(run)
-    if step == 0 and validate and config.validation.before:
-        metrics = validate(state)
-        opened.log.write(0, metrics)
-        opened.display.line(_line(0, total, metrics))
-    for step in left:
-        run.watchdog.beat()
-        profiler.turn_to(step)
-        clock, items = Clock(), next(opened.stream)
-        updates = int(state.updates)
-        batch = _batch(run, items, state, clock)
-        with clock("update_actor"):
-            state, updated = learner.update(state, batch, COEFS)
-            updated = jax.device_get(updated)
-        check_skipped(int(updated["skipped"]), config.optim.max_skipped)
-        metrics = _named("train", updated) | {"train/lr": float(run.schedule(updates))}
-        if validate and is_due(step, config.validation.every, total):
-            with clock("testing"):
-                metrics |= validate(state)
-        metrics |= clock.metrics() | compiled.metrics()
-        opened.log.write(step, metrics)
-        opened.display.advance(_line(step, total, metrics) if has_line(step) else "")
-        opened.display.plot(step, metrics)
-        BACKGROUND.release()
-        if _save(config, run.opened, state, step):
-            break
-    profiler.close()
-    compiled.close()
-    with activity("saving"):
-        opened.checkpoints.wait()
-    check_finished(step, total)
-    BACKGROUND.clear()  # its programs' shapes hold on to the base
-    return state, run.model, run.base, opened.display
-
-
-def _save(config: PreferConfig, opened: ResumedRun, state: TrainState, step: int) -> bool:
-    """Save where that is due; return whether the run was told to end."""
-    opened.checkpoints.check()
-    ending = opened.preemption.requested()
-    if ending or is_due(step, config.checkpoint.every, opened.total_steps):
-        extra = {
-            "data": opened.stream.get_state(),
-            "metrics_bytes": opened.log.position(step),
-            "origin": opened.start_digests,
-        }
-        opened.checkpoints.save(step, {"actor": state}, extra)
-    return ending
-
-
-def _batch(run: PreferenceRun, items: list[Preference], state: TrainState, clock: Clock) -> Batch:
-    """Lay a mini-batch out, with what the objective asks of the whole of it."""
-    batch, names = preference_batch(items, run.data.width), run.learner.objective.asks_for()
-    if "answer_share" in names:
-        batch = batch.add(answer_share=np.full(len(items), 1 / len(items), np.float32))
-    if "kl_baseline" in names:
-        assert run.reference is not None
-        with clock("kl_baseline"):
-            rotated = preference_batch(rotate_answers(items, run.data.max_tokens), run.data.width)
-            baseline = run.reference.kl_baseline(state.params, rotated)
-        batch = batch.add(kl_baseline=np.full(len(items), baseline, np.float32))
-    return batch
-
-
-def _validation(run: PreferenceRun) -> Callable[[TrainState], dict[str, float]] | None:
-    """Return the function from a state to the loss and diagnostics of the held-out rows."""
-    items, learner = run.data.validation, run.learner
-    if not items:
-        return None
-    objective, forward, mesh = learner.objective, learner.model, learner.mesh
-
-    @functools.partial(jax.jit, compiler_options=compiler_options(Task.TRAIN, mesh.devices.flat))
-    def measure(params: Any, rest: Any, micro: Any) -> Any:
-        metrics = objective(combine_params(params, rest), micro, {}, forward, mesh)[1]
-        return {name: value for name, value in metrics.items() if name != "router"}
-
-    programs = BucketPrograms("validation", measure, learner.shape, mesh)
-    rest = learner.frozen or {}
-
-    @activity("validating")
-    def validate(state: TrainState) -> dict[str, float]:
-        batch = _batch(run, items, state, Clock())
-        weights = np.asarray(learner.reduce(jnp.asarray(batch["mask"])))
-        batch = batch.add(weights=weights)
-        names = objective.asks_for() | {"mask", "weights"}
-        cut = programs.microbatches(
-            batch, names, state.params, lambda micro: (state.params, rest, micro)
-        )
-        parts = [measure(state.params, rest, micro) for _, micro in cut]
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
-        return _named("val", finished_metrics(jax.device_get(total)))
-
-    return validate
-
-
 def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, float]:
     """Return an update's metrics by the names that the log has."""
     names = {"pg_loss": "loss"}
@@ -561,28 +516,3 @@ def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, float]:
         for name, value in metrics.items()
         if name not in ("loss", "skipped")
     }
-
-
-def _line(step: int, total: int, metrics: dict[str, float]) -> str:
-    shown = {
-        "loss": "train/loss",
-        "accuracy": "train/rewards/accuracies",
-        "margin": "train/rewards/margins",
-        "accuracy of steps": "train/accuracy/steps",
-        "held-out loss": "val/loss",
-        "held-out accuracy": "val/rewards/accuracies",
-        "of steps": "val/accuracy/steps",
-        "of answers": "val/accuracy/answers",
-    }
-    parts = [f"{label} {metrics[name]:.4f}" for label, name in shown.items() if name in metrics]
-    return f"step {step}/{total}  " + "  ".join(parts)
-
-
-def _export(config: PreferConfig, params: Params, model: Model, base: Any) -> None:
-    """Write the model, with its adapter merged into it."""
-    source = config.model.path
-    if base is not None:
-        params, spec = merged_into_base(params, decoder_spec(model), source, base)
-        model = model_of(spec)
-    scoring = scoring_of(config)
-    save_model(config.export_to, params, model, source=source, dtype="float32", scoring=scoring)

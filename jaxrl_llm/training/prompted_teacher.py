@@ -19,17 +19,8 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.layouts import longest_teacher_sequence
-from jaxrl_llm.training.stages.models import (
-    TEACHER_TIMER,
-    ModelPass,
-    ModelsStage,
-    ScoredPass,
-    States,
-)
 from jaxrl_llm.training.teachers import without_teacher
 from jaxrl_llm.types import Batch
-
-"""The timer of the passes of teachers."""
 
 
 class TeacherPromptError(RunError):
@@ -201,61 +192,45 @@ def fields_at_answers(batch: Batch, rollouts: Rollouts, prompted: PromptedAnswer
     return batch.add(**fields)
 
 
-def prompted_pass(inner: ModelPass, prompts: TeacherPrompts) -> ScoredPass:
-    """Return the pass of a teacher over answers behind prompts of its own.
+def add_prompted_logprobs(
+    batch: Batch,
+    rollouts: Rollouts,
+    scores: Sequence[Score],
+    prompts: TeacherPrompts,
+    add: Callable[[Batch, Rollouts], tuple[Batch, dict[str, float]]],
+) -> tuple[Batch, dict[str, float]]:
+    """Return a batch with what a teacher says of its answers behind other prompts; and metrics.
 
     Args:
-        inner: the pass of the teacher over any answers.
-        prompts: what it reads.
+        batch: of a step.
+        rollouts: of the step.
+        scores: of the answers.
+        prompts: that the teacher reads.
+        add: adds its log-probs to any batch of answers.
     """
-
-    def run(
-        states: States, batch: Batch, rollouts: Rollouts, scores: Sequence[Score], step: int
-    ) -> tuple[Batch, dict[str, float]]:
-        prompted, metrics = prompts(batch, rollouts, scores)
-        if prompted is None:
-            batch = batch.add(**without_teacher(batch))
-            metrics["teacher/reverse_kl"] = 0.0
-        else:
-            told, more = inner.run(states, prompted.batch, prompted.rollouts, step)
-            batch = fields_at_answers(batch, rollouts, prompted._replace(batch=told))
-            metrics |= more
-        metrics["teacher/left_out"] = 1 - float(batch["teacher_mask"][batch["mask"]].mean())
-        return batch, metrics
-
-    return ScoredPass(inner.timer, run)
+    prompted, metrics = prompts(batch, rollouts, scores)
+    if prompted is None:
+        batch = batch.add(**without_teacher(batch))
+        metrics["teacher/reverse_kl"] = 0.0
+    else:
+        told, more = add(prompted.batch, prompted.rollouts)
+        batch = fields_at_answers(batch, rollouts, prompted._replace(batch=told))
+        metrics |= more
+    metrics["teacher/left_out"] = 1 - float(batch["teacher_mask"][batch["mask"]].mean())
+    return batch, metrics
 
 
-def with_teachers(
-    models: ModelsStage,
-    given: Sequence[ModelPass],
-    config: TrainConfig,
-    functions: AlgorithmFunctions,
-    tokenizer: Any,
-) -> ModelsStage:
-    """Return models with the passes of teachers; those that read other prompts wait for scores.
-
-    Args:
-        models: with the pass of a policy that is its own teacher, if it is.
-        given: the passes of other teachers.
-        config: of the run.
-        functions: that it names.
-        tokenizer: of the policy.
-    """
-    passes = (*models.passes, *given)
+def open_teacher_prompts(
+    config: TrainConfig, functions: AlgorithmFunctions, tokenizer: Any
+) -> TeacherPrompts | None:
+    """Return the prompts that teachers read, where they are not those of the answers."""
     if functions.teacher_prompt is None:
-        return dataclasses.replace(models, passes=passes)
+        return None
     longest = longest_teacher_sequence(config)
-    prompts = TeacherPrompts(
+    return TeacherPrompts(
         function=functions.teacher_prompt,
         encode=ChatTemplate(tokenizer, config.data.chat_template_kwargs).prompt,
         samples=config.rollout.samples_per_prompt,
         max_prompt_tokens=longest - config.rollout.max_new_tokens,
         max_tokens=longest,
-    )
-    taught = [one for one in passes if one.timer == TEACHER_TIMER]
-    return dataclasses.replace(
-        models,
-        passes=tuple(one for one in passes if one.timer != TEACHER_TIMER),
-        scored_passes=tuple(prompted_pass(one, prompts) for one in taught),
     )

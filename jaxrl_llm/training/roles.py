@@ -1,44 +1,53 @@
 """The models of a run that are trained: the actor, the critic, the implicit reward model."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.fields import call
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.runs.resume import TrainableModel
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec, check_marks, with_key
+from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
+from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
-from jaxrl_llm.training.layouts import Layouts, update_shape
+from jaxrl_llm.training.layouts import Layouts, microbatch_shape, update_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.teachers import TeacherModel
-from jaxrl_llm.training.update import Learner, TrainState, router_hooks
+from jaxrl_llm.training.prompted_teacher import TeacherPrompts, open_teacher_prompts
+from jaxrl_llm.training.teachers import (
+    AVERAGE,
+    PolicyTeacher,
+    TeacherModel,
+    Teachers,
+    open_policy_teacher,
+)
+from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState, router_hooks
+from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import ROUTES, Batch
 
 log = logging.getLogger(__name__)
-
-
-def unannotated(state: TrainState, batch: Batch) -> Batch:
-    """Return the same mini-batch."""
-    del state
-    return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +60,10 @@ class Role:
         infer: (params, batch) -> what it says of each token [B T], by name.
         learning_rate: of an update, by its number.
         max_skipped: updates in a row that may be skipped.
-        annotate_minibatch: (state, mini-batch) -> the mini-batch with fields that are computed
-            from the whole of it.
+        mark_covariant: (fields of a mini-batch, random key) -> its field `high_covariance` [B T],
+            jitted; None where no loss asks for it.
+        learns_labels: whether its update takes the scores as labels.
+        seed: of the run.
         teacher: weights of the teacher that an update runs; None: it runs none.
     """
 
@@ -61,8 +72,159 @@ class Role:
     infer: Callable[[Any, Batch], dict[str, np.ndarray]]
     learning_rate: Callable[[int], Any]
     max_skipped: int
-    annotate_minibatch: Callable[[TrainState, Batch], Batch] = unannotated
+    mark_covariant: Callable[..., Any] | None = None
+    learns_labels: bool = False
+    seed: int = 0
     teacher: Any = None
+
+    def annotate(self, state: TrainState, minibatch: Batch) -> Batch:
+        """Return a mini-batch with the fields that are computed from the whole of it.
+
+        Raises:
+            LabelError: its scores can't be labels.
+        """
+        if self.learns_labels:
+            check_labels(minibatch)
+        if self.mark_covariant is None:
+            return minibatch
+        key = jax.random.fold_in(jax.random.key(self.seed), int(state.updates))
+        logprobs = self.infer(state.params, minibatch)["logprobs"]
+        marks = self.mark_covariant({**minibatch.arrays, "logprobs": logprobs}, key)
+        return minibatch.add(high_covariance=np.asarray(marks))
+
+
+REFERENCE = "reference"
+"""The name of a reference that is refreshed among the states of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The reference policy of a run: the policy as it began, or as it was at the last refresh.
+
+    Attributes:
+        infer: (params, batch) -> its log-probs of each token [B T], by name.
+        params: that stay; None: they are among the run's states, as they are refreshed.
+        copy: parameters of the policy -> those of a reference like it.
+        mix: (old reference, new one) -> what a refresh makes of them.
+        settings: when it is refreshed, and how.
+        on_host: whether it waits in the host's memory until it is used.
+    """
+
+    infer: Callable[[Any, Batch], dict[str, np.ndarray]]
+    params: Params | None
+    copy: Callable[[Params], Params]
+    mix: Callable[[Params, Params], Params]
+    settings: ReferenceConfig
+    on_host: bool = False
+
+    def logprobs(self, states: States, batch: Batch) -> np.ndarray:
+        """Return its log-probs of each token [B T]; its routers choose their experts."""
+        held = states[REFERENCE].params if self.params is None else self.params
+        with on_device(held) as params:
+            return self.infer(params, batch.without(ROUTES))["logprobs"]
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether the reference is refreshed after a step."""
+        every = self.settings.refresh_every
+        return every is not None and step % every == 0
+
+    def refreshed(self, state: TrainState, policy: TrainState) -> TrainState:
+        """Return the state after a refresh by the policy's."""
+        params = self.copy(policy.params)
+        if self.settings.mix != 1:
+            with on_device(state.params) as before:
+                params = self.mix(before, params)
+        params = to_host(params) if self.on_host else params
+        return state._replace(params=params, updates=state.updates + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models of a run: those that are trained, and those that are asked about its answers.
+
+    Attributes:
+        roles: that are trained, by name, in the order of their updates: the actor is the last one.
+        tower: the frozen vision tower, whose features all models read; None: there is none.
+        reference: None where no function asks for its log-probs.
+        policy_teacher: the policy as its own teacher; None: it is not.
+        teachers: of the answers, by their data source; None where no function asks for them.
+        teacher_prompts: that teachers read; None: those of the answers.
+    """
+
+    roles: dict[str, Role]
+    tower: FrozenTower | None
+    reference: Reference | None
+    policy_teacher: PolicyTeacher | None
+    teachers: Teachers | None
+    teacher_prompts: TeacherPrompts | None
+
+    @property
+    def actor(self) -> Role:
+        """The policy."""
+        return self.roles["actor"]
+
+    @property
+    def critic(self) -> Role | None:
+        """The critic, if there is one."""
+        return self.roles.get("critic")
+
+    def to_update(self, step: int, warmup_steps: int) -> list[Role]:
+        """Return the roles that a step updates; the actor only when the critic has warmed up."""
+        is_warm = self.critic is None or step > warmup_steps
+        return [role for name, role in self.roles.items() if name != "actor" or is_warm]
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a function asks for what a teacher says of the answers."""
+        return self.policy_teacher is not None or self.teachers is not None
+
+
+@activity("building the models")
+def open_models(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    model: LoadedModel,
+    layouts: Layouts,
+    teachers: Teachers | None,
+    tokenizer: Any,
+) -> tuple[Models, dict[str, TrainableModel], States]:
+    """Build every model that is trained, the reference and the policy as its own teacher.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        model: the policy's.
+        layouts: where each model stands.
+        teachers: that were loaded.
+        tokenizer: of the policy.
+
+    Returns:
+        The models, what training starts from, and the state of a reference that is refreshed.
+    """
+    run_by_update = None if teachers is None else teachers.run_in_update
+    made, trainable = make_roles(config, functions, model, layouts, run_by_update)
+    order = ("implicit_reward_model", "critic", "actor")
+    actor, initial = (
+        made["actor"],
+        functools.cache(functools.partial(initial_weights, config, model)),
+    )
+    reference, refreshed, policy_teacher = None, {}, None
+    if functions.needs_reference:
+        reference, params = open_reference(config, model, layouts, actor.infer, initial)
+        if reference.params is None:
+            refreshed = {REFERENCE: start_of(params, layouts)}
+    if functions.needs_teacher and config.teacher.weights != "given":
+        policy_teacher, average = open_policy_teacher(config, model, layouts, actor.infer, initial)
+        trainable |= {AVERAGE: average} if average else {}
+    models = Models(
+        roles={name: made[name] for name in order if name in made},
+        tower=model.tower,
+        reference=reference,
+        policy_teacher=policy_teacher,
+        teachers=teachers if teachers is not None and teachers.is_asked else None,
+        teacher_prompts=open_teacher_prompts(config, functions, tokenizer),
+    )
+    return models, trainable, refreshed
 
 
 def make_roles(
@@ -70,7 +232,6 @@ def make_roles(
     functions: AlgorithmFunctions,
     actor: LoadedModel,
     layouts: Layouts,
-    shape_on: Callable[[ForwardConfig, Layout], RowShape],
     teacher: TeacherModel | None = None,
 ) -> tuple[dict[str, Role], dict[str, TrainableModel]]:
     """Build every model that is trained, and say what it starts from.
@@ -80,7 +241,6 @@ def make_roles(
         functions: that it names.
         actor: the policy's model.
         layouts: where each model stands.
-        shape_on: shape of micro-batches of a model's passes in a layout.
         teacher: that the actor's update runs; None: it runs none.
     """
     roles, trainable = {}, {}
@@ -108,7 +268,7 @@ def make_roles(
             *(actor.tower, config.data.max_pixels),
         )
         settings = replaying(settings, config) if name == "actor" else settings
-        shape = shape_on(settings, layout)
+        shape = microbatch_shape(config, settings, layout)
         updates = update_shape(config, settings, layout, shape)
         own_teacher = teacher if name == "actor" else None
         spec = taught_by(own_teacher, update, updates) if own_teacher else update
@@ -120,10 +280,13 @@ def make_roles(
             infer=infer,
             learning_rate=update.schedule,
             max_skipped=update.max_skipped,
+            mark_covariant=covariance_marker(functions) if name == "actor" else None,
+            learns_labels=name == "implicit_reward_model" and functions.learns_labels,
+            seed=config.seed,
             teacher=own_teacher and own_teacher.params,
         )
         trainable[name] = TrainableModel(model, learner, key)
-    return annotating(roles, functions, config.seed), trainable
+    return roles, trainable
 
 
 def replaying(settings: ForwardConfig, config: TrainConfig) -> ForwardConfig:
@@ -139,21 +302,6 @@ def replaying(settings: ForwardConfig, config: TrainConfig) -> ForwardConfig:
             "remove it"
         )
     return dataclasses.replace(settings, router_replay=replay)
-
-
-def annotating(roles: dict[str, Role], functions: AlgorithmFunctions, seed: int) -> dict[str, Role]:
-    """Return roles that compute fields from whole mini-batches, where functions ask for such."""
-    annotate = {}
-    if functions.select_covariant:
-        infer = roles["actor"].infer
-        annotate["actor"] = covariance_annotator(functions.select_covariant, infer, seed)
-    if functions.learns_labels:
-        annotate["implicit_reward_model"] = check_labels
-    changed = {
-        name: dataclasses.replace(roles[name], annotate_minibatch=function)
-        for name, function in annotate.items()
-    }
-    return roles | changed
 
 
 def taught_by(teacher: TeacherModel, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
@@ -251,9 +399,8 @@ class LabelError(RunError):
     """Marks or labels that an update can't learn from."""
 
 
-def check_labels(state: TrainState, batch: Batch) -> Batch:
+def check_labels(batch: Batch) -> None:
     """Raise LabelError unless every score can be the label of an implicit reward model."""
-    del state
     scores = batch["raw_scores"]
     if scores.min() < 0 or scores.max() > 1:
         raise LabelError(
@@ -261,52 +408,113 @@ def check_labels(state: TrainState, batch: Batch) -> Batch:
             "reward model learns from labels in [0, 1]: rescale what the reward function returns, "
             "or reward.on_error"
         )
-    return batch
 
 
-def covariance_annotator(
-    select: Callable[..., Any], infer: Callable[..., Any], seed: int
-) -> Callable[[TrainState, Batch], Batch]:
-    """Return a function that adds `high_covariance` to a mini-batch, by the current log-probs."""
+def covariance_marker(functions: AlgorithmFunctions) -> Callable[..., Any] | None:
+    """Return the jitted function that marks tokens of high covariance, if one is asked for."""
+    select = functions.select_covariant
+    if select is None:
+        return None
+    compute = jax.jit(lambda fields, key: call(with_key(select, key), fields))
 
-    @jax.jit
-    def compute(fields: dict[str, Any], key: Any) -> Any:
-        return call(with_key(select, key), fields)
+    def mark(fields: dict[str, Any], key: Any) -> jax.Array:
+        return check_marks(compute(fields, key), select, fields["mask"].shape)
 
-    def annotate(state: TrainState, batch: Batch) -> Batch:
-        key = jax.random.fold_in(jax.random.key(seed), int(state.updates))
-        fields = {**batch.arrays, "logprobs": infer(state.params, batch)["logprobs"]}
-        high = check_marks(compute(fields, key), select, batch.tokens.shape)
-        return batch.add(high_covariance=np.asarray(high))
-
-    return annotate
+    return mark
 
 
-def old_logprob_step(
-    infer: Callable[..., dict[str, np.ndarray]], *, use_rollout_logprobs: bool, probe_tokens: int
-) -> Callable[[Any, Batch], tuple[Batch, Batch]]:
-    """Return the step that adds `old_logprobs` and what else the policy says of a batch.
+def initial_weights(
+    config: TrainConfig, model: LoadedModel, layout: Layout, on_host: bool
+) -> Params:
+    """Copy the weights that a run begins with, in the compute dtype; of an adapter as they are.
 
     Args:
-        infer: (params, batch) -> `logprobs` and more [B T].
-        use_rollout_logprobs: take the engine's log-probs; the policy then runs over the first
-            usable sequences only, to compare the two.
-        probe_tokens: the most tokens that these sequences hold.
-
-    Returns:
-        (params, batch) -> the batch with the fields, and the part of it that holds `logprobs` and
-        `entropy` under the policy.
+        config: of the run.
+        model: the policy's.
+        layout: where the copy stands.
+        on_host: whether it waits there.
     """
+    if model.frozen is not None:
+        return jax.tree.map(jnp.copy, model.params)
+    dtypes = model.model.compute_dtypes(config.model.dtype)
+    params = reshard(model.params, layout.of(model.model.declare()), dtype=dtypes)
+    return to_host(params) if on_host else params
 
-    def add(params: Any, batch: Batch) -> tuple[Batch, Batch]:
-        if use_rollout_logprobs:
-            # the same number in every step, or what compares the two would compile again
-            count = max(1, probe_tokens // batch.tokens.shape[1])
-            part = batch.take(np.argsort(~batch["mask"].any(1), kind="stable")[:count])
-            probe = part.add(**infer(params, part))
-            return batch.add(old_logprobs=batch["rollout_logprobs"]), probe
-        stats = infer(params, batch)
-        rest = {name: values for name, values in stats.items() if name != "logprobs"}
-        return batch.add(old_logprobs=stats["logprobs"], **rest), batch.add(**stats)
 
-    return add
+def open_reference(
+    config: TrainConfig,
+    model: LoadedModel,
+    layouts: Layouts,
+    infer: Callable[[Any, Batch], dict[str, np.ndarray]],
+    initial: Callable[[Layout, bool], Params],
+) -> tuple[Reference, Params]:
+    """Copy the weights that a run begins with, in the compute dtype; return what is done with them.
+
+    With an adapter the reference is the base, and so an adapter of zeros. Where a refresh mixes,
+    its weights are in float32, or small shares of the policy would be lost in rounding.
+
+    Args:
+        config: of the run.
+        model: the policy's.
+        layouts: where each model stands.
+        infer: the policy's pass.
+        initial: (layout, whether they wait on the host) -> weights that the run begins with, which
+            others may read, too.
+
+    Raises:
+        ConfigError: it has a mesh of its own or is offloaded, but there is an adapter.
+    """
+    layout, settings = layouts.reference, config.reference
+    if model.frozen is not None:
+        if layout is not layouts.train or config.offload.reference:
+            key = "offload.reference" if config.offload.reference else "mesh.reference"
+            raise ConfigError(
+                f"{key} is set, but beside an adapter the reference is the frozen model "
+                "itself, where it is trained: remove it"
+            )
+        split, dtypes = jax.tree.map(lambda like: like.sharding, model.like), None
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+        params = jax.jit(zeros, out_shardings=split)(model.like)
+    else:
+        split = layout.of(model.model.declare())
+        dtypes = model.model.compute_dtypes(reference_dtype(config))
+        if layout is not layouts.train:
+            forward = forward_config(
+                *(config.model, model.model, layout, config.rollout.temperature),
+                *(model.tower, config.data.max_pixels),
+            )
+            shape = microbatch_shape(config, forward, layout)
+            infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
+        if settings.refresh_every is None:
+            params = initial(layout, config.offload.reference)
+        else:
+            params = reshard(model.params, split, dtype=dtypes)
+
+    @functools.partial(jax.jit, donate_argnums=1, out_shardings=split)
+    def mix(before: Params, after: Params) -> Params:
+        share = settings.mix
+        return jax.tree.map(lambda old, new: share * new + (1 - share) * old, before, after)
+
+    copy = functools.partial(reshard, target=split, dtype=dtypes)
+    on_host = config.offload.reference
+    stays = settings.refresh_every is None
+    reference = Reference(
+        infer=infer,
+        params=params if stays else None,
+        copy=copy,
+        mix=mix,
+        settings=settings,
+        on_host=on_host,
+    )
+    return reference, params
+
+
+def start_of(params: Params, layouts: Layouts) -> TrainState:
+    """Return the state that a refreshed reference starts from; `updates` counts refreshes."""
+    zero = distributed.put(np.zeros((), np.int32), replicated(layouts.reference.mesh))
+    return TrainState(params, (), zero, zero)
+
+
+def reference_dtype(config: TrainConfig) -> str:
+    """Return the dtype of a reference's weights."""
+    return config.model.dtype if config.reference.mix == 1 else "float32"

@@ -6,42 +6,69 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
-
 from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import SftConfig, TrainConfig, processes_can_train
-from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts
+from jaxrl_llm.config.sections import RolloutSizes
+from jaxrl_llm.data.chat import load_policy_tokens
+from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts, tokenize_prompts
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
+from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.policy import Policy
-from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.dumps import answer_rows, print_before_and_after
-from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.tables import AnswerTable
+from jaxrl_llm.rewards.scoring import check_reward_rows
+from jaxrl_llm.rollout.agent_rows import check_agent_rows
+from jaxrl_llm.rollout.build import make_engine
+from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import SamplingParams
 from jaxrl_llm.runs.directory import RunFolder, recipe_of, run_folder
 from jaxrl_llm.runs.files import RunFiles
 from jaxrl_llm.runs.preemption import interrupted_between_steps
-from jaxrl_llm.runs.resume import check_finished, open_watchdog
 from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import ending_together, join
+from jaxrl_llm.runs.together import check_same_data, ending_together
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.offload import copy_on_device
-from jaxrl_llm.training.bind import AlgorithmFunctions, check_inputs, resolve_functions
-from jaxrl_llm.training.build import build_stages, read_checked_rows
-from jaxrl_llm.training.layouts import all_devices
-from jaxrl_llm.training.loop import FinishedStep, TrainingLoop, save
-from jaxrl_llm.training.precompile import compiling_ahead
+from jaxrl_llm.training.bind import (
+    AlgorithmFunctions,
+    check_inputs,
+    check_schedules,
+    resolve_functions,
+)
+from jaxrl_llm.training.buffer import Buffer, open_schedule
+from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
+from jaxrl_llm.training.load_model import open_model
+from jaxrl_llm.training.loop import (
+    check_finished,
+    compile_on_demand,
+    enter_process,
+    open_files,
+    open_watchdog,
+    run_steps,
+    save,
+    validate_before,
+)
+from jaxrl_llm.training.precompile import compile_first_step, compiling_ahead
+from jaxrl_llm.training.reward_model import open_reward_model
+from jaxrl_llm.training.roles import open_models
+from jaxrl_llm.training.sampler import PolicyWeights, Sampler
+from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.sft import run_sft
+from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
+from jaxrl_llm.training.trainer import FinishedStep, RLTrainer
+from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.visuals import check_room, room_for_images, row_visuals
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +90,12 @@ class Run(RunFiles):
         last: the newest step; None before the first one that was taken here.
     """
 
-    def __init__(self, folder: Path, loop: TrainingLoop, stack: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, trainer: RLTrainer, stack: contextlib.ExitStack) -> None:
         """Take over what is open; see `open_run`."""
         super().__init__(folder)
-        self._loop, self._stack = loop, stack
-        stack.callback(loop.close)
+        self._trainer, self._stack = trainer, stack
+        every = trainer.config.validation.every if trainer.validation_prompts else None
+        self._steps = run_steps(trainer, every)
         self._unusable: str | None = None
         self.last: FinishedStep | None = None
         self._watchdog.rest()
@@ -75,27 +103,27 @@ class Run(RunFiles):
     @property
     def config(self) -> TrainConfig:
         """The config, with the functions that were given from Python."""
-        return self._loop.stages.run.config
+        return self._trainer.config
 
     @property
     def number(self) -> int:
         """How many steps are done, those before the run was opened included."""
-        return self._loop.progress.step
+        return self._trainer.number
 
     @property
     def total_steps(self) -> int:
         """How many steps the run has in all."""
-        return self._loop.stages.run.total_steps
+        return self._trainer.files.total_steps
 
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts that the run trains on."""
-        return self._loop.stages.run.prompts
+        return list(self._trainer.buffer.prompts)
 
     @property
     def validation_prompts(self) -> list[Prompt]:
         """The prompts that it validates on."""
-        return self._loop.stages.run.validation_prompts
+        return self._trainer.validation_prompts
 
     @property
     def policy(self) -> Policy:
@@ -106,14 +134,12 @@ class Run(RunFiles):
         if self._unusable == CLOSED:
             return super().policy
         self._check_usable()
-        at = self._loop.progress
-        params = jax.tree.map(copy_on_device, at.states["actor"].params)
-        return self._loop.stages.rollout.policy(params, at.step)
+        return self._trainer.policy()
 
     @property
     def kl_coef(self) -> float:
         """The coefficient of the KL term from the next step on; it may be set."""
-        return self._loop.progress.coefs.kl_coef
+        return self._trainer.coefs.kl_coef
 
     @kl_coef.setter
     def kl_coef(self, value: float) -> None:
@@ -123,7 +149,7 @@ class Run(RunFiles):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus from the next step on; it may be set."""
-        return self._loop.progress.coefs.entropy_coef
+        return self._trainer.coefs.entropy_coef
 
     @entropy_coef.setter
     def entropy_coef(self, value: float) -> None:
@@ -132,30 +158,39 @@ class Run(RunFiles):
     def __iter__(self) -> Iterator[FinishedStep]:
         """Take the steps that are left."""
         try:
-            while self.number < self.total_steps and not self._loop.ended:
-                yield self.step()
+            while self.number < self.total_steps and (step := self._take()) is not None:
+                yield step
         finally:  # of the loop, also where it is left before the last step
-            self._loop.stages.run.display.flush()
+            self._trainer.files.display.flush()
 
     def step(self) -> FinishedStep:
         """Take the next step.
 
         Raises:
             RunError: it failed, the run is closed, or all its steps are done.
+            Preempted: the run was told to end, and has saved.
             KeyboardInterrupt: Ctrl-C was pressed; the step is `last` then, and the run can go on.
         """
         if self._unusable is None and self.number >= self.total_steps:
             raise RunError(f"all {self.total_steps} steps are done: give the run more (steps)")
+        step = self._take()
+        if step is None:
+            check_finished(self.number, self.total_steps)
+        assert step is not None
+        return step
+
+    def _take(self) -> FinishedStep | None:
+        """Take the next step; None: there is none, or the run was told to end."""
         self._check_usable()
         self._unusable = UNFINISHED.format(self.number + 1)
         self._watchdog.beat()
         try:
             with interrupted_between_steps():
-                self.last = self._loop.step()
-                self._unusable = None
+                step = next(self._steps, None)
+                self.last, self._unusable = step or self.last, None
         finally:
             self._watchdog.rest()
-        return self.last
+        return step
 
     def sample(
         self,
@@ -182,29 +217,25 @@ class Run(RunFiles):
             RunError: the run is closed, or a step has failed.
         """
         self._check_usable()
-        rollout, policy, stage = self.config.rollout, self.policy, self._loop.stages.rollout
+        rollout, policy, sampler = self.config.rollout, self.policy, self._trainer.sampler
         names = ("max_new_tokens", "temperature", "top_p", "top_k")
         settings = {name: getattr(rollout, name) for name in names} | sampling
         variables = self.config.data.chat_template_kwargs
         chats = as_prompts(
             prompts, policy.tokenizer, vocab_size=policy.model.vocab_size, **variables
         )
-        if stage.episodes is not None:
-            chats = [stage.episodes.with_tools_in_prompt(chat) for chat in chats]
-        with stage.awake():
-            if stage.episodes is not None:
-                sampling_params = SamplingParams(**settings, stop_ids=policy.stops)
-                return stage.episodes.sample(
-                    stage.engine, chats, sampling_params, samples=n, seed=(seed,)
-                )
-            return policy.sample(stage.engine, chats, n=n, seed=seed, **settings)
+        with sampler.awake():
+            if sampler.episodes is None:
+                return policy.sample(sampler.engine, chats, n=n, seed=seed, **settings)
+            chats = [sampler.episodes.with_tools_in_prompt(chat) for chat in chats]
+            params = SamplingParams(**settings, stop_ids=policy.stops)
+            return sampler.episodes.sample(sampler.engine, chats, params, samples=n, seed=(seed,))
 
     def score(self, rollouts: Rollouts) -> AnswerTable:
         """Return answers with the scores that the run's reward function gives them."""
         self._check_usable()
-        scores = self._loop.stages.scoring.score_validation(rollouts)
-        tokenizer = self._loop.stages.rollout.tokenizer
-        decode = text_decoder(tokenizer, skip_special_tokens=False)
+        scores = self._trainer.scorer.score_validation(rollouts)
+        decode = text_decoder(self._trainer.sampler.tokens.tokenizer, skip_special_tokens=False)
         return AnswerTable(answer_rows(rollouts, scores), decode)
 
     def save(self) -> int:
@@ -214,13 +245,12 @@ class Run(RunFiles):
             RunError: it could not be written, or the run has taken no step yet.
         """
         self._check_usable()
-        stages, at = self._loop.stages, self._loop.progress
-        if at.step not in self.checkpoints:
+        if self.number not in self.checkpoints:
             if self.last is None:
                 raise RunError("there is nothing to save: expected a step to be taken first")
-            save(stages.run, at, self._loop.window, self.last.metrics)
-        stages.run.checkpoints.wait()
-        return at.step
+            save(self._trainer, self.last.metrics)
+        self._trainer.files.checkpoints.wait()
+        return self.number
 
     def finish(self) -> None:
         """Take all steps that are left, and print what the run has learned. Ctrl-C ends it at once.
@@ -231,14 +261,14 @@ class Run(RunFiles):
         self._check_usable()
         self._unusable = UNFINISHED.format(self.number + 1)
         self._watchdog.beat()
-        for step in self._loop:
+        for step in self._steps:
             self.last = step
         self._unusable = None
         with activity("saving"):
-            self._loop.stages.run.checkpoints.wait()
+            self._trainer.files.checkpoints.wait()
         check_finished(self.number, self.total_steps)
         if distributed.is_first():
-            display = self._loop.stages.run.display
+            display = self._trainer.files.display
             print_before_and_after(self.metrics, display)
             print_closing(self.config, display)
 
@@ -264,7 +294,7 @@ class Run(RunFiles):
 
     @property
     def _watchdog(self) -> Any:
-        return self._loop.stages.run.watchdog
+        return self._trainer.files.watchdog
 
     def _check_usable(self) -> None:
         if self._unusable is not None:
@@ -279,9 +309,7 @@ class Run(RunFiles):
         if not math.isfinite(value):
             raise ConfigError(f"{name}: got {value}, expected a finite number")
         log.info("%s=%g from step %d on, set by hand", name, value, self.number + 1)
-        progress = self._loop.progress
-        coefs = progress.coefs._replace(**{name: float(value)})
-        self._loop.progress = progress._replace(coefs=coefs)
+        self._trainer.coefs = self._trainer.coefs._replace(**{name: float(value)})
 
 
 def open_run(config: TrainConfig) -> Run:
@@ -316,11 +344,7 @@ def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
 ) -> tuple[AlgorithmFunctions, RunFolder]:
     """Check what needs no model, and hold the run's folder."""
-    join(config, processes_can_train)
-    stack.enter_context(ending_together())
-    quiet_libraries()
-    all_devices()
-    stack.enter_context(ACTIVITIES.reported())
+    enter_process(config, stack, processes_can_train)
     with activity("checking the config"):
         functions = resolve_functions(config)  # wrong names fail before anything is loaded
         check_inputs(config, functions)
@@ -338,14 +362,216 @@ def _build(
     warm_start(config)
     stack.enter_context(ending_together())
     stack.enter_context(context.reporting_failure())
-    watchdog = stack.enter_context(open_watchdog(config))
-    path = folder.path
-    with compiling_ahead(config, path) as wait:
-        stages, start, window = build_stages(config, functions, path, stack, watchdog)
+    with compiling_ahead(config, folder.path) as wait:
+        trainer = open_trainer(config, functions, folder.path, stack)
         wait()
     folder.record()
-    loop = TrainingLoop(stages, start, window)
-    return Run(path, loop, stack.pop_all())
+    trainer.sync(trainer.number)
+    if trainer.number == 0 and trainer.validation_prompts and config.validation.before:
+        validate_before(trainer)
+    return Run(folder.path, trainer, stack.pop_all())
+
+
+def open_trainer(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> RLTrainer:
+    """Load the models and the data of a run, start its engine, and return what trains it.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        folder: of the run.
+        stack: closes at the run's end what is opened here.
+    """
+    compile_on_demand(stack)
+    watchdog = stack.enter_context(open_watchdog(config))
+    log.info("loading %s", config.model.path)
+    layouts = open_training_layouts(config)
+    rows = read_checked_rows(config)
+    model = open_model(config.model, layouts.train, seed=config.seed)
+    model = model.for_length(check_longest_sequence(config, model.model))
+    engine = make_engine(config, model.model, layouts.rollout, folder)
+    stack.callback(engine.close)
+    with config_errors_at("model.path"):
+        tokens = load_policy_tokens(config.model.path, vocab_size=model.model.vocab_size)
+    teachers = open_teachers(config, functions, tokens, model.model, layouts.teacher, stack)
+    models, trainable, extra_states = open_models(
+        config, functions, model, layouts, teachers, tokens.tokenizer
+    )
+    compile_first_step(config, functions, model.model, models, layouts)
+    learner = models.actor.learner
+    episodes = open_episode_sampler(
+        *(config.rollout, tokens, rows[0]),
+        *(config.data.chat_template_kwargs, config.data.max_prompt_tokens, stack),
+        row_visuals(config.model, config.data).processor,
+        room_for_images(learner.model.visuals, learner.shape),
+    )
+    prompts, validation_prompts = tokenize_rows(
+        config, rows, tokens.tokenizer, model.model, episodes
+    )
+    check_schedules(config, functions, count_steps(config, prompts))
+    reward_model = None
+    if config.reward.classifier:
+        reward_model = open_reward_model(
+            *(config, config.reward.classifier, tokens.tokenizer),
+            *(model.model, layouts.reward_model),
+        )
+    scorer = Scorer(config, functions, reward_model, stack)
+    frozen = {} if teachers is None else teachers.held_params
+    frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
+    files = open_files(
+        *(config, trainable, prompts, watchdog, stack),
+        best="validation",
+        frozen=frozen,
+        extra_states=extra_states,
+    )
+    check_images(learner, prompts, validation_prompts if episodes else ())
+    sampler = Sampler(
+        *(config, engine, tokens, PolicyWeights(config, model, layouts.train), episodes),
+        overlaps_training=overlaps_training(config, layouts),
+    )
+    buffer = Buffer(
+        config=config,
+        total_steps=files.total_steps,
+        sampler=sampler,
+        scorer=scorer,
+        prompt_batches=files.stream,
+        prompts=prompts,
+        schedule=open_schedule(config.rollout, folder, files.step),
+        executor=open_executor(2, "rollout", stack),
+    )
+    if files.extra:
+        buffer.set_state(files.extra["window"])
+    return RLTrainer(
+        *(config, functions, files),
+        models=models,
+        sampler=sampler,
+        scorer=scorer,
+        buffer=buffer,
+        validation_prompts=validation_prompts,
+    )
+
+
+def check_images(
+    learner: Learner, prompts: Sequence[Prompt], of_validation: Sequence[Prompt]
+) -> None:
+    """Raise ConfigError where a prompt has more images than a row of an update has room for.
+
+    Args:
+        learner: of the update.
+        prompts: of training.
+        of_validation: those of validation's episodes, which are bounded alike.
+    """
+    rows = (
+        (f"{key}: {prompt.load.where if prompt.load else prompt.index}", prompt.tokens)
+        for key, own in (("data.train", prompts), ("data.validation", of_validation))
+        for prompt in own
+    )
+    check_room(rows, learner.model.visuals, learner.shape)
+
+
+def count_steps(config: TrainConfig, prompts: Sequence[Prompt]) -> int:
+    """Return the steps of a run, all together."""
+    return config.steps or len(prompts) * config.epochs // config.batch.prompts_per_step
+
+
+def open_executor(threads: int, name: str, stack: contextlib.ExitStack) -> ThreadPoolExecutor:
+    """Return threads that end with a run."""
+    executor = ThreadPoolExecutor(threads, name)
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    return executor
+
+
+@activity("opening the devices")
+def open_training_layouts(config: TrainConfig) -> Layouts:
+    """Lay out the devices of the training processes; engines may have nodes of their own."""
+    mesh = config.mesh
+    if config.rollout.nodes:  # mesh.rollout is of the engines' devices, not of these
+        mesh = dataclasses.replace(mesh, rollout=RolloutSizes())
+    return open_layouts(mesh, has_own_axes=config.model.function is not None)
+
+
+def check_longest_sequence(config: TrainConfig, model: Model) -> int:
+    """Return the tokens of the longest sequence; refuse a model that can't hold it."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if model.max_positions is not None and longest > model.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model has "
+            f"{model.max_positions} positions (max_position_embeddings)"
+        )
+    return longest
+
+
+@activity("reading the data")
+def read_checked_rows(config: TrainConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Read the rows to train and to validate on, and check that they can be scored."""
+    data = config.data
+
+    def read(paths: Sequence[str], key: str) -> Sequence[Row]:
+        with config_errors_at(key):
+            rows = load_rows(data.dataset, paths, normalize=normalize_prompt_row)
+        check_agent_rows(config.rollout, rows, key)
+        check_reward_rows(config.reward.function, rows, key)
+        return rows
+
+    train = read(data.train, "data.train")
+    validation = read(data.validation, "data.validation") if data.validation else []
+    check_teacher_sources(config, (row["data_source"] for row in train))
+    return train, validation
+
+
+@activity("tokenizing the prompts")
+def tokenize_rows(
+    config: TrainConfig,
+    rows: tuple[Sequence[Row], Sequence[Row]],
+    tokenizer: Any,
+    model: Model,
+    episodes: EpisodeSampler | None = None,
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Tokenise the prompts to train and to validate on.
+
+    Args:
+        config: of the run.
+        rows: to train and to validate on.
+        tokenizer: the policy's.
+        model: the policy.
+        episodes: whose prompts tell of tools; None: the chat template alone is applied.
+    """
+    data, visuals = config.data, row_visuals(config.model, config.data)
+
+    def tokenized(rows: Sequence[Row], key: str) -> list[Prompt]:
+        with config_errors_at(key):
+            prompts, _ = tokenize_prompts(
+                rows,
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                filter_overlong=data.filter_overlong,
+                template_kwargs=data.chat_template_kwargs,
+                encode=episodes and episodes.opening,
+                visuals=visuals,
+                vocab_size=model.vocab_size,
+            )
+        check_same_data(key, (prompt.tokens for prompt in prompts))
+        return prompts
+
+    train = tokenized(rows[0], "data.train")
+    validation = tokenized(rows[1], "data.validation") if rows[1] else []
+    per_step = config.batch.prompts_per_step
+    if not config.steps and len(train) * config.epochs < per_step:
+        raise ConfigError(
+            f"batch.prompts_per_step={per_step}, but data.train has only {len(train)} prompts for "
+            f"{config.epochs} epochs: lower it, or set steps"
+        )
+    if len(train) < per_step:
+        log.warning(
+            "batch.prompts_per_step=%d, but data.train has only %d prompts: each comes %.3g times "
+            "in a step; lower it, or add data",
+            *(per_step, len(train), per_step / len(train)),
+        )
+    return train, validation[: config.validation.rows]
 
 
 def _is_finished(config: TrainConfig, folder: Path) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,48 +10,90 @@ import numpy as np
 
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
-from jaxrl_llm.config.errors import ConfigError, config_errors_at
+from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import SftConfig, SftTeacherConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
-from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.model import Model, decoder_spec, model_of
-from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
-from jaxrl_llm.monitoring.compiling import reporting_compilation
-from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.logs import quiet_libraries
-from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
 from jaxrl_llm.runs.directory import RunFolder, run_folder
-from jaxrl_llm.runs.export import save_model
-from jaxrl_llm.runs.resume import (
-    ResumedRun,
-    TrainableModel,
-    check_finished,
-    open_watchdog,
-    resume_run,
-)
+from jaxrl_llm.runs.export import check_export, export_trained
 from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import check_same_data, ending_together, join
-from jaxrl_llm.sharding import distributed
+from jaxrl_llm.runs.together import check_same_data, ending_together
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.bind import check_divergence, find_divergence
-from jaxrl_llm.training.layouts import all_devices, open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_model import forward_config, merged_into_base, open_model
+from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
+from jaxrl_llm.training.load_model import forward_config, open_model
+from jaxrl_llm.training.loop import (
+    Metrics,
+    OpenFiles,
+    Step,
+    Trainer,
+    compile_on_demand,
+    enter_process,
+    open_files,
+    open_watchdog,
+    train_to_the_end,
+)
 from jaxrl_llm.training.microbatches import Fields
 from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 from jaxrl_llm.training.teachers import open_teacher_model
-from jaxrl_llm.training.update import Learner, TrainState, check_skipped, router_hooks
+from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped, router_hooks
 from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 
-logger = logging.getLogger(__name__)  # `log` is the run's
+log = logging.getLogger(__name__)
+
+
+class SftTrainer(Trainer[Step]):
+    """Trains a model to imitate responses, and a teacher where one is named.
+
+    Args:
+        config: of the run.
+        learner: the update.
+        coefs: of the objective, with the teacher's weights.
+        schedule: updates -> learning rate.
+        files: of the run.
+    """
+
+    def __init__(
+        self,
+        config: SftConfig,
+        learner: Learner,
+        coefs: Fields,
+        schedule: Callable[[Any], Any],
+        files: OpenFiles,
+    ) -> None:
+        """Compile nothing yet."""
+        super().__init__(files)
+        self.config, self.learner, self.coefs, self.schedule = config, learner, coefs, schedule
+
+    def step(self, clock: Clock) -> Step:
+        """Update the model on the next examples."""
+        state, config = self.states["actor"], self.config
+        batch = to_batch(next(self.files.stream), config.data.max_tokens)
+        rate = float(self.schedule(int(state.updates)))
+        with clock("update_actor"):
+            visuals = self.learner.model.visuals
+            if visuals is not None and visuals.tower is not None:
+                visuals.tower.keep(batch)
+            state, updated = self.learner.update(state, batch, self.coefs)
+            updated = jax.device_get(updated)
+        check_skipped(int(updated["skipped"]), config.optim.max_skipped)
+        self.states, self.number = {"actor": state}, self.number + 1
+        metrics = _loss_metrics(updated, config.teacher)
+        metrics |= {"train/grad_norm": float(updated["grad_norm"]), "train/lr": rate}
+        return Step(self.number, metrics)
+
+    def line(self, number: int, metrics: Metrics) -> str:
+        """Return a step's line on the screen."""
+        return f"sft step {number}/{self.files.total_steps}  loss {metrics['train/loss']:.4f}"
 
 
 def run_sft(config: SftConfig, *, hints: bool = True) -> None:
@@ -62,10 +103,8 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         config: of the run.
         hints: whether to print what can be done with the model.
     """
-    join(config)
-    with ending_together(), ACTIVITIES.reported():
-        quiet_libraries()
-        all_devices()
+    with contextlib.ExitStack() as stack:
+        enter_process(config, stack)
         check_trackers(config)
         optimizer, schedule = make_optimizer(config.optim)
         if config.teacher.path is not None:
@@ -74,82 +113,16 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         if config.steps is not None:
             check_learning_rates(schedule, config.optim, config.steps)
         prepare_files(config.data.prepare, config.data.train)
-        if distributed.run_on_first(Path(config.export_to).exists):
-            raise ConfigError(
-                f"export_to: {config.export_to!r} exists; remove it or name another one"
-            )
-        with contextlib.ExitStack() as stack, ending_together():
-            folder = stack.enter_context(run_folder(config.run_dir, config))
-            params, model, base, display = _train(config, optimizer, schedule, folder, stack)
-            source = config.model.path
-            if base is not None:
-                params, spec = merged_into_base(params, decoder_spec(model), source, base)
-                model = model_of(spec)
-            save_model(config.export_to, params, model, source=source, dtype="float32")
-            for line in closing_lines(config) if hints else ():
-                display.line(line)
-
-
-def _train(
-    config: SftConfig,
-    optimizer: OptimizerOf,
-    schedule: Callable[[Any], Any],
-    folder: RunFolder,
-    stack: contextlib.ExitStack,
-) -> tuple[Params, Model, Any, Display]:
-    """Return what was trained, the model, the layout of an adapter's base, and the display.
-
-    All other arrays are let go of, so that merging and saving hold the model once.
-    """
-    watchdog = stack.enter_context(open_watchdog(config))
-    learner, coefs, opened, model, base = _start(config, optimizer, folder, stack)
-    state, stream = opened.states["actor"], opened.stream
-    log, total = opened.log, opened.total_steps
-    step, compiled, has_line = opened.step, CompileCounter(), Pace(total)
-    left = range(step + 1, total + 1)
-    profiler = Profiler(left, config.log.profile_steps, folder.path, opened.display)
-    for step in left:
-        watchdog.beat()
-        profiler.turn_to(step)
-        clock = Clock()
-        batch, updates = to_batch(next(stream), config.data.max_tokens), int(state.updates)
-        with clock("update_actor"):
-            _keep_features(learner, batch)
-            state, update_metrics = learner.update(state, batch, coefs)
-            update_metrics = jax.device_get(update_metrics)
-        check_skipped(int(update_metrics["skipped"]), config.optim.max_skipped)
-        metrics = {
-            **_loss_metrics(update_metrics, config.teacher),
-            "train/grad_norm": float(update_metrics["grad_norm"]),
-            "train/lr": float(schedule(updates)),
-            **clock.metrics(),
-            **compiled.metrics(),
-        }
-        log.write(step, metrics)
-        line = f"sft step {step}/{total}  loss {metrics['train/loss']:.4f}"
-        opened.display.advance(line if has_line(step) else "")
-        opened.display.plot(step, metrics)
-        BACKGROUND.release()
-        opened.checkpoints.check()
-        ending = opened.preemption.requested()
-        if ending or is_due(step, config.checkpoint.every, total):
-            _save(step, state, opened)
-        if ending:
-            break
-    profiler.close()
-    compiled.close()
-    with activity("saving"):
-        opened.checkpoints.wait()
-    check_finished(step, total)
-    BACKGROUND.clear()  # its programs' shapes hold on to the base
-    return state.params, model, base, opened.display
-
-
-def _keep_features(learner: Learner, batch: Batch) -> None:
-    """Compute the features of a step's images where the vision tower is frozen."""
-    tower = learner.model.visuals and learner.model.visuals.tower
-    if tower is not None:
-        tower.keep(batch)
+        check_export(config.export_to)
+        folder = stack.enter_context(run_folder(config.run_dir, config))
+        stack.enter_context(ending_together())
+        trainer, model, base = _open(config, optimizer, schedule, folder, stack)
+        train_to_the_end(trainer)
+        display, params = trainer.files.display, trainer.states["actor"].params
+        del trainer  # merging and saving hold the model once
+        export_trained(config.export_to, params, model, base, source=config.model.path)
+        for line in closing_lines(config) if hints else ():
+            display.line(line)
 
 
 def _loss_metrics(updated: Fields, teacher: SftTeacherConfig) -> dict[str, float]:
@@ -166,27 +139,18 @@ def _loss_metrics(updated: Fields, teacher: SftTeacherConfig) -> dict[str, float
     return {"train/loss": whole, "train/nll": loss} | metrics
 
 
-@activity("saving")
-def _save(step: int, state: TrainState, opened: ResumedRun) -> None:
-    extra = {
-        "data": opened.stream.get_state(),
-        "metrics_bytes": opened.log.position(step),
-        "origin": opened.start_digests,
-    }
-    opened.checkpoints.save(step, {"actor": state}, extra)
-
-
-def _start(
+def _open(
     config: SftConfig,
     optimizer: OptimizerOf,
+    schedule: Callable[[Any], Any],
     folder: RunFolder,
     stack: contextlib.ExitStack,
-) -> tuple[Learner, Fields, ResumedRun, Model, Any]:
-    """Return the updates and their coefficients, where the run stands, the model and its base."""
-    stack.enter_context(reporting_compilation())
-    stack.enter_context(compiling_on_demand())
+) -> tuple[SftTrainer, Model, Any]:
+    """Return what trains, the model, and the layout of an adapter's base."""
+    watchdog = stack.enter_context(open_watchdog(config))
+    compile_on_demand(stack)
     weights = "random weights of" if config.model.random_init else "weights of"
-    logger.info("supervised training: making ready %s %s", weights, config.model.path)
+    log.info("supervised training: making ready %s %s", weights, config.model.path)
     has_own_axes = config.model.function is not None
     with activity("opening the devices"):
         layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
@@ -222,17 +186,14 @@ def _start(
         frozen=model.frozen,
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
-    opened = resume_run(
-        config,
-        folder.path,
-        {"actor": TrainableModel(model, learner)},
-        examples,
-        stack,
+    trained = {"actor": TrainableModel(model, learner)}
+    files = open_files(
+        *(config, trained, examples, watchdog, stack),
         frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
     )
     folder.record()
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
-    return learner, coefs, opened, model.model, base
+    return SftTrainer(config, learner, coefs, schedule, files), model.model, base
 
 
 def _objective(

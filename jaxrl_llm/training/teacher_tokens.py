@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, align_bytes
 from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.training.stages.rollout import PolicyTokens
 
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
 """The end of a prompt after which an answer begins inside its reasoning."""

@@ -17,7 +17,7 @@ from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ModelConfig
-from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer, stop_ids
+from jaxrl_llm.data.chat import VOCABULARIES, PolicyTokens, load_tokenizer, stop_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, spread_logprobs
 from jaxrl_llm.models.arrays import Params
@@ -30,23 +30,19 @@ from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, ScoredTokens
-from jaxrl_llm.runs.resume import TrainableModel
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.distillation import Distillation, top_pass
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import Layouts, longest_teacher_sequence, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.objectives import Distillation, top_pass
 from jaxrl_llm.training.reward_model import check_same_tokens
-from jaxrl_llm.training.roles import Role
-from jaxrl_llm.training.stages.models import TEACHER_TIMER, ModelPass, States
-from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_tokens import Retokenizer, TeacherSequence
-from jaxrl_llm.training.update import MovingAverage, TrainState
+from jaxrl_llm.training.update import MovingAverage, TrainableModel, TrainState
 from jaxrl_llm.types import ROUTES, Batch
 
 
@@ -348,94 +344,75 @@ AVERAGE = "teacher"
 Infer = Callable[[Params, Batch], dict[str, np.ndarray]]
 
 
-Run = Callable[[dict[str, TrainState], Batch, Rollouts, int], tuple[Batch, dict[str, float]]]
-
-
-class PolicyTeacher(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class PolicyTeacher:
     """A policy as its own teacher.
 
     Attributes:
-        run: (states, batch, its answers, step) -> the batch with what the teacher says of it, and
-            how far the policy is from it.
-        average: the moving average that it is; None where it is none.
-        trainable: what the average begins with, which must not outlive the start of the run; None
-            without one.
+        infer: (params, batch) -> its log-probs of each token [B T], by name.
+        initial: weights that the run began with; None: it is the policy as it is now, or its
+            average.
+        average: the policy's moving average, which is among the run's states; None: it is another.
     """
 
-    run: Run
+    infer: Infer
+    initial: Params | None = None
     average: MovingAverage | None = None
-    trainable: TrainableModel | None = None
 
-
-def run_by(infer: Callable[[dict[str, TrainState], Batch], np.ndarray]) -> Run:
-    """Return the pass of a teacher.
-
-    Args:
-        infer: (states, batch) -> its log-probs [B T].
-    """
-
-    def run(
-        states: dict[str, TrainState], batch: Batch, rollouts: Rollouts, step: int
+    def add_logprobs(
+        self, states: dict[str, TrainState], batch: Batch
     ) -> tuple[Batch, dict[str, float]]:
-        del rollouts, step
-        logprobs = infer(states, batch)
+        """Return a batch with the teacher's log-probs, and how far the policy is from it."""
+        params = self.initial
+        if params is None:
+            params = states["actor" if self.average is None else AVERAGE].params
+        with on_device(params) as held:
+            logprobs = self.infer(held, batch.without(ROUTES))["logprobs"]  # its routers choose
         apart = (batch["rollout_logprobs"] - logprobs)[batch["mask"]]
         mean = float(apart.mean()) if apart.size else 0.0
         metrics = {"teacher/reverse_kl": mean, "teacher/left_out": 0.0}
         return batch.add(teacher_logprobs=logprobs, teacher_mask=batch["mask"]), metrics
-
-    return run
 
 
 def open_policy_teacher(
     config: TrainConfig,
     model: LoadedModel,
     layouts: Layouts,
-    actor: Role,
+    infer: Infer,
     initial: Callable[[Layout, bool], Params],
-) -> PolicyTeacher:
+) -> tuple[PolicyTeacher, TrainableModel | None]:
     """Make a policy its own teacher, with the weights that teacher.weights names.
 
     Args:
         config: of the run.
         model: the policy's.
         layouts: where each model stands.
-        actor: the policy.
+        infer: the policy's pass.
         initial: (layout, whether they wait on the host) -> weights that the run begins with.
+
+    Returns:
+        The teacher, and what its moving average begins with.
 
     Raises:
         ConfigError: what it reads is longer than the model's positions.
     """
     layout = layouts.teacher
-    infer = pass_of(config, model, layout, layouts, actor)
+    infer = pass_of(config, model, layout, layouts, infer)
     if config.teacher.weights == "live":
-        return PolicyTeacher(
-            run_by(lambda states, batch: run_on(infer, states["actor"].params, batch))
-        )
+        return PolicyTeacher(infer=infer), None
     if config.teacher.weights == "initial":
-        params = initial(layout, config.offload.teacher)
-        return PolicyTeacher(run_by(lambda _, batch: run_on(infer, params, batch)))
+        return PolicyTeacher(infer=infer, initial=initial(layout, config.offload.teacher)), None
     placed = model
     if layout is not layouts.train:
         declared = layout.of(model.model.declare())
         placed = laid_out(model.model, reshard(model.params, declared), layout)
     shardings = jax.tree.map(lambda like: like.sharding, placed.like)
     average = MovingAverage(config.teacher.ema, shardings, layout)
-    return PolicyTeacher(
-        run_by(lambda states, batch: run_on(infer, states[AVERAGE].params, batch)),
-        average,
-        TrainableModel(placed, average),
-    )
-
-
-def run_on(infer: Infer, params: Params, batch: Batch) -> np.ndarray:
-    """Return the log-probs of a batch under weights that may wait on the host."""
-    with on_device(params) as held:
-        return infer(held, batch.without(ROUTES))["logprobs"]  # its routers choose
+    return PolicyTeacher(infer=infer, average=average), TrainableModel(placed, average)
 
 
 def pass_of(
-    config: TrainConfig, model: LoadedModel, layout: Layout, layouts: Layouts, actor: Role
+    config: TrainConfig, model: LoadedModel, layout: Layout, layouts: Layouts, infer: Infer
 ) -> Infer:
     """Return the teacher's pass: the policy's, where it reads nothing longer, nor elsewhere."""
     longest = longest_teacher_sequence(config)
@@ -448,7 +425,7 @@ def pass_of(
     forward = forward_config(plain, model.model, layout, 1.0, model.tower, config.data.max_pixels)
     shape = microbatch_shape(config, forward, layout, longest)
     if layout is layouts.train and shape == microbatch_shape(config, forward, layout):
-        return actor.infer
+        return infer
     frozen = model.frozen
     return logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",), frozen=frozen)
 
@@ -556,7 +533,7 @@ def open_teachers(
     actor: Model,
     layout: Layout,
     stack: contextlib.ExitStack,
-) -> dict[str, AnyTeacher]:
+) -> "Teachers | None":
     """Load the teachers of a run by data source; one for all sources has the name `*`.
 
     Args:
@@ -574,7 +551,7 @@ def open_teachers(
     asked = config.teacher
     named = asked.url if asked.path is None else asked.path
     if not (functions.needs_teacher or functions.runs_teacher_in_update) or named is None:
-        return {}
+        return None
     opened: dict[Any, AnyTeacher] = {}
     teachers = {}
     for source, where in ({EVERYTHING: named} if isinstance(named, str) else named).items():
@@ -591,7 +568,7 @@ def open_teachers(
                 teacher, model=inside, is_asked=functions.needs_teacher
             )
         teachers[source] = opened[key]
-    return teachers
+    return Teachers(teachers)
 
 
 def of_source(value: str | Mapping[str, str] | None, source: str) -> str | None:
@@ -662,41 +639,51 @@ def as_teacher(
     return Teacher(path=path, params=model.params, infer=infer, vocab_size=size, model=model)
 
 
-def run_in_update(teachers: Mapping[str, AnyTeacher]) -> TeacherModel | None:
-    """Return the teacher that the policy's update runs, if it runs one."""
-    here = (teacher for teacher in teachers.values() if isinstance(teacher, Teacher))
-    return next((teacher.model for teacher in here if teacher.model), None)
-
-
-class TeacherPass:
-    """Adds what teachers say of a batch's answers, each of those of its data source.
+class Teachers:
+    """The teachers of a run, each of the answers of its data source.
 
     Args:
-        teachers: by data source.
+        by_source: the teachers; one for all sources has the name `*`.
     """
 
-    def __init__(self, teachers: Mapping[str, AnyTeacher]) -> None:
-        """Nothing is asked for yet."""
-        self._teachers = teachers
+    def __init__(self, by_source: Mapping[str, AnyTeacher]) -> None:
+        """Nothing is asked yet."""
+        self._teachers = by_source
         self._asked: dict[str, Callable[[], dict[str, np.ndarray]]] = {}
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a function asks for what they say of the answers."""
+        return any(isinstance(t, SequenceTeacher) or t.is_asked for t in self._teachers.values())
+
+    @property
+    def run_in_update(self) -> TeacherModel | None:
+        """The teacher that the policy's update runs, if it runs one."""
+        here = (teacher for teacher in self._teachers.values() if isinstance(teacher, Teacher))
+        return next((teacher.model for teacher in here if teacher.model), None)
+
+    @property
+    def held_params(self) -> dict[str, Params]:
+        """The weights of those in this process, by their keys."""
+        models = [t.model if isinstance(t, SequenceTeacher) else t for t in self._teachers.values()]
+        return {
+            f"teacher.path: {model.path}": model.params for model in models if model is not None
+        }
+
     def begin(self, batch: Batch, rollouts: Rollouts) -> None:
-        """Ask the servers, which answer while other passes run."""
+        """Ask the servers, which answer while other models are run."""
         self._asked = {
             source: teacher.begin(batch.take(rows), rollouts.take(rows.tolist()))
             for source, teacher, rows in self._shares(rollouts)
             if isinstance(teacher, SequenceTeacher)
         }
 
-    def run(
-        self, states: States, batch: Batch, rollouts: Rollouts, step: int
-    ) -> tuple[Batch, dict[str, float]]:
+    def add_logprobs(self, batch: Batch, rollouts: Rollouts) -> tuple[Batch, dict[str, float]]:
         """Return the batch with the teachers' fields, and how far the policy is from them.
 
         Raises:
             UnalignedError: the teachers tell nothing of any token. One of several may, in a step.
         """
-        del states, step
         fields: dict[str, np.ndarray] = {}
         metrics = {}
         for source, teacher, rows in self._shares(rollouts):
@@ -728,24 +715,11 @@ class TeacherPass:
                 yield source, teacher, rows
 
 
-def teacher_passes(teachers: Mapping[str, AnyTeacher]) -> list[ModelPass]:
-    """Return the pass of the teachers by data source, if there are any."""
-    made = TeacherPass(teachers)
-    asked = [t for t in teachers.values() if isinstance(t, SequenceTeacher) or t.is_asked]
-    return [ModelPass(TEACHER_TIMER, made.run, made.begin)] if asked else []
-
-
 def mean_apart(batch: Batch) -> float:
     """Return the mean of log π − log π_T over the tokens that the teachers tell of."""
     apart = batch["rollout_logprobs"] - batch["teacher_logprobs"]
     told = apart[batch["teacher_mask"]]
     return float(told.mean()) if told.size else 0.0
-
-
-def held_params(teachers: Mapping[str, AnyTeacher]) -> dict[str, Params]:
-    """Return the weights of the teachers in this process, by their keys."""
-    models = [t.model if isinstance(t, SequenceTeacher) else t for t in teachers.values()]
-    return {f"teacher.path: {model.path}": model.params for model in models if model is not None}
 
 
 def check_teacher_sources(config: TrainConfig, sources: Iterable[str]) -> None:

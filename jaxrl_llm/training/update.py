@@ -34,6 +34,7 @@ from jaxrl_llm.sharding.offload import on_device, to_device
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import balance_pass
+from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.microbatches import (
     BucketPrograms,
     Fields,
@@ -62,6 +63,10 @@ class TrainState(NamedTuple):
     opt_state: Any
     updates: jax.Array
     skipped: jax.Array
+
+
+States = dict[str, TrainState]
+"""The states of a run's models, by name."""
 
 
 class UpdateHooks(NamedTuple):
@@ -494,3 +499,17 @@ class MovingAverage:
             here = params if jax.tree.all(same) else reshard(params, target)
             average = self._move(to_device(state.params), here)
         return state._replace(params=average, updates=state.updates + 1)
+
+
+class TrainableModel(NamedTuple):
+    """A model that changes in a run: one that is trained, or follows such a one.
+
+    Attributes:
+        model: the weights to start from.
+        learner: makes its state, and changes it.
+        key: of the config, that names the model.
+    """
+
+    model: LoadedModel
+    learner: Learner | MovingAverage
+    key: str = "model.path"

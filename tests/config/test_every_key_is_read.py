@@ -1,6 +1,7 @@
 """Every key of a config is read by something: a search through the source."""
 
 import ast
+import collections
 import dataclasses
 import typing
 from pathlib import Path
@@ -45,15 +46,12 @@ class Reads(ast.NodeVisitor):
         self.names = set()
         self.variables = {}
         trees = [ast.parse(source) for source in sources]
-        self.attributes = {
-            line.target.id: self.annotated(line.annotation)
-            for tree in trees
-            for record in ast.walk(tree)
-            if isinstance(record, ast.ClassDef)
-            for line in record.body
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        }
-        for tree in trees:
+        self.attributes = collections.defaultdict(list)
+        for record in (node for tree in trees for node in ast.walk(tree)):
+            for line in record.body if isinstance(record, ast.ClassDef) else ():
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    self.attributes[line.target.id] += self.annotated(line.annotation)
+        for tree in (*trees, *trees):  # the second time with all attributes that are assigned
             self.visit(tree)
 
     def annotated(self, annotation):
@@ -100,6 +98,9 @@ class Reads(ast.NodeVisitor):
             for name, value in pairs:
                 if isinstance(name, ast.Name):
                     self.variables[name.id] = self.sections(value)
+                elif isinstance(name, ast.Attribute):
+                    known = self.attributes[name.attr]
+                    known += [s for s in self.sections(value) if s not in known]
 
 
 def leaves(cls, prefix=""):

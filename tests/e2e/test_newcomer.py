@@ -16,7 +16,6 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.train import train
-from jaxrl_llm.training import build as build_module
 from jaxrl_llm.training import run as run_module
 from tests.e2e.test_errors import refused
 
@@ -109,7 +108,7 @@ def without_models(monkeypatch):
     def loaded(*arguments, **more):
         raise AssertionError("a model was loaded before the config was checked")
 
-    monkeypatch.setattr(build_module, "open_model", loaded)
+    monkeypatch.setattr(run_module, "open_model", loaded)
     monkeypatch.setattr(run_module, "run_sft", loaded)
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.training.buffer import Window
+from jaxrl_llm.training.buffer import Buffer
 
 CRITIC = (
     "algorithm.advantage=gae",
@@ -17,7 +17,7 @@ ALL = ("offload={params: true, optimizer: true, reference: true}",)
 def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypatch):
     """Actor, critic and reference; while the engine samples, one copy is on the device: its own."""
     held = []
-    take = Window.take
+    take = Buffer.take
 
     def watched(*args):
         arrays = [a for a in jax.live_arrays() if id(a) not in before and a.shape == table]
@@ -29,7 +29,7 @@ def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypat
     before = {id(array) for array in jax.live_arrays()}
     spec = read_spec(workshop.base)
     table = (spec.vocab_size, spec.hidden_size)
-    monkeypatch.setattr(Window, "take", watched)
+    monkeypatch.setattr(Buffer, "take", watched)
     actual = run(*CRITIC, *ALL, "steps=2").ok()
     actual = run(*CRITIC, *ALL, "steps=3", run_dir=actual.run_dir).ok()
     assert actual.learned == expected.learned

@@ -16,8 +16,8 @@ from jaxrl_llm import export
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.training.buffer import Window
-from jaxrl_llm.training.stages import models
+from jaxrl_llm.training import roles
+from jaxrl_llm.training.buffer import Buffer
 from tests.guarded import MODEL, RUN, UPDATE
 
 pytestmark = pytest.mark.guards(
@@ -90,8 +90,8 @@ def states(run_dir, step):
 def test_the_policy_of_the_start_teaches_behind_another_prompt(run, workshop, monkeypatch):
     """Its weights are those of the reference."""
     copies = []
-    copy = models.initial_weights
-    monkeypatch.setattr(models, "initial_weights", lambda *a: copies.append(a) or copy(*a))
+    copy = roles.initial_weights
+    monkeypatch.setattr(roles, "initial_weights", lambda *a: copies.append(a) or copy(*a))
     result = run(*SHOWN, "teacher.weights=initial", "algorithm.kl_loss=k3").ok()
     assert len(copies) == 1
     for step in (1, 2):
@@ -210,7 +210,7 @@ def test_prompts_that_are_all_too_long_end_the_run(run):
 
 def test_nothing_but_the_average_is_held_and_on_the_host(run, workshop, monkeypatch):
     """On the device: the policy, its two moments and the engine's weights."""
-    held, take, spec = [], Window.take, read_spec(workshop.base)
+    held, take, spec = [], Buffer.take, read_spec(workshop.base)
     before = {id(array) for array in jax.live_arrays()}
 
     def watched(*args):
@@ -220,6 +220,6 @@ def test_nothing_but_the_average_is_held_and_on_the_host(run, workshop, monkeypa
         held.append((on_host, len(tables) - on_host))
         return take(*args)
 
-    monkeypatch.setattr(Window, "take", watched)
+    monkeypatch.setattr(Buffer, "take", watched)
     run(*SIBLINGS, "teacher.weights=ema", "offload.teacher=true").ok()
     assert held == [(1, 4)] * 2

@@ -18,8 +18,8 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.runs.files import read_run
 from jaxrl_llm.train import train
-from jaxrl_llm.training.loop import TrainingLoop
 from jaxrl_llm.training.run import open_run
+from jaxrl_llm.training.trainer import RLTrainer
 from tests.guarded import MODEL, NATIVE, RUN
 
 pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE)
@@ -61,14 +61,14 @@ def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
     workshop, config, finished, same, monkeypatch
 ):
     """Bit for bit, with a Ctrl-C in a step, a save, and the run closed and opened again."""
-    chosen, take = config(**EVERY), TrainingLoop.step
+    chosen, take = config(**EVERY), RLTrainer.step
 
-    def interrupted(loop):
-        if loop.progress.step == 1:
+    def interrupted(trainer, clock):
+        if trainer.number == 1:
             signal.raise_signal(signal.SIGINT)
-        return take(loop)
+        return take(trainer, clock)
 
-    monkeypatch.setattr(TrainingLoop, "step", interrupted)
+    monkeypatch.setattr(RLTrainer, "step", interrupted)
     with open_run(chosen) as run:
         numbers = []
         with pytest.raises(KeyboardInterrupt):
@@ -113,7 +113,7 @@ def look_at(run):
 def test_a_step_that_did_not_end_is_not_gone_on_with(config, monkeypatch):
     with open_run(config(steps=2)) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(TrainingLoop, "step", lambda loop: 1 // 0)
+            patch.setattr(RLTrainer, "step", lambda trainer, clock: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 run.step()
         with pytest.raises(RunError, match="step 1 did not come to its end: open the run again"):

@@ -21,8 +21,8 @@ from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.teachers import (
     Teacher,
     TeacherError,
+    Teachers,
     check_teacher_sources,
-    teacher_passes,
 )
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
@@ -168,17 +168,17 @@ def test_each_answer_has_the_teacher_of_its_source():
     prompts = [Prompt(0, (3,), data_source=name) for name in ("a", "b", "a")]
     answer = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
     rollouts = Rollouts(prompts, [Episode.of((3,), answer)] * 3, ["a", "b", "c"])
-    (only,) = teacher_passes({"a": teach(-2.0), "b": teach(-4.0)})
-    batch, metrics = only.run({}, batch, rollouts, 1)
+    teachers = Teachers({"a": teach(-2.0), "b": teach(-4.0)})
+    batch, metrics = teachers.add_logprobs(batch, rollouts)
     assert batch["teacher_logprobs"].tolist() == [[0, -2], [-4, -4], [0, 0]]
     assert metrics == pytest.approx(
         {"teacher/reverse_kl/a": 1, "teacher/reverse_kl/b": 3, "teacher/reverse_kl": 7 / 3}
         | {"teacher/left_out": 0}
     )
     with pytest.raises(TeacherError, match="an answer has token 8, but t knows 8 tokens"):
-        teacher_passes({"*": teach(0.0, vocab_size=8)})[0].run({}, batch, rollouts, 1)
+        Teachers({"*": teach(0.0, vocab_size=8)}).add_logprobs(batch, rollouts)
     with pytest.raises(TeacherError, match="t gave NaN as the log-probs of 3 of 3 tokens"):
-        teacher_passes({"*": teach(math.nan)})[0].run({}, batch, rollouts, 1)
+        Teachers({"*": teach(math.nan)}).add_logprobs(batch, rollouts)
 
 
 def test_every_source_needs_a_teacher():

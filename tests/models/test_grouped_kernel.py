@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
+from jaxrl_llm.models import kernel_choice
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe import grouped_triton
@@ -29,7 +30,7 @@ from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training import kernel_choice, load_model
+from jaxrl_llm.training import load_model
 
 AMPERE = DeviceInfo("cuda", (8, 0), (0, 10, 2))
 SPEC = ModelSpec(
@@ -176,7 +177,8 @@ def test_a_run_says_once_what_multiplies_and_refuses_what_can_not(undecided, cap
         "experts by xla: the devices are cpu, not cuda",
     ]
     with pytest.raises(ConfigError, match=r"^model\.experts=triton: .* are cpu, not cuda"):
-        kernel_choice.choose_experts("triton", SPEC, layout, "bfloat16")
+        asked = dataclasses.replace(config, experts="triton")
+        load_model.forward_config(asked, model_of(SPEC), layout)
 
 
 def test_processes_decide_alike(undecided, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.packing import MAX_SEQUENCES_PER_ROW
+from jaxrl_llm.models import kernel_choice
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.kernels import (
@@ -31,7 +32,7 @@ from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import tower_layout
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training import kernel_choice, load_model
+from jaxrl_llm.training import load_model
 
 HOPPER = DeviceInfo("cuda", (9, 0), (0, 11, 2))
 SPEC = ModelSpec(

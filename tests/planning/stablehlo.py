@@ -11,7 +11,7 @@ import jax
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.models import kernels
+from jaxrl_llm.models import kernel_choice, kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.hf.vision import CLIP, HALF
@@ -23,7 +23,6 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.planning.lowering import StepKind
-from jaxrl_llm.training import kernel_choice
 
 CALL = re.compile(r"custom_call @([\w$.]+)")
 TENSOR = r"tensor<((?:\d+x)*)(\w+)>"

@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.models import kernels
+from jaxrl_llm.models import kernel_choice, kernels
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.model import model_of
@@ -28,13 +28,13 @@ from jaxrl_llm.planning.lowering import (
 from jaxrl_llm.planning.memory import plan_shapes, role_spec
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.training import kernel_choice, load_model
+from jaxrl_llm.training import load_model
 from jaxrl_llm.training.bind import abstract_fields, resolve_functions
 from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
-from jaxrl_llm.training.stages.rollout import merge_for_engine
+from jaxrl_llm.training.sampler import merge_for_engine
 from jaxrl_llm.training.update import Learner, router_hooks
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 

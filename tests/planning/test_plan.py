@@ -1,7 +1,6 @@
 """The planner: what it says of a run is what the run's own programs and arrays say."""
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
+from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.roles import make_roles
@@ -145,10 +144,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
 
     layouts = open_layouts(config.mesh)
     model = open_model(config.model, layouts.train, seed=0)
-    shape_on = functools.partial(microbatch_shape, config)
-    learner = make_roles(config, resolve_functions(config), model, layouts, shape_on)[0][
-        "actor"
-    ].learner
+    learner = make_roles(config, resolve_functions(config), model, layouts)[0]["actor"].learner
     state = learner.init(model.params)
     held = {held.label: held.size for held in shapes.throughout}
     assert held["actor parameters"] == on_first_device(state.params)

@@ -20,7 +20,7 @@ from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.native.fp8 import check_fp8
 from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.training.stages.rollout import engine_checksum
+from jaxrl_llm.training.sampler import engine_checksum
 from tests.rollout.conftest import SPECS
 
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9), (31,)]

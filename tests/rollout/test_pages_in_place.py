@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models import kernel_choice
+from jaxrl_llm.models.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_kernel import PagedChoice
@@ -19,8 +21,6 @@ from jaxrl_llm.rollout.types import Request, SamplingParams
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.training import kernel_choice
-from jaxrl_llm.training.kernel_choice import choose_cache_kernel
 from tests.guarded import MODEL, NATIVE
 from tests.specs import tiny_spec
 

@@ -20,7 +20,7 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import DataConfig, OptimConfig, PolicyConfig
 from jaxrl_llm.runs import directory
 from jaxrl_llm.runs.directory import run_folder
-from jaxrl_llm.runs.resume import restore_or_start
+from jaxrl_llm.training.loop import restore_or_start
 
 
 def config_of(folder, **more):
@@ -240,7 +240,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, caplog):
 def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
     restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
     checkpoints = FakeCheckpoints(tmp_path, 5)
-    message = refusal(restore, checkpoints, {}, None, resume="never", digests={})
+    message = refusal(restore, checkpoints, {}, None, resume="never", digests={}, extra_states={})
     assert message.startswith("checkpoint.resume=never, but ")
     assert "holds step 5: set it to auto, or name another run_dir" in message
 

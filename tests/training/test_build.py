@@ -1,8 +1,8 @@
-"""What `build_stages` builds from a config, and what it refuses before anything runs."""
+"""What a run is built of, and what it refuses before anything runs."""
 
-import functools
 import math
 from decimal import Decimal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,14 +11,15 @@ from jaxrl_llm.config.errors import ConfigError, RowError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows
-from jaxrl_llm.rollout.types import Completion, Receipt, SamplingParams
+from jaxrl_llm.rollout.types import Completion, Receipt
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.run import warm_start
-from jaxrl_llm.training.stages.rollout import awake, plain_sampler
+from jaxrl_llm.training.sampler import Sampler
 
 
 def config_of(**tree):
@@ -68,16 +69,18 @@ class Engine:
 PROMPT = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
 
 
+def sampler_of(engine, **keys):
+    tokens = PolicyTokens(Mock(decode=lambda ids, **options: "x"), (0,))
+    return Sampler(config_of(**keys), engine, tokens, Mock())
+
+
 def test_the_engine_holds_its_cache_only_while_it_samples():
     engine = Engine()
-    one = SamplingParams(max_new_tokens=1)
-    opened = functools.partial(awake, engine)
-    plain_sampler(engine, lambda ids: "x", opened).sample([PROMPT], one, samples=2, seed=(0,))
+    sampler_of(engine).sample_validation([PROMPT], 1)
     assert engine.calls == ["wake", "sample", "sleep"]
     engine = Engine(RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        opened = functools.partial(awake, engine)
-        plain_sampler(engine, str, opened).sample([PROMPT], one, samples=1, seed=(0,))
+        sampler_of(engine).sample_canaries([PROMPT], 1)
     assert engine.calls == ["wake", "sample", "sleep"]
 
 

@@ -30,10 +30,9 @@ from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
-from jaxrl_llm.training.distillation import Distillation, top_pass
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.microbatches import MicroBatch, pack_microbatches
-from jaxrl_llm.training.objectives import PolicyObjective
+from jaxrl_llm.training.objectives import Distillation, PolicyObjective, top_pass
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE

@@ -25,7 +25,7 @@ from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PreferenceObjective
-from jaxrl_llm.training.prefer import Reference, answer_sums
+from jaxrl_llm.training.prefer import PairReference, answer_sums
 from jaxrl_llm.training.update import Learner
 
 VOCABULARY, MOST, PAIRS = 40, 12, 6
@@ -119,7 +119,7 @@ def passes(models, policy="policy", reference="reference"):
         spec = models[name].spec
         return logprob_pass(ForwardConfig(model=model_of(spec)), shape, mesh, ("logprobs",))
 
-    return Reference(params=models[reference].params, infer=of(reference), policy=of(policy))
+    return PairReference(params=models[reference].params, infer=of(reference), policy=of(policy))
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,8 @@ from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.prompted_teacher import (
     TeacherPromptError,
     TeacherPrompts,
-    prompted_pass,
+    add_prompted_logprobs,
 )
-from jaxrl_llm.training.stages.models import ModelPass
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+{2}="}]
 
@@ -93,7 +92,7 @@ def test_the_teachers_words_stand_at_the_answers_places():
         number = int(text.removeprefix("text "))
         return None if number in (1, 5) else [{"role": "user", "content": str(4 + number)}]
 
-    def teach(states, batch, rollouts, step):
+    def teach(batch, rollouts):
         told = np.where(batch["mask"], batch.tokens / 100, 7.0).astype(np.float32)
         top = np.stack([batch.tokens, -batch.tokens], -1)
         assert [list(p.tokens) for p in rollouts.prompts] == [[5] * n for n in (4, 6, 7, 8)]
@@ -102,9 +101,8 @@ def test_the_teachers_words_stand_at_the_answers_places():
 
     rollouts, batch = answers(8, 4, broken=[7])
     scores = [Score(0.0, {}, None)] * 8
-    taught = prompted_pass(ModelPass("teacher", teach), prompts_by(write, longest=8))
-    assert taught.timer == "teacher"
-    after, metrics = taught.run({}, batch, rollouts, scores, 1)
+    prompts = prompts_by(write, longest=8)
+    after, metrics = add_prompted_logprobs(batch, rollouts, scores, prompts, teach)
     has = np.isin(np.arange(8), [0, 2, 3, 4])[:, None] & batch["mask"]
     own = np.where(batch["mask"], batch["rollout_logprobs"], 0)
     expected = np.where(has, batch.tokens / 100, own)

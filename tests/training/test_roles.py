@@ -1,6 +1,7 @@
 """The critic's update against one sequence at a time, and what else belongs to a role."""
 
 import functools
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,15 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass, value_pass
 from jaxrl_llm.training.objectives import PolicyObjective, ValueObjective
 from jaxrl_llm.training.roles import (
     LabelError,
+    Role,
     check_labels,
-    covariance_annotator,
-    old_logprob_step,
+    covariance_marker,
 )
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
@@ -210,7 +212,17 @@ def marking(select, updates=0, seed=0):
         seen.append(params)
         return {"logprobs": current}
 
-    marked = covariance_annotator(select, infer, seed)(state_after(updates), batch)
+    functions = Mock(spec=AlgorithmFunctions, select_covariant=select)
+    role = Role(
+        name="actor",
+        learner=Mock(spec=Learner),
+        infer=infer,
+        learning_rate=Mock(),
+        max_skipped=0,
+        mark_covariant=covariance_marker(functions),
+        seed=seed,
+    )
+    marked = role.annotate(state_after(updates), batch)
     assert seen == [{"a": 1}], "once, with the parameters that are being updated"
     return marked["high_covariance"], (current, batch["advantages"], batch["mask"])
 
@@ -233,33 +245,13 @@ def test_tokens_are_drawn_by_seed_and_update():
 # ---------------------------------------------------------------------------- old log-probs, labels
 
 
-def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only():
-    batch = make_batch().add(rollout_logprobs=np.ones((4, 8), np.float32))
-    widths = []
-
-    def infer(params, batch):
-        widths.append(len(batch.sequence_lengths))
-        zeros = np.zeros(batch.tokens.shape, np.float32)
-        return {"logprobs": zeros, "entropy": zeros + 2, "sum_pi_squared": zeros + 3}
-
-    full, probe = old_logprob_step(infer, use_rollout_logprobs=False, probe_tokens=17)(None, batch)
-    assert not full["old_logprobs"].any() and full["sum_pi_squared"][0, 0] == 3
-    assert "logprobs" not in full.fields and len(probe.sequence_lengths) == 4
-    trusted, probe = old_logprob_step(infer, use_rollout_logprobs=True, probe_tokens=17)(
-        None, batch
-    )
-    np.testing.assert_array_equal(trusted["old_logprobs"], batch["rollout_logprobs"])
-    assert widths == [4, 2], "17 tokens hold two sequences of up to 8"
-    assert probe["rollout_logprobs"].all() and not probe["logprobs"].any()
-
-
 @pytest.mark.parametrize("scores", [[0.0, 1.5], [-0.1, 1.0]])
 def test_scores_that_are_no_labels_are_refused(scores):
     batch = Batch(np.zeros((2, 4), np.int32), np.full(2, 4, np.int32), {})
     labelled = batch.add(raw_scores=np.array([0.0, 1.0], np.float32))
-    assert check_labels(state_after(0), labelled) is labelled
+    check_labels(labelled)
     with pytest.raises(LabelError, match=r"learns from labels in \[0, 1\]"):
-        check_labels(state_after(0), batch.add(raw_scores=np.array(scores, np.float32)))
+        check_labels(batch.add(raw_scores=np.array(scores, np.float32)))
 
 
 def test_ppo_clip_needs_no_critic():

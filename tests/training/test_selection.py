@@ -33,7 +33,7 @@ from jaxrl_llm.training.experience import (
 )
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objectives import PolicyObjective, PreferenceObjective
-from jaxrl_llm.training.stages.reference import ReferencePolicy
+from jaxrl_llm.training.roles import Reference
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 from tests.specs import tiny_spec
@@ -229,8 +229,9 @@ def test_what_is_no_pair_is_refused(batch, function, message):
 
 
 def test_a_reference_on_the_host_is_there_again_after_a_refresh():
-    reference = ReferencePolicy(
+    reference = Reference(
         infer=Mock(),
+        params=None,
         copy=lambda params: jax.tree.map(jnp.copy, params),
         mix=lambda before, after: jax.tree.map(lambda x, y: 0.75 * x + 0.25 * y, before, after),
         settings=ReferenceConfig(refresh_every=2, mix=0.25),

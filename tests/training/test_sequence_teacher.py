@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import LEAST_LOGPROB, Completion, ScoredTokens
-from jaxrl_llm.training.stages.rollout import PolicyTokens
 from jaxrl_llm.training.teacher_tokens import Retokenizer
-from jaxrl_llm.training.teachers import SequenceTeacher, UnalignedError, teacher_passes
+from jaxrl_llm.training.teachers import SequenceTeacher, Teachers, UnalignedError
 from tests.training.tokenizers import byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]
@@ -143,9 +143,9 @@ def test_what_is_cut_is_left_out_and_nothing_at_all_is_an_error(other):
     own = batch["rollout_logprobs"]
     assert (fields["teacher_logprobs"][left_out] == own[left_out]).all()
     none = SequenceTeacher(name="the teacher", submit=submit, retokenize=retokenize, longest=4)
-    (alone,) = teacher_passes({"*": none})
+    alone = Teachers({"*": none})
     with pytest.raises(UnalignedError, match=r"the teacher: not one of .* tokens of the answers"):
-        alone.run({}, batch, rollouts, 1)
+        alone.add_logprobs(batch, rollouts)
     assert len(given) == 2  # nothing was asked for
 
 
@@ -162,8 +162,8 @@ def test_one_of_several_teachers_may_tell_nothing(other):
         "a": SequenceTeacher(name="a", submit=submit, retokenize=retokenize),
         "b": SequenceTeacher(name="b", submit=submit, retokenize=retokenize, longest=4),
     }
-    (both,) = teacher_passes(teachers)
-    told, metrics = both.run({}, batch, rollouts._replace(prompts=prompts), 1)
+    both = Teachers(teachers)
+    told, metrics = both.add_logprobs(batch, rollouts._replace(prompts=prompts))
     assert told["teacher_mask"].any(1).tolist() == [True, False]
     assert 0.5 <= metrics["teacher/left_out"] < 1 and "teacher/reverse_kl/b" not in metrics
 
@@ -177,20 +177,20 @@ def test_servers_are_asked_before_other_passes_each_for_its_sources_answers():
         source: SequenceTeacher(name=source, submit=submit)
         for source, (submit, _) in submits.items()
     }
-    (teacher_pass,) = teacher_passes(teachers)
-    teacher_pass.begin(batch, rollouts)
+    opened = Teachers(teachers)
+    opened.begin(batch, rollouts)
     given = {source: asked for source, (_, asked) in submits.items()}
     expected = {"a": [(9, 8, 5, 6, 7), (9, 8, 7, 5)], "b": [(9, 8, 6), (9, 8, 5, 5)]}
     assert given == expected
-    told, metrics = teacher_pass.run({}, batch, rollouts, 1)
+    told, metrics = opened.add_logprobs(batch, rollouts)
     assert given == expected  # nobody was asked twice
     costs = np.array([[COSTS[prompt.data_source]] for prompt in prompts])
     np.testing.assert_allclose(told["teacher_logprobs"][:, 2:5], -costs * batch["mask"][:, 2:5])
     apart = (batch["rollout_logprobs"] + costs)[batch["mask"]]
     assert metrics["teacher/reverse_kl"] == pytest.approx(apart.mean())
-    teacher_pass.run({}, batch, rollouts, 2)  # as canaries and notebooks may, without a beginning
+    opened.add_logprobs(batch, rollouts)  # as canaries and notebooks may, without a beginning
     assert given["a"] == 2 * expected["a"]
-    assert teacher_passes({}) == []
+    assert opened.is_asked and not Teachers({}).is_asked
 
 
 COSTS = {"a": 2.0, "b": 3.0}

@@ -23,10 +23,10 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import PartialEngine
 from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
 from jaxrl_llm.rollout.types import Completion, SamplingParams
-from jaxrl_llm.training.buffer import FILE, GroupScores, Schedule, Window
+from jaxrl_llm.training.buffer import FILE, Buffer, GroupScores, Schedule
 from jaxrl_llm.training.experience import ScoreError
-from jaxrl_llm.training.stages.rollout import RolloutStage
-from jaxrl_llm.training.stages.scoring import ScoringStage
+from jaxrl_llm.training.sampler import Sampler
+from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import TrainingError
 
 PROMPTS = [Prompt(i, (1, 2 + i), "test", str(i)) for i in range(17)]
@@ -108,8 +108,8 @@ def open_window(
         ),
         algorithm=SimpleNamespace(max_generation_batches=limit),
     )
-    rollout = Mock(
-        spec=RolloutStage,
+    sampler = Mock(
+        spec=Sampler,
         sample=lambda states, needed, stop, on_end: sample_states(
             engine, states, sampling, needed=needed, stop=stop, on_end=on_end
         ),
@@ -121,11 +121,17 @@ def open_window(
         keeps_cache=False,
         episodes=None,
     )
-    return Window(
+    return Buffer(
         config=config,
         total_steps=steps,
-        rollout=rollout,
-        scoring=Mock(spec=ScoringStage, start=start, keep=keep and kept, in_background=True),
+        sampler=sampler,
+        scorer=Mock(
+            spec=Scorer,
+            start=start,
+            keep_groups=kept,
+            filters_groups=keep is not None,
+            in_background=True,
+        ),
         prompt_batches=batches(PROMPTS, batch_size=SIZE, seed=0),
         prompts=PROMPTS,
         schedule=schedule or schedule_of(engine),
@@ -330,7 +336,7 @@ def test_groups_are_scored_before_the_sampling_ends(overlaps):
         return future
 
     window = open_window(engine, staleness=2, overlaps=overlaps)
-    window._scores = GroupScores(start, window.rollout.gather)
+    window._scores = GroupScores(start, window.sampler.gather)
     taken = train(window, engine, 1, 5)
     assert open_ones[0] > 0 and max(calls) > SAMPLES
     for rollouts, scores, _ in taken:
@@ -344,7 +350,7 @@ def test_a_reward_function_that_fails_ends_the_step():
     def start(rollouts, clock):
         raise ScoreError("no score")
 
-    window._scores = GroupScores(start, window.rollout.gather)
+    window._scores = GroupScores(start, window.sampler.gather)
     with pytest.raises(ScoreError, match="no score"):
         train(window, engine, 1, 1)
 

@@ -1,0 +1,508 @@
+"""Reinforcement learning, a step at a time: sample, score, log-probs, advantages, update, sync.
+
+`RLTrainer.step` is the algorithm. The engine samples on while the models are trained only within
+`buffer`, which has the answers that are begun before their step.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import AlgorithmConfig, OffloadConfig
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.token_bytes import text_decoder
+from jaxrl_llm.evaluation.policy import Policy
+from jaxrl_llm.evaluation.validation import headline, validation_metrics
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.monitoring.clock import Clock, is_due, stage_label
+from jaxrl_llm.monitoring.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
+from jaxrl_llm.monitoring.step_warnings import StepWarnings
+from jaxrl_llm.monitoring.tables import SHOWN, AnswerTable
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.precision import agreement_tolerance
+from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.sharding.distributed import is_first
+from jaxrl_llm.sharding.offload import copy_on_device, on_device, to_device, to_host
+from jaxrl_llm.training.batch_metrics import (
+    batch_metrics,
+    check_agreement,
+    check_difference,
+    kl_metrics,
+    load_balance,
+    over_updates,
+    step_histograms,
+    throughput_metrics,
+)
+from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.buffer import Buffer
+from jaxrl_llm.training.experience import (
+    Selected,
+    advantage_step,
+    checked_controller,
+    correction_step,
+    cut_minibatches,
+    kl_to_reference,
+    pair_maker,
+    penalize,
+    per_answer,
+    select_all,
+    select_kept,
+    select_pairs,
+    with_ages,
+)
+from jaxrl_llm.training.layouts import minibatch_size
+from jaxrl_llm.training.loop import Metrics, OpenFiles, Trainer
+from jaxrl_llm.training.prompted_teacher import add_prompted_logprobs
+from jaxrl_llm.training.roles import REFERENCE, Models, Role
+from jaxrl_llm.training.sampler import Sampler
+from jaxrl_llm.training.scoring import Scorer
+from jaxrl_llm.training.teachers import AVERAGE
+from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
+from jaxrl_llm.types import Batch
+
+log = logging.getLogger(__name__)
+
+SHOWN_WAIT_S = 1.0
+"""From which on a step's wait for programs has a line of its own."""
+
+
+class Coefs(NamedTuple):
+    """The coefficients of the loss's terms; a compiled update takes any."""
+
+    kl_coef: float
+    entropy_coef: float
+    distillation_coef: float
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig) -> "Coefs":
+        """Return those of a config."""
+        return cls(**{name: getattr(config, name) for name in cls._fields})
+
+    def restored(self, extra: Mapping[str, Any]) -> "Coefs":
+        """Return those of a checkpoint, where it has them."""
+        return self._replace(**{name: extra[name] for name in self._fields if name in extra})
+
+
+class FinishedStep(NamedTuple):
+    """What a training step has made.
+
+    Attributes:
+        number: of the step, from 1 on.
+        batch: tokens, and every field that a function of the config asked for, as the update had
+            them.
+        rollouts: prompts, answers and their texts.
+        scores: of the answers.
+        metrics: by name, as in `metrics.jsonl`.
+        decode: token ids -> text.
+    """
+
+    number: int
+    batch: Batch
+    rollouts: Rollouts
+    scores: list[Score]
+    metrics: Metrics
+    decode: Callable[[list[int]], str]
+
+    @property
+    def texts(self) -> list[str]:
+        """The sampled answers as texts [B]."""
+        return self.rollouts.texts
+
+    @property
+    def answers(self) -> AnswerTable:
+        """The sampled answers with scores, advantages and log-probs of their tokens."""
+        return AnswerTable(trained_rows(self.batch, self.rollouts, self.scores), self.decode)
+
+
+class RLTrainer(Trainer[FinishedStep]):
+    """Trains a policy by the scores of its own answers.
+
+    Attributes:
+        config: of the run.
+        functions: that it names.
+        files: of the run.
+        models: that are trained, and those that are asked.
+        sampler: the engine, and how it samples.
+        scorer: scores answers.
+        buffer: the prompts and answers that are not trained yet.
+        validation_prompts: to validate on; none: nothing is validated.
+        coefs: of the loss's terms; they may be changed between steps.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        functions: AlgorithmFunctions,
+        files: OpenFiles,
+        *,
+        models: Models,
+        sampler: Sampler,
+        scorer: Scorer,
+        buffer: Buffer,
+        validation_prompts: list[Prompt],
+    ) -> None:
+        """Compile nothing yet; the engine gets its weights by `sync`."""
+        super().__init__(files)
+        self.config, self.functions, self.models = config, functions, models
+        self.sampler, self.scorer, self.buffer = sampler, scorer, buffer
+        self.validation_prompts = validation_prompts
+        self.coefs = Coefs.of(config.algorithm).restored(files.extra)
+        self.states = {name: self._offloaded(name, s) for name, s in self.states.items()}
+        self._empty_steps = files.extra.get("empty_steps", 0)
+        self._tolerance = agreement_tolerance(config.rollout)
+        self._decode = text_decoder(sampler.tokens.tokenizer, skip_special_tokens=False)
+        self._dump = RolloutDumps(Path(config.run_dir) / "rollouts")
+        self._warn = StepWarnings(config, files.total_steps)
+        needs_returns = models.critic is not None
+        self._kl = functions.kl and kl_to_reference(functions.kl)
+        self._control_kl = checked_controller(functions.controller)
+        self._add_advantages = functions.advantage and advantage_step(
+            functions.advantage, with_returns=needs_returns
+        )
+        self._add_correction = (
+            correction_step(functions.corrections) if functions.corrections else None
+        )
+        self._make_pairs = functions.pairs and pair_maker(functions.pairs)
+        self._keeps = functions.answer_filter and per_answer(
+            functions.answer_filter, "algorithm.answer_filter", np.bool_
+        )
+
+    def step(self, clock: Clock) -> FinishedStep:
+        """Take the next step: sample, score, log-probs, advantages, update, sync.
+
+        Raises:
+            RunError: no answer can be trained on, a function or the engine failed, or the engine
+                does not hold the weights that it was sent.
+        """
+        step, config, models = self.number + 1, self.config, self.models
+        algorithm, metrics = config.algorithm, Metrics()
+
+        taken = self.buffer.take(step, clock)  # waits until this step's groups are whole
+        rollouts = taken.rollouts
+        batch = with_ages(self.scorer.lay_out(rollouts), step)
+        if taken.canaries is not None:
+            metrics |= self.check_canaries(taken.canaries, step)
+
+        batch, told = self.add_logprobs(batch, rollouts, step, clock)
+        metrics |= told
+        with clock("reward"):
+            scores = taken.scores()  # waited for last: they come while the models are run
+        batch = self.scorer.add_penalty(self.scorer.add_scores(batch, scores))
+        if "greedy_scores" in self.functions.needs:
+            with clock("gen_max"):
+                greedy = self.sampler.sample_greedy(rollouts, step)
+                batch, counts = self.scorer.add_greedy_scores(batch, greedy)
+            metrics |= counts
+        if not batch["usable"].any():
+            raise TrainingError(
+                f"step {step}: no answer can be trained on: all are broken (episode/broken), "
+                "unscored (reward/unscored), or alone are left of their groups"
+            )
+        if models.has_teacher and models.teacher_prompts is not None:
+            prompts = models.teacher_prompts
+            with clock("teacher"):
+                batch, told = add_prompted_logprobs(
+                    batch, rollouts, scores, prompts, self.add_teacher_logprobs
+                )
+            metrics |= told
+
+        with clock("adv"):
+            if self._kl and algorithm.kl_reward is not None:
+                batch = penalize(batch, self._kl(batch), self.coefs.kl_coef)
+            if self._add_advantages:
+                batch = self._add_advantages(batch)
+            if self._add_correction:
+                batch = self._add_correction(batch)
+            selected = self.select(batch)
+        self._count_empty(selected, step)
+        balance = functools.partial(load_balance, selected.minibatches, models.actor.learner.shape)
+        described = self.files.background.submit(batch_metrics, balance, batch, rollouts, scores)
+
+        updated = dict(selected.metrics)
+        minibatches = [*cut_minibatches(batch, minibatch_size(config))]
+        for role in models.to_update(step, config.critic.warmup_steps):
+            if role.name == "actor":
+                batch, told = self.update_actor(batch, selected.minibatches, step, clock)
+                updated |= told
+            else:
+                with clock(f"update_{role.name}"):
+                    updated |= self.update(role, minibatches)[0]
+        self._follow_policy(step)
+
+        interrupted = self.buffer.interrupt(step, clock)
+        with clock("update_weights"):
+            synced = self.sync(step)
+        if self._kl:
+            told = kl_metrics(batch, self._kl(batch), self.coefs.kl_coef)
+            usable = int(batch["usable"].sum())
+            kl_coef = self._control_kl(self.coefs.kl_coef, told["actor/kl"], usable)
+            self.coefs = self.coefs._replace(kl_coef=kl_coef)
+        else:
+            told = {}
+        self.number = step
+        metrics = described.result() | taken.metrics | metrics | updated
+        metrics |= interrupted | synced | told
+        return FinishedStep(step, batch, rollouts, scores, metrics, self._decode)
+
+    def add_logprobs(
+        self, batch: Batch, rollouts: Rollouts, step: int, clock: Clock
+    ) -> tuple[Batch, Metrics]:
+        """Run the models over a step's answers, and add what they say of each token.
+
+        Returns:
+            The batch with `old_logprobs`, and with `ref_logprobs`, `values` and teachers' log-probs
+            where a function asks for them; and metrics.
+
+        Raises:
+            TrainingError: the policy's log-probs are not those of the engine.
+        """
+        models, states, metrics = self.models, self.states, Metrics()
+        with_teacher = models.has_teacher and models.teacher_prompts is None
+        if with_teacher and models.teachers is not None:
+            models.teachers.begin(batch, rollouts)  # servers answer meanwhile
+        if models.tower is not None:
+            with clock("vision"):
+                models.tower.keep(batch)
+        if not self.functions.on_policy:  # else the update computes them
+            with clock("old_log_prob"):
+                batch, told = self.add_old_logprobs(batch, step)
+            metrics |= told
+        if models.reference is not None:
+            with clock("ref"):
+                batch = batch.add(ref_logprobs=models.reference.logprobs(states, batch))
+        if (reward := models.roles.get("implicit_reward_model")) is not None:
+            with clock(reward.name), on_device(states[reward.name].params) as params:
+                batch = batch.add(reward_logprobs=reward.infer(params, batch)["logprobs"])
+        if (critic := models.critic) is not None:
+            with clock("values"), on_device(states["critic"].params) as params:
+                values = critic.infer(params, batch)["values"]
+                batch = batch.add(values=values, old_values=values)
+        if with_teacher:
+            with clock("teacher"):
+                batch, told = self.add_teacher_logprobs(batch, rollouts)
+            metrics |= told
+        return batch, metrics
+
+    def add_old_logprobs(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        """Add `old_logprobs`, the policy's before the update, and compare the engine's with them.
+
+        Where these are the engine's, or nothing asks for them, the policy runs over the first
+        usable sequences only, to compare the two.
+        """
+        actor, config = self.models.actor, self.config
+        from_engine = config.algorithm.use_rollout_logprobs or self.functions.probes_only
+        with on_device(self.states["actor"].params) as params:
+            if from_engine:
+                # the same number in every step, or what compares the two would compile again
+                count = max(1, config.batch.max_tokens_per_device // batch.tokens.shape[1])
+                some = batch.take(np.argsort(~batch["mask"].any(1), kind="stable")[:count])
+                probe = some.add(**actor.infer(params, some))
+                batch = batch.add(old_logprobs=batch["rollout_logprobs"])
+            else:
+                stats = actor.infer(params, batch)
+                probe = batch.add(**stats)
+                batch = batch.add(old_logprobs=stats.pop("logprobs"), **stats)
+        return batch, self._compare(probe, step)
+
+    def add_teacher_logprobs(self, batch: Batch, rollouts: Rollouts) -> tuple[Batch, Metrics]:
+        """Add what the teachers say of answers, and return how far the policy is from them."""
+        if self.models.policy_teacher is not None:
+            return self.models.policy_teacher.add_logprobs(self.states, batch)
+        assert self.models.teachers is not None
+        return self.models.teachers.add_logprobs(batch, rollouts)
+
+    def check_canaries(self, canaries: Rollouts, step: int) -> Metrics:
+        """Compare the engine's log-probs of a few fresh answers with the trainer's."""
+        batch = self.scorer.lay_out(canaries, samples=1)
+        with on_device(self.states["actor"].params) as params:
+            logprobs = self.models.actor.infer(params, batch)["logprobs"]
+        difference = np.abs(logprobs - batch["rollout_logprobs"])[batch["mask"]].mean()
+        checked = check_difference(float(difference), step, self._tolerance)
+        return {"async/canary_diff_mean": checked}
+
+    def select(self, batch: Batch) -> Selected:
+        """Return what of a batch the policy is updated on: all, what a filter keeps, or pairs."""
+        size = minibatch_size(self.config)
+        unit = size // self.config.rollout.samples_per_prompt
+        if self._make_pairs:
+            return select_pairs(self._make_pairs, size, unit, batch)
+        if self._keeps:
+            return select_kept(self._keeps, size, unit, batch)
+        return select_all(size, batch)
+
+    def update_actor(
+        self, batch: Batch, minibatches: Sequence[Batch], step: int, clock: Clock
+    ) -> tuple[Batch, Metrics]:
+        """Update the policy; return the batch with the `old_logprobs` of an update on policy."""
+        with clock("update_actor"):
+            metrics, policy_stats = self.update(self.models.actor, minibatches)
+        if policy_stats:
+            metrics |= self._compare(batch.add(**policy_stats), step)
+            batch = batch.add(old_logprobs=policy_stats["logprobs"])
+        return batch, metrics
+
+    def update(
+        self, role: Role, minibatches: Sequence[Batch]
+    ) -> tuple[Metrics, dict[str, np.ndarray]]:
+        """Update a model on every mini-batch of every epoch.
+
+        Returns:
+            Metrics, none without an update; and the policy's statistics of the batch's tokens
+            [B T], by name, where a single update has computed them.
+
+        Raises:
+            TrainingError: too many updates in a row with a non-finite gradient.
+        """
+        state, updates, policy_stats = to_device(self.states[role.name]), [], {}
+        first, coefs = int(state.updates), self.coefs._asdict()
+        minibatches = [*minibatches] * self.config.batch.epochs_per_step
+        with (
+            activity(stage_label(f"update_{role.name}"), len(minibatches)) as progress,
+            on_device(role.teacher) as teacher,
+        ):
+            coefs |= {} if teacher is None else {"teacher": teacher}
+            for minibatch in minibatches:
+                progress.advance()
+                if not minibatch["mask"].any():
+                    continue  # none of its answers is usable, or none is left
+                annotated = role.annotate(state, minibatch)
+                state, metrics = role.learner.update(state, annotated, coefs)
+                policy_stats = metrics.pop("policy", {})
+                updates.append(metrics)
+        self.states |= {role.name: self._offloaded(role.name, state)}
+        if not updates:
+            return {}, {}
+        updates = jax.device_get(updates)
+        key = "optim" if role.name == "actor" else f"{role.name}.optim"
+        check_skipped(max(int(m["skipped"]) for m in updates), role.max_skipped, key)
+        means = over_updates(updates) | {"lr": float(role.learning_rate(first))}
+        return {f"{role.name}/{name}": value for name, value in means.items()}, policy_stats
+
+    def sync(self, version: int) -> Metrics:
+        """Give the engine the policy's weights, and check that it holds them."""
+        return self.sampler.sync(self.states["actor"].params, version)
+
+    def policy(self) -> Policy:
+        """Return the policy as it is now; the next step writes over its weights."""
+        params = jax.tree.map(copy_on_device, self.states["actor"].params)
+        return self.sampler.policy(params, self.number)
+
+    def validate(self) -> Metrics:
+        """Return metrics of the policy's answers to the validation prompts; show the first ones."""
+        with activity("validating"):
+            rollouts = self.sampler.sample_validation(self.validation_prompts, self.number)
+            scores, samples = self.scorer.score_validation(rollouts), self.config.validation.samples
+        for line in example_lines(rollouts, scores, samples=samples):
+            self.files.display.line(line)
+        return validation_metrics(rollouts.prompts, scores, samples=samples)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the states, as JSON can hold it."""
+        return {
+            "data": self.buffer.prompt_batches.get_state(),
+            "window": self.buffer.get_state(),
+            **self.coefs._asdict(),
+            "empty_steps": self._empty_steps,
+            "config": as_tree(self.config),
+        }
+
+    def score(self, metrics: Metrics) -> dict[str, float] | None:
+        """Return the headline of a validation, by which the best checkpoint is found."""
+        validated = {k: v for k, v in metrics.items() if "/mean@" in k}
+        return {"validation": headline(validated)} if validated else None
+
+    def line(self, number: int, metrics: Metrics) -> str:
+        """Return a step's line on the screen."""
+        parts = [f"{label} {metrics[k]:.4g}" for label, k in SHOWN.items() if k in metrics]
+        parts += [
+            f"{name} {metrics[f'reward/{name}']:.4g}"
+            for name in ("errors", "unscored")
+            if metrics.get(f"reward/{name}")
+        ]
+        parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
+        return f"step {number}/{self.files.total_steps}  " + "  ".join(parts)
+
+    def report(self, step: FinishedStep) -> None:
+        """Write a step's metrics, and on some steps its answers; show both, and warn of both."""
+        number, batch, rollouts, scores, metrics, _ = step
+        config, display, total = self.config, self.files.display, self.files.total_steps
+        metrics |= throughput_metrics(metrics["timing_s/step"], batch)
+        if is_first() and (number == 1 or is_due(number, config.rollout.dump_every, total)):
+            self._dump(number, batch, rollouts, scores)
+        answers, histograms, every = [], None, config.log.answers_every
+        if every and is_first() and (number == 1 or is_due(number, every, total)):
+            samples = config.rollout.samples_per_prompt
+            answers = chosen_rows(batch, rollouts, scores, samples=samples)
+            histograms = step_histograms(batch, scores)
+        self.files.log.write(number, metrics, answers=answers, histograms=histograms)
+        display.advance(self.line(number, metrics))
+        waited = metrics.get("perf/compile_wait_s", 0.0)
+        if waited >= SHOWN_WAIT_S:
+            compiled, loaded = (
+                metrics[f"perf/{name}"] for name in ("compilations", "compilation_cache_hits")
+            )
+            display.line(
+                f"waited {waited:.1f} s for programs: {compiled:.0f} compiled, {loaded:.0f} loaded"
+            )
+        display.plot(number, metrics)
+        if answers:
+            display.answers(number, answers)
+        self._warn(number, metrics)
+
+    def _compare(self, probe: Batch, step: int) -> Metrics:
+        """Compare the engine's log-probs of tokens with the policy's `logprobs`."""
+        keeps_cache = self.sampler.keeps_cache
+        return check_agreement(probe, step, self._tolerance, keeps_cache=keeps_cache)
+
+    def _follow_policy(self, step: int) -> None:
+        """Move what follows the policy: a teacher that is its average, a refreshed reference."""
+        teacher, reference, states = self.models.policy_teacher, self.models.reference, self.states
+        if teacher is not None and teacher.average is not None:
+            moved = teacher.average.follow(states[AVERAGE], states["actor"])
+            states |= {AVERAGE: self._offloaded(AVERAGE, moved)}
+        if reference is not None and reference.is_due(step):
+            states |= {REFERENCE: reference.refreshed(states[REFERENCE], states["actor"])}
+
+    def _offloaded(self, name: str, state: TrainState) -> TrainState:
+        """Move to the host what waits there until it is used again."""
+        offload: OffloadConfig = self.config.offload
+        waits = {AVERAGE: offload.teacher, REFERENCE: offload.reference}
+        if waits.get(name, offload.params):
+            state = state._replace(params=to_host(state.params))
+        if offload.optimizer:
+            state = state._replace(opt_state=to_host(state.opt_state))
+        return state
+
+    def _count_empty(self, selected: Selected, step: int) -> None:
+        """Count the steps in a row that have left nothing to update the policy on.
+
+        Raises:
+            TrainingError: they are too many.
+        """
+        if not selected.is_empty:
+            self._empty_steps = 0
+            return
+        algorithm = self.config.algorithm
+        key = "pairs" if algorithm.pairs is not None else "answer_filter"
+        self._empty_steps += 1
+        limit = algorithm.max_generation_batches
+        if self._empty_steps >= limit:
+            raise TrainingError(
+                f"step {step}: algorithm.{key} left nothing to train on in {self._empty_steps} "
+                f"steps in a row (algorithm.max_generation_batches={limit}): the answers to each "
+                "prompt score alike, or too low. Raise algorithm.max_generation_batches and run "
+                "the same command again, or begin a run with other prompts or more "
+                "samples_per_prompt"
+            )
+        log.warning(
+            "step %d: algorithm.%s left nothing to train on, so the policy stays as it is; %d "
+            "steps in a row stop the run",
+            *(step, key, limit),
+        )
