@@ -146,7 +146,7 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of the slow tests that --changed-since leaves, run N, at each commit others; those "
-        "whose own file has changed run always",
+        "whose own file has changed come first",
     )
 
 
@@ -191,11 +191,14 @@ def _may_wait(item, changed, turn):
 
 
 def _above(limit, items, left_out, changed, commits):
-    """Return the slow tests that are too many, of those whose own file has not changed."""
+    """Return the slow tests that are too many: last those whose own file has changed."""
+
+    def rank(item):
+        is_changed = item.nodeid.partition("::")[0] in changed
+        return not is_changed, zlib.crc32(f"{commits} {item.nodeid}".encode())
+
     slow = [item for item in items if _is_slow(item) and item not in left_out]
-    others = [item for item in slow if item.nodeid.partition("::")[0] not in changed]
-    others.sort(key=lambda item: zlib.crc32(f"{commits} {item.nodeid}".encode()))
-    return [] if limit is None else others[max(0, limit - len(slow) + len(others)) :]
+    return [] if limit is None else sorted(slow, key=rank)[limit:]
 
 
 @pytest.fixture(autouse=True)
