@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 from benchmarks.tables import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMINGS = ("timing_s/", "perf/")
+TIMINGS = re.compile(r"timing_s/|perf/|episode/seconds|tools/.*/seconds")
 SHORT = ("steps=5", "validation.every=5")
 PAIRS = "runs/quickstart/data/pairs.jsonl"
 PREFER = {
@@ -88,11 +88,14 @@ def record(commit: str, out: Path, only: Sequence[str] = ()) -> None:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
         subprocess.run(["git", "-C", clone, "checkout", "--quiet", commit], check=True)
-        shorten(clone)
-        results = {}
         chosen = runs(clone)
         if unknown := sorted({*only} - chosen.keys()):
             sys.exit(f"no run {', '.join(unknown)}; expected some of {', '.join(chosen)}")
+        shorten(clone)
+        # the base model, which is another one on eight devices
+        start(clone, "jaxrl_llm.train", "--config", "configs/quickstart.yaml", "steps=1")
+        write_pairs(clone)
+        results = {}
         for name, run in chosen.items():
             if only and name not in only:
                 continue
@@ -164,9 +167,6 @@ def finish(clone: Path, name: str, run: Run) -> dict[str, Any]:
     """Run one program to its end; return its metrics and the digests of its parameters."""
     run_dir = f"runs/same/{name}"
     words = (f"jaxrl_llm.{run.program}", "--config", run.config, f"run_dir={run_dir}")
-    if run.program == "prefer":
-        start(clone, "jaxrl_llm.train", "--config", "configs/quickstart.yaml", "steps=1")
-        write_pairs(clone)
     start(clone, *words, *run.overrides, devices=run.devices, processes=run.processes)
     lines = (clone / run_dir / "metrics.jsonl").read_text().splitlines()
     model = f"runs/same/model_{name}"
@@ -184,7 +184,7 @@ def compare(before: Path, after: Path, renamed: dict[str, str]) -> list[str]:
 
     def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
-            {renamed.get(n, n): v for n, v in line.items() if not n.startswith(TIMINGS)}
+            {renamed.get(n, n): v for n, v in line.items() if not TIMINGS.match(n)}
             for line in lines
         ]
 
