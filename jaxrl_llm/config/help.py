@@ -79,7 +79,7 @@ def override_words(cls: type[Section], prefix: str) -> dict[str, str]:
 
     >>> from jaxrl_llm.config.programs import SftConfig
     >>> override_words(SftConfig, "see")
-    {'seed=': 'seed of the data order and of random weights'}
+    {'seed=': 'seed of the data order, of sampling and of random weights'}
     >>> override_words(SftConfig, "compilation_cache=")
     {'compilation_cache=false': '', 'compilation_cache=true': ''}
     """

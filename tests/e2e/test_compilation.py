@@ -14,6 +14,7 @@ from jaxrl_llm.data import packing
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.build import native_engine
+from jaxrl_llm.training import layouts
 from jaxrl_llm.training.precompile import compile_steps
 from tests.guarded import MODEL, NATIVE, RUN
 
@@ -40,7 +41,7 @@ def test_a_continued_run_finds_its_programs(workshop):
     second = go_on(4)
     assert [line["step"] for line in second.metrics] == [1, 2, 3, 4]
     assert second.metrics[-1][COMPILED] == 0
-    assert second.metrics[-1][FOUND] > 10
+    assert second.metrics[-1][FOUND] > 4
     assert {path.name for path in run_dir.glob("home/**/*-cache")} >= kept
     assert "step 1 is not profiled: the run goes on at 4" in second.err
 
@@ -64,6 +65,7 @@ def test_a_continued_run_finds_its_programs(workshop):
 def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkeypatch, patient):
     """A step whose program were another one by a bit would be there twice."""
     monkeypatch.setattr(packing, "MIN_BUCKET_FLOPS", 0.0)
+    monkeypatch.setattr(layouts, "takes_long_rows", lambda *_: False)  # as most batches
     words = ("data.validation=[]", "steps=1", "batch.max_tokens_per_device=32")
     words += ("model.dtype=bfloat16", "algorithm.kl_loss=k3")
 
