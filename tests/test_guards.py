@@ -61,6 +61,18 @@ def test_of_many_slow_tests_some_run_at_each_commit_and_in_time_all(guards):
     assert guards._above(None, nodes, [], [], 0) == []
 
 
+def test_more_slow_tests_whose_own_files_have_changed_than_the_limit(guards):
+    """Only so many run, at another commit others, and no test of a file that has not changed."""
+    changed = [item(f"{FILE}::test[{number}]") for number in range(12)]
+    nodes = [item("tests/other.py::test"), *changed]
+    ran = []
+    for commits in range(20):
+        above = guards._above(4, nodes, [], [FILE], commits)
+        ran.append({node.nodeid for node in nodes if node not in above})
+    assert [len(some) for some in ran] == [4] * 20
+    assert set.union(*ran) == {node.nodeid for node in changed}
+
+
 @pytest.mark.parametrize("paths", [(), ("models/", "nowhere/")])
 def test_a_slow_test_names_paths_that_exist(guards, paths):
     config = SimpleNamespace(rootpath=ROOT, getoption=lambda name: None)

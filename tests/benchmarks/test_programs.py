@@ -252,6 +252,8 @@ def test_gpu_programs(program, tmp_path):
 # ------------------------------------------------------------------------------------------- code
 
 
+@pytest.mark.slow
+@pytest.mark.guards("benchmarks/code/")
 def test_structure(program):
     rows = program("code.structure", ROOT, ROOT)
     assert all(one == other for _, one, other in rows)

@@ -8,6 +8,8 @@ import pytest
 from benchmarks.training import train_step, workloads
 
 
+@pytest.mark.slow
+@pytest.mark.guards("benchmarks/training/", "jaxrl_llm/training/update.py")
 def test_a_case(tmp_path, capsys):
     """Rows of 64 places, two in a micro-batch, for 32 sequences."""
     where = tmp_path / "figures.json"

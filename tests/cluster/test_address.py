@@ -135,6 +135,8 @@ def test_what_ray_says_of_an_address_is_the_reason():
         check_joins("a://b", 20.0)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/cluster/")
 def test_a_ray_head_is_taken(ray_nodes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -74,6 +74,8 @@ def right(task, row, chat):
     return int(answer) == int(truth) if task == "guess_number" else answer == truth
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/data/agent_tasks.py")
 @pytest.mark.parametrize(
     ("task", "settings", "expected"),
     [

@@ -138,6 +138,8 @@ for moment in range(12):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/data/")
 def test_a_preparation_that_is_killed_at_any_moment_is_made_good(tmp_path):
     """Three files and the stamp: while each is written, before and after it gets its name."""
     words = [sys.executable, "-c", KILLED, str(tmp_path), repr(SIZES)]

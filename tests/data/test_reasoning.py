@@ -108,6 +108,8 @@ class TestWithThePackage:
         counts = [sum(row["data_source"].endswith(task) for row in a) for task in tasks]
         assert counts == [15, 5]
 
+    @pytest.mark.slow
+    @pytest.mark.guards("jaxrl_llm/data/reasoning.py")
     def test_another_process_with_another_hash_seed_makes_the_same(self, tmp_path):
         tasks = {task: {} for task in MANY}
         command = [sys.executable, "-m", "jaxrl_llm.data.prepare", "reasoning_gym"]

@@ -23,6 +23,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.guards("docs/", "mkdocs.yml", "README.md")]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")

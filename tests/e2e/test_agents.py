@@ -126,6 +126,8 @@ def test_turns_and_their_rewards_reach_the_update(plain):
     assert any(reward for row in rows for reward in row["turn_rewards"])
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_chains_reach_the_update(agents, plain):
     """Each is read by itself: else the trainer's log-probs would not be the engine's."""
     agent = f"rollout.agent.fn={agents.workshop.root}/agents.py:rewrites"
@@ -150,6 +152,8 @@ def test_chains_reach_the_update(agents, plain):
         assert row["tokens"][:first] == other["tokens"][:first]
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 @pytest.mark.parametrize(
     "words",
     [
@@ -173,6 +177,8 @@ def test_the_run_is_the_same_whatever_time_tools_take(agents, plain, same, words
     same(trained(agents, again), trained(agents, plain))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_stale_episodes_are_the_same_whatever_time_tools_take(agents, same):
     """Episodes that a push finds between two turns, or within one, are gone on with."""
     words = ("rollout.staleness=2", "steps=4", "rollout.max_running_sequences=12")
@@ -191,6 +197,8 @@ def test_stale_episodes_are_the_same_whatever_time_tools_take(agents, same):
     same(trained(agents, again), trained(agents, first))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_an_agent_of_one_turn_is_the_plain_run_bit_for_bit(run, same):
     keys = ("steps=2", "validation.before=false", "data.validation=[]")
     plain = run(*keys).ok()
@@ -200,6 +208,8 @@ def test_an_agent_of_one_turn_is_the_plain_run_bit_for_bit(run, same):
     same(run.params(agent.run_dir), run.params(plain.run_dir))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_broken_episodes_are_counted_and_left_out(agents):
     result = agents("rollout.environment.broken=0.2", "data.validation=[]").ok()
     assert [0 < line["episode/broken"] < 17 for line in result.metrics] == [True] * 2
@@ -233,6 +243,8 @@ def dynamic(agents):
     return run
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_episodes_without_spread_are_drawn_again_and_long_ones_penalized(dynamic):
     result = dynamic(broken=0.03).ok()
     for line in result.metrics[1:]:
@@ -251,6 +263,8 @@ def test_episodes_without_spread_are_drawn_again_and_long_ones_penalized(dynamic
         assert charged == pytest.approx(penalty.mean(), abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_broken_episodes_are_not_taken_for_hard_prompts(dynamic):
     """Their groups are dropped, too; still the run says what is wrong, and does not draw on."""
     stopped = dynamic(broken_rows=3, broken=0.0)
@@ -258,6 +272,8 @@ def test_broken_episodes_are_not_taken_for_hard_prompts(dynamic):
     assert "too easy or too hard" not in stopped.err
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/rollout", "jaxrl_llm/training")
 def test_a_wrong_mask_is_seen_at_once(agents, monkeypatch):
     """Were told tokens taken for drawn ones, the engine's log-probs would differ."""
     right = Episode.turn_ids.func

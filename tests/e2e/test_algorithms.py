@@ -67,6 +67,7 @@ def test_the_critic_warms_up_before_the_actor_learns(ppo, workshop, same):
     assert all(np.any(moved[name] != array) for name, array in base.items() if name in moved)
 
 
+@pytest.mark.slow
 def test_a_new_critic_begins_at_zero_and_learns_the_returns(ppo, run):
     lines = ppo.metrics[1:]
     assert lines[0]["critic/values/max"] == lines[0]["critic/values/min"] == 0
@@ -76,6 +77,7 @@ def test_a_new_critic_begins_at_zero_and_learns_the_returns(ppo, run):
     assert np.mean(losses[-2:]) < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_critic_continues_bit_for_bit(ppo, run, workshop, same):
     short = run(*PPO, "critic.warmup_steps=1", "steps=2").ok()
     result = run(*PPO, "critic.warmup_steps=1", "steps=4", run_dir=short.run_dir).ok()
@@ -99,6 +101,7 @@ def test_a_critic_starts_from_another_checkpoint(ppo, run, workshop, same, tmp_p
 # --------------------------------------------------------------- what else functions may ask for
 
 
+@pytest.mark.slow
 def test_greedy_scores_are_those_of_greedy_answers(run, workshop):
     """Validated on the prompts of the only step, in the same order or another."""
     result = run(
@@ -113,6 +116,7 @@ def test_greedy_scores_are_those_of_greedy_answers(run, workshop):
     assert result.metrics[1]["critic/score/mean"] != pytest.approx(greedy, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("column", "metric"), [(0, "reward/acc/mean"), (1, "critic/score/mean")])
 def test_score_components_are_what_the_reward_function_reported(run, workshop, column, metric):
     result = run(
@@ -125,6 +129,7 @@ def test_score_components_are_what_the_reward_function_reported(run, workshop, c
     assert line["critic/advantages/mean"] == pytest.approx(line[metric], rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_covariance_is_over_the_whole_mini_batch(run):
     """So that the tokens that clip_cov drops do not depend on the cut into micro-batches."""
     select = "algorithm.high_covariance={fn: select_clip_cov, ratio: 0.2, low: 0.0}"
@@ -138,6 +143,7 @@ def test_covariance_is_over_the_whole_mini_batch(run):
             assert small[name] == pytest.approx(large[name], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "optimal_token_baseline_multi_turn"])
 def test_optimal_token_baselines_run(run, name):
     line = run(f"algorithm.advantage={name}", "steps=1").ok().metrics[1]
@@ -145,6 +151,7 @@ def test_optimal_token_baselines_run(run, name):
     assert line["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_reward_model_of_prime_learns_from_the_labels(run):
     expected = (
         "algorithm.advantage=prime",
@@ -159,6 +166,7 @@ def test_the_reward_model_of_prime_learns_from_the_labels(run):
     assert all(line["implicit_reward_model/grad_norm"] > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_an_update_on_policy_needs_no_pass_for_old_logprobs(run, workshop):
     """Another advantage that asks for them brings the pass back; nothing else changes."""
     words = ("batch.prompts_per_minibatch=null", "algorithm.kl_loss=k3", "algorithm.kl_coef=0.1")
@@ -176,6 +184,7 @@ def test_an_update_on_policy_needs_no_pass_for_old_logprobs(run, workshop):
 # ---------------------------------------------------------------------------------- corrections
 
 
+@pytest.mark.slow
 def test_corrections_multiply_the_policy_loss(run, workshop):
     half = workshop.mine("half")
     plain, halved = (
@@ -189,12 +198,14 @@ def test_corrections_multiply_the_policy_loss(run, workshop):
     assert halved["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 4, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_low_precision_in_the_cache_is_measured_and_corrected(run):
     _, line = run("rollout.kv_cache_dtype=int8", "steps=1").ok().metrics
     assert 1e-5 < line["training/rollout_logprobs_diff_mean"] < 0.1
     assert line["rollout_corr/weight/min"] < 1 < line["rollout_corr/weight/max"] <= 2
 
 
+@pytest.mark.slow
 def test_bypass_trusts_the_engine_s_log_probs(run):
     plain, bypassed = (
         run(f"algorithm.use_rollout_logprobs={flag}").ok().metrics[1:] for flag in ("false", "true")
@@ -373,6 +384,7 @@ def test_what_has_no_producer_is_refused(run, workshop):
         refused(run(*overrides), 2, text)
 
 
+@pytest.mark.slow
 def test_what_a_function_returns_is_checked(run, workshop):
     mine = workshop.mine
     for overrides, status, text in [
@@ -418,12 +430,14 @@ def test_what_a_function_returns_is_checked(run, workshop):
         refused(run(*overrides, "validation.before=false", "steps=1"), status, text)
 
 
+@pytest.mark.slow
 def test_a_role_that_was_not_trained_is_not_exported(finished, tmp_path, capsys):
     status = export.main([str(finished.run_dir), str(tmp_path / "out"), "--role", "critic"])
     assert status == 2
     assert "trains no critic, only actor" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"), [("vocab_size", 8), ("max_position_embeddings", 8)], ids=["tokens", "places"]
 )

@@ -68,6 +68,7 @@ def test_the_engine_s_log_probs_are_those_of_the_weights_that_drew_them(stale):
         assert seen and max(seen) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_step_without_a_fresh_token_is_checked_by_others(run, workshop):
     """With room for all answers of the window, two steps of three sample none of their own."""
     result = run(*words(workshop, 2), "steps=4", "rollout.max_running_sequences=96").ok()
@@ -90,6 +91,7 @@ def test_old_tokens_are_weighed_by_the_default_correction(stale):
     assert max(line["rollout_corr/weight/max"] for line in stale.metrics[1:]) > 1.01
 
 
+@pytest.mark.slow
 def test_the_answers_of_a_step_are_those_of_the_synchronous_run(stale, run, workshop):
     """The same prompts in the same steps; the first step's answers, drawn by the same weights."""
     plain = run(*words(workshop, 0), "steps=2", "rollout.dump_every=1").ok()
@@ -100,6 +102,7 @@ def test_the_answers_of_a_step_are_those_of_the_synchronous_run(stale, run, work
     assert not any(name.startswith("async/") for line in plain.metrics for name in line)
 
 
+@pytest.mark.slow
 def test_validation_changes_nothing(stale, run, workshop):
     other = run(*words(workshop, 2, "validation.every=0", "validation.before=false")).ok()
 
@@ -110,12 +113,14 @@ def test_validation_changes_nothing(stale, run, workshop):
     assert trained(other) == trained(stale)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_trains_each_answer_once(stale, workshop, same, until):
     result = killed_after((2, 3, 5), words(workshop, 2, "validation.every=2"), workshop, until)
     assert result.learned == stale.learned
     same(workshop.params(result.run_dir), workshop.params(stale.run_dir))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["pages of older weights", "older weights", "in a step of old"])
 def test_an_engine_that_samples_from_older_weights_is_caught(run, workshop, monkeypatch, fault):
     """The checksum is right, so that only its log-probs tell."""
@@ -160,12 +165,14 @@ def test_what_staleness_can_not_have_is_refused(run, overrides, text):
     assert result.status == 2 and text in result.err
 
 
+@pytest.mark.slow
 def test_a_trust_region_around_old_policies_is_warned_of(run, caplog):
     given = ["rollout.staleness=1", "algorithm.use_rollout_logprobs=true", "steps=1"]
     run(*given).ok()
     assert "the loss clips around policies that are up to 1 updates old" in caplog.text
 
 
+@pytest.mark.slow
 def test_a3po_needs_no_pass_for_the_old_log_probs(run, workshop, caplog):
     given = ["algorithm.loss=a3po", "algorithm.use_rollout_logprobs=true", "steps=4"]
     lines = run(*words(workshop, 2, *given)).ok().metrics[1:]
@@ -187,6 +194,7 @@ def overlapped(run, workshop):
     return run(*words(workshop, 2, *OWN_DEVICES, "validation.every=2"), devices=2).ok()
 
 
+@pytest.mark.slow
 def test_an_engine_with_devices_of_its_own_samples_while_the_step_is_trained(overlapped):
     lines = overlapped.metrics[1:]
     assert sum(line.get("async/turns", 0) for line in lines) > 0
@@ -196,6 +204,7 @@ def test_an_engine_with_devices_of_its_own_samples_while_the_step_is_trained(ove
     assert max(line.get(name, 0) for line in lines for name in seen) < 1e-5
 
 
+@pytest.mark.slow
 def test_turns_of_the_engine_decide_what_is_drawn_and_not_time(run, workshop, same):
     given = [*words(workshop, 2, *OWN_DEVICES), "rollout.turns=3"]
     slow = f"reward.function={workshop.mine('few_tokens_slowly')}"
@@ -205,6 +214,7 @@ def test_turns_of_the_engine_decide_what_is_drawn_and_not_time(run, workshop, sa
     same(workshop.params(other.run_dir), workshop.params(plain.run_dir))
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_run_that_was_killed_replays_it(run, workshop, same, until, monkeypatch):
     """Bit for bit; with other slots, the same tokens."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
@@ -221,6 +231,7 @@ def test_the_schedule_of_a_run_that_was_killed_replays_it(run, workshop, same, u
         assert [line.get(name) for name in ages] == [expected.get(name) for name in ages]
 
 
+@pytest.mark.slow
 def test_answers_may_keep_their_cache_over_a_push(run, workshop):
     """Their later tokens are not what the trainer computes; answers of one policy are."""
     given = [*words(workshop, 2, *OWN_DEVICES), "rollout.at_push=keep", "rollout.turns=2"]
@@ -233,6 +244,7 @@ def test_answers_may_keep_their_cache_over_a_push(run, workshop):
     assert max(fresh) > 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_answers_may_end_before_the_push(run, workshop, devices):
     """With K = 1 this is one-step-off: each answer is of one policy, and at most an update old."""

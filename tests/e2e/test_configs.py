@@ -89,6 +89,7 @@ def test_recipes_are_short_and_whole(path):
     assert config.model.path == load(TrainConfig, CONFIGS / "quickstart.yaml").model.path
 
 
+@pytest.mark.slow
 def test_gsm8k_runs_with_a_small_model_and_small_numbers(run, workshop, tmp_path, monkeypatch):
     source = CONFIGS / "gsm8k_qwen3_1.7b_grpo.yaml"
     assert load(TrainConfig, source).batch.prompts_per_step == 1024

@@ -61,6 +61,7 @@ def kl(p, q):
     return (np.exp(p) * (p - q)).sum(-1)
 
 
+@pytest.mark.slow
 def test_the_whole_vocabulary_is_compared(run, teacher, workshop):
     words = [*ALONE, "algorithm.distillation=reverse_kl_divergence", f"teacher.path={teacher}"]
     result = run(*words, DUMPED, "offload.teacher=true").ok()
@@ -80,6 +81,7 @@ def test_the_whole_vocabulary_is_compared(run, teacher, workshop):
     assert line["actor/grad_norm"] > 0.01 and "critic/score/mean" in line
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_compared_and_the_rest_as_one(run, teacher, workshop):
     words = [*ALONE, "algorithm.distillation=forward_kl_divergence", "teacher.top_k=3", DUMPED]
     result = run(*words, f"teacher.path={teacher}").ok()
@@ -99,6 +101,7 @@ def test_the_likeliest_tokens_are_compared_and_the_rest_as_one(run, teacher, wor
     assert line["timing_s/teacher"] > 0 and "teacher/reverse_kl" in line
 
 
+@pytest.mark.slow
 def test_supervised_training_shares_its_loss_with_a_teacher(workshop, teacher, tmp_path):
     def train(name, *words, steps=1):
         result = workshop(

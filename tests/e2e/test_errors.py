@@ -167,6 +167,7 @@ def test_an_export_that_exists(run):
 # ------------------------------------------------------------------------------- user functions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "name", "status", "pattern"),
     [
@@ -190,6 +191,7 @@ def test_a_function_that_returns_something_else(run, workshop, key, name, status
     refused(result, status, pattern)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
@@ -205,6 +207,7 @@ def test_a_reward_that_fails_stops_the_run_if_asked_to(run, workshop, name, patt
     refused(result, 1, rf"failed on row \d+ .*data_source 'arithmetic', reply .*{pattern}")
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_is_counted_and_the_run_goes_on(run, workshop):
     result = run(
         f"reward.function={workshop.mine('reward_often_fails')}",
@@ -231,12 +234,14 @@ def test_an_engine_that_disagrees_is_found_at_step_1(run):
     assert [line["step"] for line in result.metrics] == [0]
 
 
+@pytest.mark.slow
 def test_updates_without_a_finite_gradient_are_skipped(run, workshop):
     loss = f"algorithm.loss={workshop.mine('loss_nan_for_group_0')}"
     result = run(loss, "optim.max_skipped=1").ok()  # one of two updates in each step
     assert [line["actor/skipped"] for line in result.metrics[1:]] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_never_finite_stops_the_run(run, workshop):
     loss = f"algorithm.loss={workshop.mine('loss_nan')}"
     result = run(loss, "optim.max_skipped=3", "steps=9")

@@ -77,6 +77,8 @@ def test_an_sft_run_can_be_exported(workshop, tmp_path):
     np.testing.assert_array_equal(our_logits(out), our_logits(workshop.base))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/runs/export.py", "jaxrl_llm/export.py", "models/hf")
 def test_training_goes_on_from_an_export(run, finished, tmp_path):
     out = tmp_path / "model"
     assert export.main([str(finished.run_dir), str(out)]) == 0
@@ -115,6 +117,8 @@ DOWNLOAD = """if True:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/runs/export.py", "jaxrl_llm/export.py", "models/hf")
 def test_a_pushed_model_is_the_same_when_it_is_downloaded(finished, tmp_path):
     torch = pytest.importorskip("torch")
     import transformers

@@ -85,6 +85,7 @@ def check_group(rows):
     np.testing.assert_allclose(advantages, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_verdicts_while_the_judge_is_down(
     judged, run, copy_of, server, words, workshop, same
 ):
@@ -108,6 +109,7 @@ def test_a_run_goes_on_with_the_same_verdicts_while_the_judge_is_down(
     same(workshop.params(resumed.run_dir), workshop.params(judged.run_dir))
 
 
+@pytest.mark.slow
 def test_a_run_stops_where_too_few_answers_have_a_score(run, words, server):
     server.behaviour = lambda answer, content: "mute"
     try:

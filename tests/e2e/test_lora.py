@@ -134,6 +134,7 @@ def test_a_killed_run_continues_bit_for_bit(workshop, same, until):
     same(arrays(folders[1]), arrays(folders[0]))
 
 
+@pytest.mark.slow
 def test_other_weights_or_another_adapter_can_not_continue_a_run(
     workshop, adapted, copy_of, tmp_path
 ):
@@ -152,6 +153,7 @@ def test_other_weights_or_another_adapter_can_not_continue_a_run(
     assert "model.path: its contents are not those that this run began with" in result.err
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_adapter_of_peft(workshop, adapted, tmp_path):
     """The adapter as it was exported, once through peft: the same policy, the base as reference."""
     alone = exported(adapted.run_dir, tmp_path / "alone", "--adapter")
@@ -171,6 +173,7 @@ def test_training_goes_on_from_an_adapter_of_peft(workshop, adapted, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_sft_trains_an_adapter_and_exports_the_whole(workshop, tmp_path):
     result = workshop(
         f"export_to={tmp_path}/out",
@@ -229,6 +232,7 @@ def test_routed_experts_are_adapted(workshop, tmp_path):
     assert np.abs(our_logits(whole) - our_logits(base)).max() > 1e-3, "it was trained"
 
 
+@pytest.mark.slow
 def test_a_critic_beside_an_adapter_is_trained_in_full(workshop):
     result = workshop(*LORA, "algorithm.advantage=gae", "checkpoint.every=2").ok()
     saved = arrays(result.run_dir)

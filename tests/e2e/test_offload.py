@@ -1,6 +1,7 @@
 """What waits in the host's memory changes where arrays are, and no number."""
 
 import jax
+import pytest
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.training.buffer import Buffer
@@ -14,6 +15,8 @@ CRITIC = (
 ALL = ("offload={params: true, optimizer: true, reference: true}",)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("sharding/offload.py", "jaxrl_llm/training")
 def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypatch):
     """Actor, critic and reference; while the engine samples, one copy is on the device: its own."""
     held = []

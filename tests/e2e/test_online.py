@@ -57,6 +57,7 @@ def test_a_refreshed_reference_is_the_policy_of_its_step(online, workshop, same)
         same(reference_at(workshop, online.run_dir, step), expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_after_a_refresh_is_the_run_that_was_not_stopped(
     online, run, workshop, same
 ):
@@ -68,6 +69,7 @@ def test_a_run_that_goes_on_after_a_refresh_is_the_run_that_was_not_stopped(
     same(reference_at(workshop, again.run_dir, 4), reference_at(workshop, online.run_dir, 4))
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing_of_a_step_on_pairs(online, run):
     """Those of the other run hold a pair each."""
     (_, line) = run(*PAIRS, "steps=1", "batch.max_tokens_per_device=32").ok().metrics
@@ -75,6 +77,7 @@ def test_micro_batches_change_nothing_of_a_step_on_pairs(online, run):
         assert line[name] == pytest.approx(online.metrics[1][name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_all_pairs_and_other_losses_of_pairs(run):
     words = ("algorithm.pairs=all_pairs", "algorithm.pair_loss=orpo", "steps=2")
     lines = run(*words, "batch.epochs_per_step=2").ok().metrics[1:]
@@ -86,6 +89,7 @@ def test_all_pairs_and_other_losses_of_pairs(run):
 # ---------------------------------------------------------------------------------- some answers
 
 
+@pytest.mark.slow
 def test_raft_imitates_the_best_answers(run):
     words = ("algorithm.answer_filter=best_of_group", "algorithm.loss=negative_log_likelihood")
     lines = run(*words, *ONE_UPDATE, "optim.schedule.value=3e-3", "steps=8").ok().metrics[1:]
@@ -106,6 +110,7 @@ def test_clipping_and_a_kl_work_on_kept_answers_too(run):
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_steps_with_nothing_to_learn_from_stop_the_run(run, workshop, same, caplog):
     none = "algorithm.answer_filter={fn: at_least, threshold: 99.0}"
     words = (none, "algorithm.max_generation_batches=3", *ONE_UPDATE)

@@ -77,6 +77,8 @@ def test_recomputation_gives_what_a_cache_gives(trained, run, words):
         assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("models/functional.py", "jaxrl_llm/training")
 def test_eight_devices_train_as_one_does(trained, run, words):
     mesh = ("mesh.train={data: 2, fsdp: 2, tensor: 2}", "mesh.rollout={data: 4, tensor: 2}")
     eight = run(*words("Cached"), *FOUR, *mesh, devices=8).ok()
@@ -85,6 +87,8 @@ def test_eight_devices_train_as_one_does(trained, run, words):
         np.testing.assert_allclose(ours, theirs, err_msg=name, **ROUNDING)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("models/functional.py", "jaxrl_llm/training")
 def test_a_run_that_is_continued_is_the_same_run(trained, run, words, tmp_path):
     """Bit for bit, and not with another module, or other keywords of the same one."""
     half = run(*words("Cached"), *FOUR, "steps=2").ok()
@@ -102,6 +106,8 @@ def test_a_run_that_is_continued_is_the_same_run(trained, run, words, tmp_path):
     assert "model.function.fn" in with_source.err
 
 
+@pytest.mark.slow
+@pytest.mark.guards("models/functional.py", "jaxrl_llm/training")
 def test_an_export_is_a_place_to_start_from(trained, run, words, tmp_path):
     saved = exported(trained.run_dir, tmp_path / "out")
     assert saved["blocks.0.qkv.kernel"].shape == (32, 96)
@@ -135,6 +141,8 @@ def evaluated(run_dir, workshop, out, *more):
     return status, errors.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.guards("models/functional.py", "jaxrl_llm/training")
 @pytest.mark.usefixtures("one_device")
 def test_a_run_is_evaluated_and_its_policy_looked_at(trained, workshop, tmp_path):
     status, error = evaluated(trained.run_dir, workshop, tmp_path / "e")
@@ -147,6 +155,8 @@ def test_a_run_is_evaluated_and_its_policy_looked_at(trained, workshop, tmp_path
     assert len(policy.logprobs([5, 6, 7, 8])) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.guards("models/functional.py", "jaxrl_llm/training")
 @pytest.mark.usefixtures("one_device")
 def test_functions_of_a_notebook_are_found_by_the_command_line(workshop, words, tmp_path):
     given = {"model.function": Plain, "run_dir": str(tmp_path / "run"), "steps": 1}

@@ -88,6 +88,7 @@ def logits_of(folder, prompt, steps, separator=","):
         return model(torch.tensor([ids])).logits[0, ends, 0].numpy()
 
 
+@pytest.mark.slow
 def test_it_learns_which_steps_are_right(finished):
     first, *_, last = (line for line in finished.metrics if "val/loss" in line)
     assert first["step"] == 0 and first["val/loss"] == pytest.approx(np.log(2), abs=1e-6)
@@ -97,6 +98,7 @@ def test_it_learns_which_steps_are_right(finished):
     assert "let it score answers: reward.classifier=" in finished.out
 
 
+@pytest.mark.slow
 def test_transformers_gives_its_logits(finished, exported, tmp_path):
     assert read_spec(exported).value_head and read_scoring(exported) == {"step_separator": ","}
     config = json.loads((exported / "config.json").read_text())
@@ -127,6 +129,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(prefer, finished, wo
     assert again.learned[-1] == finished.learned[-1]
 
 
+@pytest.mark.slow
 def test_its_scores_of_steps_are_rewards(run, exported):
     words = (f"reward.classifier={exported}", "reward.function=null", "rollout.dump_every=1")
     keys = ("reward.step_separator='1'", "reward.aggregate=product", "reward.step_rewards=true")

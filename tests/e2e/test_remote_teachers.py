@@ -63,6 +63,7 @@ def dumped(result):
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
+@pytest.mark.slow
 def test_a_teacher_on_a_server_is_the_one_in_this_process(run, server, teacher):
     here = run(*DISTILL, "steps=1", f"teacher.path={teacher}").ok()
     there = run(*DISTILL, "steps=1", f"teacher.url={server[0]}").ok()
@@ -85,6 +86,7 @@ def test_a_servers_likeliest_tokens_are_those_of_the_teacher_in_this_process(run
         assert there[f"actor/{name}"] == pytest.approx(here[f"actor/{name}"], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_midway_ends_the_run(run, server):
     url, gate = server
     gate.left = 2 + 40  # of the check, of the first step's 32 and some of the second's

@@ -123,6 +123,7 @@ def test_the_reward_function_reports_and_validates_beside_it(ppo):
             assert line["reward/errors"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_continues_bit_for_bit(run, ppo, words, workshop, copy_of, same):
     folder = copy_of(ppo)
     for step in ("2", "3"):
@@ -146,6 +147,7 @@ def alone(run, link):
     ).ok()
 
 
+@pytest.mark.slow
 def test_without_a_reward_function_the_reward_model_validates_too(alone, workshop, reward_model):
     before, step = alone.metrics
     assert [name.split("/")[2] for name in before if name.startswith("val-core/")] == ["reward"]
@@ -157,6 +159,7 @@ def test_without_a_reward_function_the_reward_model_validates_too(alone, worksho
     np.testing.assert_allclose([row["score"] for row in rows], expected, atol=0.1 * expected.std())
 
 
+@pytest.mark.slow
 def test_both_scores_can_be_components():
     tokens = np.array([1, 2], np.int32)
     prompt = Prompt(index=0, tokens=(3,), data_source="sums", ground_truth="")
@@ -172,6 +175,7 @@ def test_both_scores_can_be_components():
     assert batch["score_components"].tolist() == expected
 
 
+@pytest.mark.slow
 def test_an_answer_without_a_score_of_the_function_has_none_where_the_model_fails_too():
     rollouts = Rollouts([Prompt(0, (3,))] * 2, [], ["a", "b"])
     scored = [Score(np.nan, {}, "unscored: no verdict"), Score(0.5, {}, None)]
@@ -180,6 +184,7 @@ def test_an_answer_without_a_score_of_the_function_has_none_where_the_model_fail
     assert first == scored[0] and second.score == -1.0
 
 
+@pytest.mark.slow
 def test_a_greedy_baseline_is_scored_by_it(run, reward_model):
     """ReMax's advantage is a difference of two scores of the same kind."""
     words = (f"reward.classifier={reward_model}", *ALONE)
@@ -211,6 +216,7 @@ def changed(source, directory, **changes):
     return directory
 
 
+@pytest.mark.slow
 def test_scores_that_are_not_finite_are_failures(run, reward_model, tmp_path):
     broken = tmp_path / "broken"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
@@ -226,6 +232,7 @@ def test_scores_that_are_not_finite_are_failures(run, reward_model, tmp_path):
     assert "reward.classifier failed on row " in result.err and "gave nan" in result.err
 
 
+@pytest.mark.slow
 def test_models_that_can_not_score_are_refused(run, workshop, reward_model, tmp_path):
     short = changed(reward_model, tmp_path / "short", max_position_embeddings=15)
     labels = {"num_labels": 2, "id2label": {"0": "a", "1": "b"}}
@@ -281,6 +288,7 @@ def foreign(workshop, reward_model):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("render", "most"), [("auto", 13), ("answer", 12)])
 def test_another_tokenizer_reads_the_text(run, foreign, caplog, render, most):
     """As transformers renders and scores it, on the last token of that."""

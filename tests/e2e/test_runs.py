@@ -53,6 +53,8 @@ def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog,
     assert [line["perf/compilations"] for line in lines[2:]] == [0] * 5
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_supervised_training_moves_its_bar_at_each_step(workshop, monkeypatch, caplog):
     """And says what goes on before the first one."""
     moves, before = [], []
@@ -103,6 +105,8 @@ def test_every_function_can_be_the_users_own(run, workshop):
     assert seen == {"sums"}
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_a_dataset_may_be_a_class(run, workshop):
     result = run(f"data.dataset={workshop.mine('Rows')}", "steps=1").ok()
     assert "val-core/class/reward/mean@1" in result.metrics[0]
@@ -121,6 +125,8 @@ def both_steps(result, *names):
     return lines
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_kl_in_the_loss(run):
     first, last = both_steps(run("algorithm.kl_loss=k3", "algorithm.kl_coef=0.5"), "actor/kl")
     assert first["actor/kl"] == pytest.approx(0, abs=1e-5), "the reference is the first policy"
@@ -131,6 +137,8 @@ def test_kl_in_the_loss(run):
         assert line["actor/loss"] == pytest.approx(whole, abs=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_kl_in_the_reward_with_a_coefficient_that_adapts(run):
     controller = "algorithm.kl_controller={fn: adaptive, target: 0.1, horizon: 64}"
     result = run("algorithm.kl_reward=k1", controller, "algorithm.kl_coef=0.5", "steps=3")
@@ -142,17 +150,23 @@ def test_kl_in_the_reward_with_a_coefficient_that_adapts(run):
     assert "actor/kl_loss" not in lines[0]
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_an_entropy_bonus(run):
     for line in both_steps(run("algorithm.entropy_coef=0.5"), "actor/entropy_loss"):
         whole = line["actor/pg_loss"] - 0.5 * line["actor/entropy_loss"]
         assert line["actor/loss"] == pytest.approx(whole, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_dr_grpo(run):
     norm = "algorithm.reduce={fn: sequence_mean_token_sum_norm, horizon: 4}"
     both_steps(run("algorithm.advantage=dr_grpo", norm))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_rloo_and_two_epochs_a_step(run):
     result = run("algorithm.advantage=rloo", "batch.epochs_per_step=2")
     lines = both_steps(result, "actor/ppo_kl")
@@ -161,6 +175,8 @@ def test_rloo_and_two_epochs_a_step(run):
     assert abs(lines[0]["actor/ppo_kl"]) > abs(once[0]["actor/ppo_kl"])
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_bfloat16_with_rematerialisation(run, workshop):
     words = ["model.dtype=bfloat16", "model.remat=full"]
     both_steps(run(*words))
@@ -210,6 +226,8 @@ def test_a_run_with_an_optimizer_of_matrices_continues_bit_for_bit(run, workshop
     same(workshop.params(folder), workshop.params(whole.run_dir))
 
 
+@pytest.mark.slow
+@pytest.mark.guards("algorithms", "jaxrl_llm/training")
 def test_epochs_decide_where_steps_do_not(run):
     result = run("steps=null", "epochs=1", "batch.prompts_per_step=32").ok()
     assert [line["step"] for line in result.metrics] == [0, 1, 2]

@@ -67,6 +67,8 @@ def test_each_stage_of_training_says_what_it_is(run, stages):
     assert ACTIVITIES.text == "", "all have ended"
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/monitoring", "jaxrl_llm/training/loop.py")
 def test_each_stage_of_supervised_training_says_what_it_is(workshop, stages):
     folder = workshop.folder()
     words = ("steps=4", f"export_to={folder}.base")
@@ -91,6 +93,8 @@ def test_answers_are_shown_every_n_th_step_and_at_both_ends(shown):
         assert 1 <= len(rows) <= 4
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/monitoring", "jaxrl_llm/training/loop.py")
 def test_the_first_and_the_last_steps_answers_are_always_kept(shown, run):
     names = [path.name for path in sorted((shown.run_dir / "rollouts").iterdir())]
     assert names == ["step_000001.parquet", "step_000005.parquet"]
@@ -103,6 +107,8 @@ def test_the_first_and_the_last_steps_answers_are_always_kept(shown, run):
     assert names == [f"step_{n:06d}.parquet" for n in (1, 5, 6)]
 
 
+@pytest.mark.slow
+@pytest.mark.guards("jaxrl_llm/monitoring", "jaxrl_llm/training/loop.py")
 def test_the_commands_at_the_end_of_a_run_work(shown, workshop, monkeypatch, capsys):
     monkeypatch.chdir(workshop.root)
     lines = shown.out.splitlines()

@@ -87,6 +87,7 @@ def states(run_dir, step):
     return ocp.PyTreeCheckpointer().restore(run_dir / f"checkpoints/{step}/state")
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_start_teaches_behind_another_prompt(run, workshop, monkeypatch):
     """Its weights are those of the reference."""
     copies = []
@@ -102,6 +103,7 @@ def test_the_policy_of_the_start_teaches_behind_another_prompt(run, workshop, mo
         assert left_out == (0, 0, 0) and line["timing_s/teacher"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("model.lora={rank: 2}",)])
 def test_the_policy_as_it_is_teaches_itself(run, workshop, more, tmp_path):
     words = "teacher.weights=live", "checkpoint.every=1", "checkpoint.keep=9", *more
@@ -118,6 +120,7 @@ def averaged(run):
     return run(*SIBLINGS, *AVERAGE, "steps=3").ok()
 
 
+@pytest.mark.slow
 def test_answers_learn_from_a_sibling_that_succeeded(averaged, workshop, tmp_path):
     """By the average: in the first step by the base's weights, in the second no more."""
     base = load_params(workshop.base, read_spec(workshop.base))
@@ -146,6 +149,7 @@ def check_sibling(rows, i, folder):
     return False
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_the_weights_after_each_step(averaged, workshop):
     base = load_params(workshop.base, read_spec(workshop.base))
     average = {name: value.copy() for name, value in named(base).items()}
@@ -162,6 +166,7 @@ def named(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_average(run, averaged, same):
     begun = run(*SIBLINGS, *AVERAGE, "steps=2").ok()
     again = run(*SIBLINGS, *AVERAGE, "steps=3", run_dir=begun.run_dir).ok()
@@ -169,6 +174,7 @@ def test_a_run_goes_on_with_the_same_average(run, averaged, same):
     same(*(named(states(one.run_dir, 3)) for one in (again, averaged)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "elsewhere",
     ["offload.teacher=true", "mesh.teacher={devices: 2, first_device: 1, tensor: 2, fsdp: 1}"],
@@ -184,6 +190,7 @@ def test_the_average_may_wait_on_the_host_or_stand_elsewhere(run, averaged, else
         np.testing.assert_allclose(after[name], value, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_average_of_an_adapter_is_an_adapter(run):
     result = run(*SHOWN, *AVERAGE, "model.lora={rank: 2}").ok()
     first, second = (states(result.run_dir, step) for step in (1, 2))
@@ -197,17 +204,20 @@ def test_the_average_of_an_adapter_is_an_adapter(run):
     assert len(zeros) == len(adapter)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_its_own_weights_reads_another_prompt_too(run, workshop):
     result = run(*SHOWN, f"teacher.path={workshop.base}", "steps=1").ok()
     check_shown(dumped(result, 1), workshop.base)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_all_too_long_end_the_run(run):
     result = run(*SHOWN, "teacher.weights=initial", "teacher.max_prompt_tokens=12")
     assert result.status == 1
     assert "longer than 12 tokens, so that nothing is learned" in result.err
 
 
+@pytest.mark.slow
 def test_nothing_but_the_average_is_held_and_on_the_host(run, workshop, monkeypatch):
     """On the device: the policy, its two moments and the engine's weights."""
     held, take, spec = [], Buffer.take, read_spec(workshop.base)

@@ -87,6 +87,7 @@ def test_advantages_are_those_of_the_task_and_of_the_teacher(taught, teacher, wo
         assert line["timing_s/teacher"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "elsewhere",
     ["offload.teacher=true", "mesh.teacher={devices: 2, first_device: 1, tensor: 2, fsdp: 1}"],
@@ -99,6 +100,7 @@ def test_it_may_wait_on_the_host_or_stand_elsewhere(run, taught, teacher, elsewh
     assert again.metrics[1]["teacher/reverse_kl"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_policy_itself_as_a_teacher_teaches_nothing(run, workshop):
     words = ["algorithm.advantage=reverse_kl", f"teacher.path={workshop.base}", "steps=1"]
     line = run(*words, "batch.prompts_per_minibatch=null").ok().metrics[1]
