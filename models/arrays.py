@@ -1,5 +1,6 @@
 """Declare a parameter array: shape, logical axes, initializer, name in Hugging Face checkpoints."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,23 +200,29 @@ def declarer(
     >>> array("down.weight", "ff embed", "embed ff").hf_shape
     (4, 6)
     """
-    usual = initializer
+    return functools.partial(_declared, sizes, layers, initializer)
 
-    def array(
-        name: str, axes: str, hf_axes: str, initializer: Initializer = usual, **fields: Any
-    ) -> ArrayDecl:
-        names = tuple(axes.split())
-        return ArrayDecl(
-            shape=tuple(sizes[axis] for axis in names),
-            axes=names,
-            initializer=initializer,
-            hf_name=name,
-            hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
-            layer_numbers=layers,
-            **fields,
-        )
 
-    return array
+def _declared(
+    sizes: Mapping[str, int],
+    layers: tuple[int, ...],
+    usual: Initializer,
+    name: str,
+    axes: str,
+    hf_axes: str,
+    initializer: Initializer | None = None,
+    **fields: Any,
+) -> ArrayDecl:
+    names = tuple(axes.split())
+    return ArrayDecl(
+        shape=tuple(sizes[axis] for axis in names),
+        axes=names,
+        initializer=usual if initializer is None else initializer,
+        hf_name=name,
+        hf_axes=tuple(tuple(group.split("*")) for group in hf_axes.split()),
+        layer_numbers=layers,
+        **fields,
+    )
 
 
 def by_layer(params: Params, declared: Declarations) -> Params:

@@ -363,6 +363,7 @@ def batches(
     dataset = grain.MapDataset.source(items)
     if shuffle:
         dataset = dataset.shuffle(seed=seed)
+    drop_remainder |= epochs is None  # there is none; grain would count the batches
     dataset = dataset.repeat(epochs).batch(batch_size, drop_remainder=drop_remainder, batch_fn=list)
     # The items are in memory: reading them needs no threads.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))

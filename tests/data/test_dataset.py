@@ -345,9 +345,10 @@ def test_every_item_comes_once_per_epoch(items, batch_size, seed, shuffle, epoch
         assert shuffle or one == list(range(items))
 
 
-def test_endless_batches_have_one_size_and_go_on():
-    order = batches(list(range(5)), batch_size=3, seed=1)
-    flat = [item for _ in range(50) for item in next(order)]
+@pytest.mark.parametrize("size", [1, 3])
+def test_endless_batches_have_one_size_and_go_on(size):
+    order = batches(list(range(5)), batch_size=size, seed=1)
+    flat = [item for _ in range(150 // size) for item in next(order)]
     assert all(sorted(flat[i : i + 5]) == list(range(5)) for i in range(0, 150, 5))
 
 
