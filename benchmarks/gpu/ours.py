@@ -27,9 +27,9 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.balance import model_cost
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.attention import PLAIN, attend
 from jaxrl_llm.models.flops import update_flops
-from jaxrl_llm.models.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.kernels import (
     Heads,
     KernelChoice,

@@ -143,6 +143,7 @@ def main() -> None:
         config = settings(job, Path(work))
         folder = stack.enter_context(run_folder(config.run_dir, config)).path
         trainer = open_trainer(config, resolve_functions(config), folder, stack)
+        stack.callback(trainer.close)
         if trainer.models.reference is None:
             raise RuntimeError("the run has no reference, but its loss has a KL term")
         meter, files = Meter(), trainer.files
@@ -152,7 +153,7 @@ def main() -> None:
         trainer.sampler.tokens = trainer.sampler.tokens._replace(stops=())
         log: Any = MeteredLog(files.log, meter, len(job["lengths"][0]))
         trainer.files = dataclasses.replace(files, log=log)
-        for _ in run_steps(trainer, None):
+        for _ in run_steps(trainer):
             pass
     measured = log.lines[job["warm"] :]
     meter.write(

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.logprobs import TokenStats
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.load import read_yaml
 from jaxrl_llm.config.sections import MeshConfig, ModelConfig
-from jaxrl_llm.data.chat import Message, load_tokenizer, stop_ids
+from jaxrl_llm.data.chat import Message, load_policy_tokens
 from jaxrl_llm.data.dataset import PromptLike, as_prompts, check_ids
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
@@ -288,12 +288,12 @@ def load_policy(
     if vision and not (isinstance(model, VisionModel) and model.vision):
         raise ConfigError(f"vision: {path} has no vision tower, expected one (docs/models.md)")
     with config_errors_at("model"):
-        tokenizer = load_tokenizer(source)
+        tokenizer, stops = load_policy_tokens(source, vocab_size=model.vocab_size)
         policy = Policy(
             model=model if max_tokens is None else for_length(model, max_tokens),
             params=params,
             tokenizer=tokenizer,
-            stops=stop_ids(tokenizer, source, vocab_size=model.vocab_size),
+            stops=stops,
             layout=layout,
             dtype=dtype,
             step=step,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.models.kernel_choice import choose_cache_kernel
+from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import without_adapter
 from jaxrl_llm.models.model import model_of

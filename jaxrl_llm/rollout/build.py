@@ -11,9 +11,9 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.kernel_choice import choose_cache_kernel, choose_experts
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.functional import FunctionalModel
-from jaxrl_llm.models.kernel_choice import choose_cache_kernel, choose_experts
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
 from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.spec import ModelSpec
@@ -106,8 +106,7 @@ def log_recomputation(model: Model) -> None:
 
 def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:
     """Add to a layout what multiplies rows of experts there, if the model has any."""
-    with config_errors_at(f"model.experts={asked}"):
-        kernels = choose_experts(asked, spec, layout, dtype)
+    kernels = choose_experts(asked, spec, layout, dtype)
     return dataclasses.replace(layout, grouped_kernels=kernels)
 
 

@@ -30,7 +30,7 @@ class Preemption:
     launcher takes it, only `requested` works.
 
     Args:
-        grace_s: seconds until the process ends even if it has not come to a step's border.
+        grace_s: seconds until the process ends, whatever it does.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -74,7 +74,7 @@ class Preemption:
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([self._reader], [], [], left)[0]:
-                _end(f"it has not come to a step's border in checkpoint.grace_s={self._grace_s:g}")
+                _end(f"it has not ended within checkpoint.grace_s={self._grace_s:g}")
             signals = os.read(self._reader, 64)
             if not signals:
                 os.close(self._reader)

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.fields import (
     FIELDS,
@@ -32,12 +31,18 @@ from jaxrl_llm.config.fields import (
     name_of,
 )
 from jaxrl_llm.config.functions import (
+    ADVANTAGES,
     CORRECTIONS,
     DATASETS,
+    DIVERGENCES,
+    KLS,
     LOSSES,
     PAIRS,
+    PREFERENCES,
     PREPARATIONS,
+    REDUCTIONS,
     SHAPING,
+    TEACHER_PROMPTS,
     VALUES,
     FunctionSpec,
     described_failure,
@@ -163,14 +168,17 @@ class UpdateSpec(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchFunctions:
-    """The functions of a step that see the whole batch, as the config names them.
+class AlgorithmFunctions:
+    """The functions that a config names, checked against the dataflow by `resolve_functions`.
 
     Attributes:
         advantage, kl, controller, group_filter, penalty, corrections, answer_filter, pairs: of the
             keys of these names; there is no advantage where there are pairs.
         select_covariant: produces `high_covariance`.
         teacher_prompt: writes the prompt that a teacher reads.
+        updates: of the actor, and of the critic and the reward model where something asks for
+            them, by name.
+        needs: every field that one of the functions asks for.
     """
 
     advantage: Function | None
@@ -183,20 +191,8 @@ class BatchFunctions:
     answer_filter: Function | None
     pairs: Function | None
     teacher_prompt: Function | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmFunctions(BatchFunctions):
-    """The functions that a config names, checked against the dataflow by `resolve_functions`.
-
-    Attributes:
-        updates: of the actor, and of the critic and the reward model where something asks for
-            them, by name.
-        needs: every field that one of the functions asks for.
-    """
-
-    updates: Mapping[str, UpdateSpec]
-    needs: frozenset[str]
+    updates: Mapping[str, UpdateSpec] = dataclasses.field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
 
     @property
     def needs_reference(self) -> bool:
@@ -259,7 +255,7 @@ def find(
 def find_pair_loss(spec: FunctionSpec) -> Function:
     """Return the loss of the pairs that a step makes; a policy has no scores, and no labels."""
     key = "algorithm.pair_loss"
-    function = load_function(spec, functions.PREFERENCES, passed=None, key=key)
+    function = load_function(spec, PREFERENCES, passed=None, key=key)
     check_fields(function, key, available=PAIR_FIELDS)
     return function
 
@@ -283,17 +279,17 @@ def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
     """
     key = "algorithm.advantage"
     if isinstance(spec, FunctionSpec) and "weight" not in spec.kwargs:
-        return find(spec, functions.ADVANTAGES, key, Stage.INFERRED)
+        return find(spec, ADVANTAGES, key, Stage.INFERRED)
     terms = []
     for term in (spec,) if isinstance(spec, FunctionSpec) else spec:
         weight, kwargs = 1.0, dict(term.kwargs)
-        function = find_function(term, functions.ADVANTAGES, key=key)
+        function = find_function(term, ADVANTAGES, key=key)
         if "weight" not in signature_of(function).parameters:
             weight = kwargs.pop("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
             raise ConfigError(f"{key}.weight: got {weight!r}, expected a finite number")
         bare = dataclasses.replace(term, kwargs=kwargs)
-        terms.append((find(bare, functions.ADVANTAGES, key, Stage.INFERRED), float(weight)))
+        terms.append((find(bare, ADVANTAGES, key, Stage.INFERRED), float(weight)))
     return AdvantageSum(terms)
 
 
@@ -314,7 +310,7 @@ def update_spec(
         optim_key: the config key of `optim`.
     """
     key = f"{section}.reduce"
-    weigh = load_function(reduce, functions.REDUCTIONS, passed=None, key=key)
+    weigh = load_function(reduce, REDUCTIONS, passed=None, key=key)
     takes(weigh, ("mask",), key)
     optimizer, schedule = make_optimizer(optim, optim_key)
     return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
@@ -323,7 +319,7 @@ def update_spec(
 def find_controller(spec: FunctionSpec) -> Function:
     """Return the function that sets the KL coefficient after each step."""
     key = "algorithm.kl_controller"
-    function = load_function(spec, functions.KLS, passed=None, key=key)
+    function = load_function(spec, KLS, passed=None, key=key)
     takes(function, ("coef", "observed_kl", "batch_size"), key)
     return function
 
@@ -335,13 +331,13 @@ def find_kl(config: AlgorithmConfig) -> Function | None:
     """
     name = "kl_loss" if config.kl_loss else "kl_reward"
     spec = config.kl_loss or config.kl_reward
-    return spec and find(spec, functions.KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
+    return spec and find(spec, KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
 
 
 def find_covariance_selector(spec: FunctionSpec) -> Function:
     """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
     name = "algorithm.high_covariance"
-    function = load_function(spec, functions.LOSSES, passed=[*FIELDS, "key"], key=name)
+    function = load_function(spec, LOSSES, passed=[*FIELDS, "key"], key=name)
     check_fields(function, name, available=fields_at(Stage.UPDATING))
     return function
 
@@ -349,14 +345,14 @@ def find_covariance_selector(spec: FunctionSpec) -> Function:
 def find_teacher_prompt(spec: FunctionSpec) -> Function:
     """Return the function that writes the prompt that a teacher reads."""
     key = "teacher.prompt"
-    function = load_function(spec, functions.TEACHER_PROMPTS, passed=None, key=key)
+    function = load_function(spec, TEACHER_PROMPTS, passed=None, key=key)
     check_fields(function, key, available=TOLD)
     return function
 
 
 def find_divergence(spec: FunctionSpec, key: str) -> Function:
     """Return a divergence of a student from its teacher."""
-    function = load_function(spec, functions.DIVERGENCES, passed=None, key=key)
+    function = load_function(spec, DIVERGENCES, passed=None, key=key)
     takes(function, ("student_logprobs", "teacher_logprobs"), key)
     return function
 
@@ -385,12 +381,12 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
         ConfigError: there is no such function, it asks for what does not exist when it is called,
             its keywords are out of range, or it does not return what is expected of it.
     """
-    batch_functions = load_batch_functions(config)
-    policy = load_policy_objective(config, batch_functions)
-    updates, needs = load_updates(config, batch_functions, policy)
+    functions = load_batch_functions(config)
+    policy = load_policy_objective(config, functions)
+    updates, needs = load_updates(config, functions, policy)
     check_sections(config, updates)
     is_of_tokens = isinstance(policy, PolicyObjective)
-    if is_of_tokens and is_on_policy(config, batch_functions, updates):
+    if is_of_tokens and is_on_policy(config, functions, updates):
         objective = dataclasses.replace(policy, on_policy=True)
         updates["actor"] = updates["actor"]._replace(objective=objective)
     check_producers(config, needs)
@@ -400,19 +396,17 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
         check_staleness(config, needs, policy)
     check_teacher(config, needs)
     check_distillation(config)
-    functions = AlgorithmFunctions(
-        **vars(batch_functions), updates=MappingProxyType(updates), needs=needs
-    )
+    functions = dataclasses.replace(functions, updates=MappingProxyType(updates), needs=needs)
     check_scores_are_used(config.algorithm, functions)
     check_router_replay(config, functions)
     check_functions(config, functions)
     return functions
 
 
-def load_batch_functions(config: TrainConfig) -> BatchFunctions:
+def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
     """Load the functions that see the whole batch."""
     algorithm = config.algorithm
-    return BatchFunctions(
+    return AlgorithmFunctions(
         advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
         kl=find_kl(algorithm),
         controller=find_controller(algorithm.kl_controller),
@@ -434,7 +428,7 @@ def load_batch_functions(config: TrainConfig) -> BatchFunctions:
 
 
 def load_policy_objective(
-    config: TrainConfig, functions: BatchFunctions
+    config: TrainConfig, functions: AlgorithmFunctions
 ) -> PolicyObjective | PreferenceObjective:
     """Load the policy's loss, of tokens or of pairs, and the divergence from its teacher."""
     algorithm, distillation = config.algorithm, None
@@ -455,7 +449,7 @@ def load_policy_objective(
 
 def load_updates(
     config: TrainConfig,
-    functions: BatchFunctions,
+    functions: AlgorithmFunctions,
     policy: PolicyObjective | PreferenceObjective,
 ) -> tuple[dict[str, UpdateSpec], frozenset[str]]:
     """Return the update of every model that is trained, and the fields that functions ask for."""
@@ -473,7 +467,7 @@ def load_updates(
     return updates, frozenset(needs)
 
 
-def fields_of_batch_functions(functions: BatchFunctions) -> set[str]:
+def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
     """Return the fields that functions of the whole batch ask for; the controller gets none."""
     asking = [
         functions.advantage,
@@ -505,7 +499,7 @@ def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function | 
 
 
 def is_on_policy(
-    config: TrainConfig, functions: BatchFunctions, updates: Mapping[str, UpdateSpec]
+    config: TrainConfig, functions: AlgorithmFunctions, updates: Mapping[str, UpdateSpec]
 ) -> bool:
     """Tell whether a pass for the old log-probs would only repeat what the update computes.
 

@@ -1,4 +1,4 @@
-"""The in-order window: which prompts are sampled, and which answers a step trains on.
+"""The buffer: which prompts are sampled, in their order, and which answers a step trains on.
 
 A step trains on the next P groups in the order of the prompts, of those that the group filter
 keeps. A group is begun while there are fewer than (K+1)·P that are not trained yet. So no token is
@@ -38,9 +38,21 @@ from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.batch_metrics import scoring_counts
+from jaxrl_llm.training.loop import Metrics
 from jaxrl_llm.training.sampler import TRAINING, Sampler
 from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import TrainingError
+
+log = logging.getLogger(__name__)
+
+WHOLE = -1
+"""Stands for the tokens of an answer that is whole."""
+
+TRAINERS, OWN, NODES = "on the trainer's devices", "on devices of its own", "on nodes"
+"""Where an engine is. One on nodes draws what its messages leave it time for."""
+
+FILE = "schedule.jsonl"
+"""A run's own schedule, in its folder."""
 
 StartScoring = Callable[[Rollouts, Clock], Future[list[Score]]]
 
@@ -139,18 +151,6 @@ class GroupScores:
 
 
 # A run's schedule: how far each answer in flight had come when new weights were pushed.
-
-
-log = logging.getLogger(__name__)
-
-WHOLE = -1
-"""Stands for the tokens of an answer that is whole."""
-
-TRAINERS, OWN, NODES = "on the trainer's devices", "on devices of its own", "on nodes"
-"""Where an engine is. One on nodes draws what its messages leave it time for."""
-
-FILE = "schedule.jsonl"
-"""A run's own schedule, in its folder."""
 
 
 class Row(NamedTuple):
@@ -300,10 +300,7 @@ def _read(path: Path, *, key: str = "") -> dict[int, Row]:
     return {row.step: row for row in rows}
 
 
-# The in-order window: which prompts are sampled, and which answers a step trains on.
-
-
-Metrics = dict[str, float]
+# The buffer.
 
 
 class Collected(NamedTuple):
@@ -354,7 +351,7 @@ class Buffer:
     sampler: Sampler
     scorer: Scorer
     prompt_batches: Any
-    prompts: Sequence[Prompt]
+    prompts: list[Prompt]
     schedule: Schedule
     executor: Executor
     _overlapped: OverlappedSampling | None = None

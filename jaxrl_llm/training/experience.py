@@ -1,4 +1,4 @@
-"""From prompts to what an algorithm can see: sample, score, lay out, estimate advantages."""
+"""The batch that an algorithm sees: scores, penalties, advantages, corrections, selection."""
 
 import functools
 import inspect

@@ -15,16 +15,16 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function, signature_of
 from jaxrl_llm.config.sections import LoraConfig, ModelConfig
 from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.kernel_choice import (
+    choose_attention,
+    choose_experts,
+    choose_tower_attention,
+)
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import with_reward_head, with_value_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_arrays, load_params
-from jaxrl_llm.models.kernel_choice import (
-    choose_attention,
-    choose_experts,
-    choose_tower_attention,
-)
 from jaxrl_llm.models.lora import (
     combine_params,
     find_targets,
@@ -349,10 +349,6 @@ def forward_config(
     check_split(config, model, layout)
     spec = model.spec if isinstance(model, Decoder) else None  # another model attends by itself
     sees = model if isinstance(model, Decoder) and model.vision is not None else None
-    with config_errors_at(f"model.attention={config.attention}"):
-        kernel = spec and choose_attention(config.attention, spec, layout, config.dtype).kernel
-    with config_errors_at(f"model.experts={config.experts}"):
-        grouped_kernels = spec and choose_experts(config.experts, spec, layout, config.dtype)
     return ForwardConfig(
         model=model,
         dtype=config.dtype,
@@ -362,8 +358,8 @@ def forward_config(
         router_bias_rate=config.router_bias_rate,
         temperature=temperature,
         context=layout.context,
-        kernel=kernel,
-        grouped_kernels=grouped_kernels,
+        kernel=spec and choose_attention(config.attention, spec, layout, config.dtype).kernel,
+        grouped_kernels=spec and choose_experts(config.experts, spec, layout, config.dtype),
         rules=layout.rules if spec is None else DEFAULT_RULES,
         visuals=sees and VisualPacker(sees, tower, max_pixels),
     )

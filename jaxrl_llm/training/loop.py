@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -21,8 +21,16 @@ from jaxrl_llm.cluster import context
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.load import as_tree
-from jaxrl_llm.config.programs import PreferConfig, RunConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.programs import (
+    PreferConfig,
+    PreferValidationConfig,
+    RunConfig,
+    SftConfig,
+    TrainConfig,
+)
+from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.data.dataset import batches
+from jaxrl_llm.evaluation.validation import headline
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
 from jaxrl_llm.monitoring.compiling import reporting_compilation
@@ -31,7 +39,7 @@ from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.checkpoint import Checkpoints, Saved
 from jaxrl_llm.runs.preemption import Preemption
 from jaxrl_llm.runs.summary import opening_lines
 from jaxrl_llm.runs.together import ending_together, join
@@ -73,26 +81,19 @@ S = TypeVar("S", bound=StepLike)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenFiles:
-    """The files of a run at the step where it stands, and what measures and ends its steps.
+    """The files of a run, and what measures and ends its steps.
 
     Attributes:
         config: of the run.
-        step: steps done.
         total_steps: steps in all.
-        states: parameters and optimizer states, by the model's name.
-        extra: the newest checkpoint's other contents; empty at a fresh start.
-        stream: the data, at the run's position.
+        stream: the data, from its beginning.
         start_digests: of the weights and data that the run began with.
         preemption: whether the run was told to end.
         watchdog: ends the run when it hangs.
-        background: a thread for work on the host while the devices work.
     """
 
     config: TrainConfig | SftConfig | PreferConfig
-    step: int
     total_steps: int
-    states: dict[str, TrainState]
-    extra: dict[str, Any]
     stream: Any
     start_digests: dict[str, Any]
     checkpoints: Checkpoints
@@ -102,40 +103,50 @@ class OpenFiles:
     watchdog: Watchdog
     profiler: Profiler
     compiled: CompileCounter
-    background: Executor
 
 
 class Trainer(Generic[S]):
     """A model that learns a step at a time; `run_steps` runs it.
 
-    Attributes:
+    Args:
         files: of the run.
+        saved: where the run stands, as its newest checkpoint has it.
+        validation: when it validates; None: nothing is held out.
+
+    Attributes:
         number: steps done.
         states: parameters and optimizer states by the model's name, as a checkpoint holds them.
+        has_ended: whether the run was told to end; it has saved then.
     """
 
-    def __init__(self, files: OpenFiles) -> None:
+    def __init__(
+        self,
+        files: OpenFiles,
+        saved: Saved,
+        validation: ValidationConfig | PreferValidationConfig | None = None,
+    ) -> None:
         """Begin where the run stands."""
-        self.files, self.number, self.states = files, files.step, {**files.states}
-        files.states.clear()  # nothing else holds on to what an update lets go of
+        self.files, self.validation, self.has_ended = files, validation, False
+        self.number, self.states = saved.step, saved.state
         self._has_line = Pace(files.total_steps)
+        if saved.extra:
+            self.set_state(saved.extra)
 
     def step(self, clock: Clock) -> S:
-        """Take the next step."""
+        """Take the step after `number`."""
         raise NotImplementedError
 
-    def validate(self) -> Metrics:
-        """Return metrics of the models as they are now; none where nothing is held out."""
-        return {}
+    def validate(self, number: int) -> Metrics:
+        """Return metrics of the models as they are after a step, by what is held out."""
+        raise NotImplementedError
 
     def get_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the states, as JSON can hold it."""
         return {"data": self.files.stream.get_state()}
 
-    def score(self, metrics: Metrics) -> dict[str, float] | None:
-        """Return by what the best checkpoint is found; None: this one is not the best."""
-        del metrics
-        return None
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_state` has returned."""
+        self.files.stream.set_state(state["data"])
 
     def line(self, number: int, metrics: Metrics) -> str:
         """Return a step's line on the screen."""
@@ -150,44 +161,42 @@ class Trainer(Generic[S]):
 
 
 def validate_before(trainer: Trainer[Any]) -> None:
-    """Validate what a run begins with, and log it as step 0."""
-    metrics = trainer.validate()
-    trainer.files.watchdog.beat()
-    trainer.files.log.write(0, metrics)
-    trainer.files.display.line(trainer.line(0, metrics))
-    trainer.files.display.plot(0, metrics)
+    """Validate what a run begins with where that is asked for, and log it as step 0."""
+    validation, files = trainer.validation, trainer.files
+    if trainer.number or validation is None or not validation.before:
+        return
+    metrics = trainer.validate(0)
+    files.watchdog.beat()
+    files.log.write(0, metrics)
+    files.display.line(trainer.line(0, metrics))
+    files.display.plot(0, metrics)
 
 
-def run_steps(trainer: Trainer[S], validate_every: int | None) -> Iterator[S]:
+def run_steps(trainer: Trainer[S]) -> Iterator[S]:
     """Take the steps of a run that are left, and yield each when it is done.
 
-    It ends early where the run was told to end; it has saved then.
-
-    Args:
-        trainer: takes the steps.
-        validate_every: steps between validations, of which the last step has one, too. None: there
-            is nothing to validate on.
+    Once the run is told to end, each step saves, and `has_ended` tells the caller to stop.
     """
-    files = trainer.files
+    files, validation = trainer.files, trainer.validation
     total, every = files.total_steps, files.config.checkpoint.every
     while trainer.number < total:
         files.watchdog.beat()
         files.profiler.turn_to(trainer.number + 1)
         clock = Clock()
         step = trainer.step(clock)
-        if validate_every is not None and is_due(step.number, validate_every, total):
+        if validation is not None and is_due(step.number, validation.every, total):
             with clock("testing"):
-                step.metrics.update(trainer.validate())
+                step.metrics.update(trainer.validate(step.number))
         step.metrics.update(clock.metrics() | files.compiled.metrics())
         trainer.report(step)
-        files.checkpoints.check()
-        ending = files.preemption.requested()
-        if ending or is_due(step.number, every, total):
-            save(trainer, step.metrics)
+        files.watchdog.beat()
+        trainer.number = step.number
         BACKGROUND.release()  # the other programs, now that there is a step to see
+        files.checkpoints.check()
+        trainer.has_ended = files.preemption.requested()
+        if trainer.has_ended or is_due(step.number, every, total):
+            save(trainer, step.metrics)
         yield step
-        if ending:
-            return
 
 
 @activity("saving")
@@ -199,21 +208,23 @@ def save(trainer: Trainer[Any], metrics: Metrics) -> None:
         "metrics_bytes": files.log.position(number),
         "origin": files.start_digests,
     }
-    files.checkpoints.save(number, trainer.states, extra, trainer.score(metrics))
+    validated = {name: value for name, value in metrics.items() if "/mean@" in name}
+    score = {"validation": headline(validated)} if validated else None
+    files.checkpoints.save(number, trainer.states, extra, score)
 
 
-def train_to_the_end(trainer: Trainer[Any], validate_every: int | None = None) -> None:
+def train_to_the_end(trainer: Trainer[Any], steps: Iterator[StepLike]) -> None:
     """Take all steps that are left, and wait for the last checkpoint.
 
     Raises:
         Preempted: the run was told to end, and has saved.
     """
-    for _ in run_steps(trainer, validate_every):
+    while not trainer.has_ended and next(steps, None) is not None:
         pass
+    trainer.files.profiler.close()
     with activity("saving"):
         trainer.files.checkpoints.wait()
     check_finished(trainer.number, trainer.files.total_steps)
-    BACKGROUND.clear()  # its programs' shapes hold on to the weights
 
 
 def check_finished(step: int, total: int) -> None:
@@ -246,18 +257,16 @@ def starting_digests(
 def restore_or_start(
     checkpoints: Checkpoints,
     models: Mapping[str, TrainableModel],
-    stream: Any,
     *,
     resume: str,
     digests: dict[str, Any],
     extra_states: Mapping[str, TrainState],
-) -> tuple[int, dict[str, TrainState], dict[str, Any]]:
+) -> Saved:
     """Return the step, states and other contents of the newest checkpoint, or a fresh start.
 
     Args:
         checkpoints: of the run.
         models: to train, by name.
-        stream: the data; it is set to the checkpoint's position.
         resume: the key checkpoint.resume.
         digests: `starting_digests` of the run as it is configured now.
         extra_states: by name, that checkpoints hold besides the models', as the run starts.
@@ -267,20 +276,13 @@ def restore_or_start(
     """
     if checkpoints.latest() is None:
         begun = {name: m.learner.init(m.model.params) for name, m in models.items()}
-        return 0, {**begun, **extra_states}, {}
+        return Saved(0, {**begun, **extra_states}, {})
     if resume == "never" and not context.is_restarted():
         raise ConfigError(
             f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
             f"{checkpoints.latest()}: set it to auto, or name another run_dir"
         )
-    like = {
-        name: jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            jax.eval_shape(trainable.learner.init, trainable.model.like),
-            trainable.learner.state_shardings,
-        )
-        for name, trainable in models.items()
-    }
+    like = {name: trainable.learner.state_like() for name, trainable in models.items()}
     like |= jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), {**extra_states}
     )
@@ -294,15 +296,12 @@ def restore_or_start(
                 "it can't be continued: put them back, or name another run_dir than "
                 f"{checkpoints.directory}"
             )
-    stream.set_state(saved.extra["data"])
     log.info("continuing after step %d", saved.step)
     return saved
 
 
 def enter_process(
-    config: TrainConfig | SftConfig | PreferConfig,
-    stack: contextlib.ExitStack,
-    *rules: Callable[[Any, int], Iterator[str]],
+    config: RunConfig, stack: contextlib.ExitStack, *rules: Callable[[Any, int], Iterator[str]]
 ) -> None:
     """Join the other processes of a run, and open the devices.
 
@@ -338,6 +337,18 @@ def _title_and_size(config: TrainConfig | SftConfig | PreferConfig) -> tuple[str
     return "training on preferences", config.batch.pairs_per_step
 
 
+def count_steps(config: RunConfig, items: int, per_step: int) -> int:
+    """Return the steps of a run, all together."""
+    return config.steps or items * config.epochs // per_step
+
+
+def open_executor(threads: int, name: str, stack: contextlib.ExitStack) -> ThreadPoolExecutor:
+    """Return threads that end with a run."""
+    executor = ThreadPoolExecutor(threads, name)
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    return executor
+
+
 def open_files(
     config: TrainConfig | SftConfig | PreferConfig,
     models: Mapping[str, TrainableModel],
@@ -348,8 +359,8 @@ def open_files(
     best: str | None = None,
     frozen: Mapping[str, Any] | None = None,
     extra_states: Mapping[str, TrainState] | None = None,
-) -> OpenFiles:
-    """Open a run's data, checkpoints and metrics at the place where it stands.
+) -> tuple[OpenFiles, Saved]:
+    """Open a run's data, checkpoints and metrics, and return where it stands, too.
 
     Args:
         config: of the run.
@@ -375,22 +386,23 @@ def open_files(
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, best=best)
     stack.callback(checkpoints.close)
     digests = starting_digests(models, items, frozen or {})
-    step, states, extra = restore_or_start(
-        *(checkpoints, models, stream),
+    saved = restore_or_start(
+        checkpoints,
+        models,
         resume=config.checkpoint.resume,
         digests=digests,
         extra_states=extra_states or {},
     )
     metrics_log = MetricsLog(
         folder,
-        step=step,
-        position=extra.get("metrics_bytes", 0),
+        step=saved.step,
+        position=saved.extra.get("metrics_bytes", 0),
         trackers=config.log.trackers,
         config=as_tree(config),
     )
     stack.callback(metrics_log.close)
-    total = config.steps or len(items) * config.epochs // size
-    display = open_display(title, total, step)
+    total = count_steps(config, len(items), size)
+    display = open_display(title, total, saved.step)
     stack.callback(display.close)
     trained = {n: m.model.like for n, m in models.items() if isinstance(m.learner, Learner)}
     for line in opening_lines(config, trained, len(items), total):
@@ -398,17 +410,12 @@ def open_files(
     preemption = stack.enter_context(Preemption(config.checkpoint.grace_s))
     compiled = CompileCounter()
     stack.callback(compiled.close)
-    left = range(step + 1, total + 1)
+    left = range(saved.step + 1, total + 1)
     profiler = Profiler(left, config.log.profile_steps, folder, display)
     stack.callback(profiler.close)
-    background = ThreadPoolExecutor(1, "background")
-    stack.callback(background.shutdown, wait=False, cancel_futures=True)
-    return OpenFiles(
+    files = OpenFiles(
         config=config,
-        step=step,
         total_steps=total,
-        states=states,
-        extra=extra,
         stream=stream,
         start_digests=digests,
         checkpoints=checkpoints,
@@ -418,5 +425,5 @@ def open_files(
         watchdog=watchdog,
         profiler=profiler,
         compiled=compiled,
-        background=background,
     )
+    return files, saved

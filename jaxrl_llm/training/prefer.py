@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
@@ -35,6 +36,7 @@ from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
+from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.export import check_export, export_trained, scoring_of
 from jaxrl_llm.runs.summary import closing_lines
@@ -59,6 +61,7 @@ from jaxrl_llm.training.loop import (
     enter_process,
     open_files,
     open_watchdog,
+    run_steps,
     train_to_the_end,
     validate_before,
 )
@@ -326,6 +329,7 @@ class PreferTrainer(Trainer[Step]):
         reference: for what each step asks it; None where the rows have all that is needed.
         schedule: updates -> learning rate.
         files: of the run.
+        saved: where it stands.
     """
 
     def __init__(
@@ -336,9 +340,10 @@ class PreferTrainer(Trainer[Step]):
         reference: PairReference | None,
         schedule: Callable[[Any], Any],
         files: OpenFiles,
+        saved: Saved,
     ) -> None:
         """Compile nothing yet."""
-        super().__init__(files)
+        super().__init__(files, saved, config.validation if data.validation else None)
         self.config, self.data, self.learner = config, data, learner
         self.reference, self.schedule = reference, schedule
         objective, forward, mesh = learner.objective, learner.model, learner.mesh
@@ -362,12 +367,13 @@ class PreferTrainer(Trainer[Step]):
             state, updated = self.learner.update(state, batch, COEFS)
             updated = jax.device_get(updated)
         check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
-        self.states, self.number = {"actor": state}, self.number + 1
-        return Step(self.number, _named("train", updated) | {"train/lr": rate})
+        self.states = {"actor": state}
+        return Step(self.number + 1, _named("train", updated) | {"train/lr": rate})
 
     @activity("validating")
-    def validate(self) -> Metrics:
+    def validate(self, number: int) -> Metrics:
         """Return the loss and diagnostics of the held-out rows."""
+        del number
         learner, params = self.learner, self.states["actor"].params
         rest = learner.frozen or {}
         batch = self._batch(self.data.validation, Clock())
@@ -410,18 +416,17 @@ def run_prefer(config: PreferConfig) -> None:
         prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
         check_export(config.export_to)
         folder = stack.enter_context(run_folder(config.run_dir, config))
-        stack.enter_context(ending_together())
-        trainer, model, base = _open(config, loss, optimizer, schedule, folder, stack)
-        has_validation = bool(trainer.data.validation)
-        if has_validation and trainer.number == 0 and config.validation.before:
+        with ending_together():  # the others, before this process waits for its files to close
+            trainer, model, base = _open(config, loss, optimizer, schedule, folder, stack)
             validate_before(trainer)
-        train_to_the_end(trainer, config.validation.every if has_validation else None)
-        display, params = trainer.files.display, trainer.states["actor"].params
-        del trainer  # merging and saving hold the model once
-        source, scoring = config.model.path, scoring_of(config)
-        export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
-        for line in closing_lines(config):
-            display.line(line)
+            train_to_the_end(trainer, run_steps(trainer))
+            display, params = trainer.files.display, trainer.states["actor"].params
+            del trainer  # merging and saving hold the model once
+            BACKGROUND.clear()  # its programs' shapes hold on to the weights
+            source, scoring = config.model.path, scoring_of(config)
+            export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
+            for line in closing_lines(config):
+                display.line(line)
 
 
 def _open(
@@ -467,10 +472,10 @@ def _open(
     )
     reference, data = _with_reference(config, data, model, learner, layout, watchdog)
     trained = {"actor": TrainableModel(model, learner)}
-    files = open_files(config, trained, data.train, watchdog, stack)
+    files, saved = open_files(config, trained, data.train, watchdog, stack)
     folder.record()
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
-    trainer = PreferTrainer(config, data, learner, reference, schedule, files)
+    trainer = PreferTrainer(config, data, learner, reference, schedule, files, saved)
     return trainer, model.model, base
 
 

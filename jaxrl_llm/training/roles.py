@@ -1,4 +1,4 @@
-"""The models of a run that are trained: the actor, the critic, the implicit reward model."""
+"""The models of a run: the actor, the critic, the implicit reward model, and the reference."""
 
 import dataclasses
 import functools
@@ -146,16 +146,15 @@ class Models:
         roles: that are trained, by name, in the order of their updates: the actor is the last one.
         tower: the frozen vision tower, whose features all models read; None: there is none.
         reference: None where no function asks for its log-probs.
-        policy_teacher: the policy as its own teacher; None: it is not.
-        teachers: of the answers, by their data source; None where no function asks for them.
+        teacher: the policy itself, or others by the answers' data source; None where no function
+            asks for its log-probs.
         teacher_prompts: that teachers read; None: those of the answers.
     """
 
     roles: dict[str, Role]
     tower: FrozenTower | None
     reference: Reference | None
-    policy_teacher: PolicyTeacher | None
-    teachers: Teachers | None
+    teacher: PolicyTeacher | Teachers | None
     teacher_prompts: TeacherPrompts | None
 
     @property
@@ -172,11 +171,6 @@ class Models:
         """Return the roles that a step updates; the actor only when the critic has warmed up."""
         is_warm = self.critic is None or step > warmup_steps
         return [role for name, role in self.roles.items() if name != "actor" or is_warm]
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether a function asks for what a teacher says of the answers."""
-        return self.policy_teacher is not None or self.teachers is not None
 
 
 @activity("building the models")
@@ -204,24 +198,21 @@ def open_models(
     run_by_update = None if teachers is None else teachers.run_in_update
     made, trainable = make_roles(config, functions, model, layouts, run_by_update)
     order = ("implicit_reward_model", "critic", "actor")
-    actor, initial = (
-        made["actor"],
-        functools.cache(functools.partial(initial_weights, config, model)),
-    )
-    reference, refreshed, policy_teacher = None, {}, None
+    infer = made["actor"].infer
+    initial = functools.cache(functools.partial(initial_weights, config, model))
+    reference, refreshed = None, {}
     if functions.needs_reference:
-        reference, params = open_reference(config, model, layouts, actor.infer, initial)
-        if reference.params is None:
-            refreshed = {REFERENCE: start_of(params, layouts)}
+        reference, start = open_reference(config, model, layouts, infer, initial)
+        refreshed = {} if start is None else {REFERENCE: start}
+    teacher = teachers if functions.needs_teacher else None
     if functions.needs_teacher and config.teacher.weights != "given":
-        policy_teacher, average = open_policy_teacher(config, model, layouts, actor.infer, initial)
+        teacher, average = open_policy_teacher(config, model, layouts, infer, initial)
         trainable |= {AVERAGE: average} if average else {}
     models = Models(
         roles={name: made[name] for name in order if name in made},
         tower=model.tower,
         reference=reference,
-        policy_teacher=policy_teacher,
-        teachers=teachers if teachers is not None and teachers.is_asked else None,
+        teacher=teacher,
         teacher_prompts=open_teacher_prompts(config, functions, tokenizer),
     )
     return models, trainable, refreshed
@@ -447,7 +438,7 @@ def open_reference(
     layouts: Layouts,
     infer: Callable[[Any, Batch], dict[str, np.ndarray]],
     initial: Callable[[Layout, bool], Params],
-) -> tuple[Reference, Params]:
+) -> tuple[Reference, TrainState | None]:
     """Copy the weights that a run begins with, in the compute dtype; return what is done with them.
 
     With an adapter the reference is the base, and so an adapter of zeros. Where a refresh mixes,
@@ -460,6 +451,10 @@ def open_reference(
         infer: the policy's pass.
         initial: (layout, whether they wait on the host) -> weights that the run begins with, which
             others may read, too.
+
+    Returns:
+        The reference, and the state that one which is refreshed starts from, whose `updates` count
+        refreshes.
 
     Raises:
         ConfigError: it has a mesh of its own or is offloaded, but there is an adapter.
@@ -506,13 +501,10 @@ def open_reference(
         settings=settings,
         on_host=on_host,
     )
-    return reference, params
-
-
-def start_of(params: Params, layouts: Layouts) -> TrainState:
-    """Return the state that a refreshed reference starts from; `updates` counts refreshes."""
-    zero = distributed.put(np.zeros((), np.int32), replicated(layouts.reference.mesh))
-    return TrainState(params, (), zero, zero)
+    if stays:
+        return reference, None
+    zero = distributed.put(np.zeros((), np.int32), replicated(layout.mesh))
+    return reference, TrainState(params, (), zero, zero)
 
 
 def reference_dtype(config: TrainConfig) -> str:

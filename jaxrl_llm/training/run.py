@@ -6,7 +6,6 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,13 +49,15 @@ from jaxrl_llm.training.buffer import Buffer, open_schedule
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import (
-    check_finished,
     compile_on_demand,
+    count_steps,
     enter_process,
+    open_executor,
     open_files,
     open_watchdog,
     run_steps,
     save,
+    train_to_the_end,
     validate_before,
 )
 from jaxrl_llm.training.precompile import compile_first_step, compiling_ahead
@@ -94,8 +95,8 @@ class Run(RunFiles):
         """Take over what is open; see `open_run`."""
         super().__init__(folder)
         self._trainer, self._stack = trainer, stack
-        every = trainer.config.validation.every if trainer.validation_prompts else None
-        self._steps = run_steps(trainer, every)
+        self._steps = run_steps(trainer)
+        stack.callback(trainer.close)
         self._unusable: str | None = None
         self.last: FinishedStep | None = None
         self._watchdog.rest()
@@ -118,7 +119,7 @@ class Run(RunFiles):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts that the run trains on."""
-        return list(self._trainer.buffer.prompts)
+        return self._trainer.buffer.prompts
 
     @property
     def validation_prompts(self) -> list[Prompt]:
@@ -158,39 +159,29 @@ class Run(RunFiles):
     def __iter__(self) -> Iterator[FinishedStep]:
         """Take the steps that are left."""
         try:
-            while self.number < self.total_steps and (step := self._take()) is not None:
-                yield step
+            while self.number < self.total_steps and not self._trainer.has_ended:
+                yield self.step()
         finally:  # of the loop, also where it is left before the last step
             self._trainer.files.display.flush()
 
     def step(self) -> FinishedStep:
-        """Take the next step.
+        """Take the next step. A run that was told to end saves it, within checkpoint.grace_s.
 
         Raises:
             RunError: it failed, the run is closed, or all its steps are done.
-            Preempted: the run was told to end, and has saved.
             KeyboardInterrupt: Ctrl-C was pressed; the step is `last` then, and the run can go on.
         """
         if self._unusable is None and self.number >= self.total_steps:
             raise RunError(f"all {self.total_steps} steps are done: give the run more (steps)")
-        step = self._take()
-        if step is None:
-            check_finished(self.number, self.total_steps)
-        assert step is not None
-        return step
-
-    def _take(self) -> FinishedStep | None:
-        """Take the next step; None: there is none, or the run was told to end."""
         self._check_usable()
         self._unusable = UNFINISHED.format(self.number + 1)
-        self._watchdog.beat()
         try:
             with interrupted_between_steps():
-                step = next(self._steps, None)
-                self.last, self._unusable = step or self.last, None
+                self.last = next(self._steps)
+                self._unusable = None
         finally:
             self._watchdog.rest()
-        return step
+        return self.last
 
     def sample(
         self,
@@ -224,10 +215,11 @@ class Run(RunFiles):
         chats = as_prompts(
             prompts, policy.tokenizer, vocab_size=policy.model.vocab_size, **variables
         )
+        if sampler.episodes is not None:
+            chats = [sampler.episodes.with_tools_in_prompt(chat) for chat in chats]
         with sampler.awake():
             if sampler.episodes is None:
                 return policy.sample(sampler.engine, chats, n=n, seed=seed, **settings)
-            chats = [sampler.episodes.with_tools_in_prompt(chat) for chat in chats]
             params = SamplingParams(**settings, stop_ids=policy.stops)
             return sampler.episodes.sample(sampler.engine, chats, params, samples=n, seed=(seed,))
 
@@ -260,17 +252,18 @@ class Run(RunFiles):
         """
         self._check_usable()
         self._unusable = UNFINISHED.format(self.number + 1)
-        self._watchdog.beat()
-        for step in self._steps:
-            self.last = step
+        train_to_the_end(self._trainer, self._remembered())
         self._unusable = None
-        with activity("saving"):
-            self._trainer.files.checkpoints.wait()
-        check_finished(self.number, self.total_steps)
         if distributed.is_first():
             display = self._trainer.files.display
             print_before_and_after(self.metrics, display)
             print_closing(self.config, display)
+
+    def _remembered(self) -> Iterator[FinishedStep]:
+        """Take the steps that are left, each of which is `last` then."""
+        for step in self._steps:
+            self.last = step
+            yield step
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the folder and the devices."""
@@ -336,7 +329,7 @@ def run_training(config: TrainConfig) -> None:
         functions, folder = _claim(config, stack)
         if _is_finished(config, folder.path):
             return
-        with _build(config, functions, folder, stack) as run:
+        with _build(config, functions, folder, stack) as run, ending_together():
             run.finish()
 
 
@@ -366,9 +359,9 @@ def _build(
         trainer = open_trainer(config, functions, folder.path, stack)
         wait()
     folder.record()
+    trainer.files.compiled.metrics()  # what was compiled until here is none of a step's
     trainer.sync(trainer.number)
-    if trainer.number == 0 and trainer.validation_prompts and config.validation.before:
-        validate_before(trainer)
+    validate_before(trainer)
     return Run(folder.path, trainer, stack.pop_all())
 
 
@@ -412,7 +405,8 @@ def open_trainer(
     prompts, validation_prompts = tokenize_rows(
         config, rows, tokens.tokenizer, model.model, episodes
     )
-    check_schedules(config, functions, count_steps(config, prompts))
+    per_step = config.batch.prompts_per_step
+    check_schedules(config, functions, count_steps(config, len(prompts), per_step))
     reward_model = None
     if config.reward.classifier:
         reward_model = open_reward_model(
@@ -422,7 +416,7 @@ def open_trainer(
     scorer = Scorer(config, functions, reward_model, stack)
     frozen = {} if teachers is None else teachers.held_params
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
-    files = open_files(
+    files, saved = open_files(
         *(config, trainable, prompts, watchdog, stack),
         best="validation",
         frozen=frozen,
@@ -440,13 +434,13 @@ def open_trainer(
         scorer=scorer,
         prompt_batches=files.stream,
         prompts=prompts,
-        schedule=open_schedule(config.rollout, folder, files.step),
+        schedule=open_schedule(config.rollout, folder, saved.step),
         executor=open_executor(2, "rollout", stack),
     )
-    if files.extra:
-        buffer.set_state(files.extra["window"])
     return RLTrainer(
-        *(config, functions, files),
+        config,
+        functions,
+        (files, saved),
         models=models,
         sampler=sampler,
         scorer=scorer,
@@ -471,18 +465,6 @@ def check_images(
         for prompt in own
     )
     check_room(rows, learner.model.visuals, learner.shape)
-
-
-def count_steps(config: TrainConfig, prompts: Sequence[Prompt]) -> int:
-    """Return the steps of a run, all together."""
-    return config.steps or len(prompts) * config.epochs // config.batch.prompts_per_step
-
-
-def open_executor(threads: int, name: str, stack: contextlib.ExitStack) -> ThreadPoolExecutor:
-    """Return threads that end with a run."""
-    executor = ThreadPoolExecutor(threads, name)
-    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-    return executor
 
 
 @activity("opening the devices")

@@ -13,7 +13,6 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.models.capabilities import QuantizableModel
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
 from jaxrl_llm.models.model import Model, base_model
@@ -77,7 +76,7 @@ class Sampler:
         self.keeps_cache = config.rollout.at_push == "keep"
         self._config = config
         self._decode = text_decoder(tokens.tokenizer)
-        self._weights, self._journals = weights, Journals(Path(config.run_dir))
+        self.weights, self._journals = weights, Journals(Path(config.run_dir))
 
     @activity("syncing weights")
     def sync(self, params: Any, version: int) -> dict[str, float]:
@@ -87,29 +86,17 @@ class Sampler:
             EngineError: it does not hold them.
         """
         with on_device(params) as trained:
-            merged = self._weights.merged(trained)
+            merged = self.weights.merged(trained)
             options = {"keep": True} if self.keeps_cache else {}
             receipt = self.engine.load(merged, version=version, **options)
             echoed = receipt.checksum  # None: the engine has compared by itself
-            sent = None if echoed is None else int(self._weights.checksum(merged))
+            sent = None if echoed is None else int(self.weights.checksum(merged))
         if (receipt.version, echoed) != (version, sent):
             raise EngineError(
                 f"the engine echoed version {receipt.version} with checksum {echoed}, expected "
                 f"version {version} with {sent}: it does not hold the weights that were sent"
             )
         return {"perf/moved_gb": receipt.moved_bytes / 2**30}
-
-    def policy(self, params: Any, step: int) -> Policy:
-        """Return the policy of trained parameters."""
-        return Policy(
-            model=self._weights.model,
-            params=self._weights.merged(params),
-            tokenizer=self.tokens.tokenizer,
-            stops=self.tokens.stops,
-            layout=self._weights.layout,
-            dtype=self._weights.dtype,
-            step=step,
-        )
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -127,8 +114,8 @@ class Sampler:
         self,
         states: Sequence[EpisodeState],
         needed: int,
-        stop: Stop | None = None,
-        on_end: OnEnd | None = None,
+        stop: Stop | None,
+        on_end: OnEnd | None,
     ) -> None:
         """Sample answers to train on, or go on with them.
 

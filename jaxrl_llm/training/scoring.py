@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from jaxrl_llm.training.experience import (
     with_scores,
     without_rows,
 )
+from jaxrl_llm.training.loop import open_executor
 from jaxrl_llm.training.microbatches import has_chains
 from jaxrl_llm.training.reward_model import RewardModel
 from jaxrl_llm.types import Batch
@@ -42,7 +43,6 @@ class Scorer:
         score: rollouts -> one score for each answer; waits for them.
         score_validation: the same for answers to validation prompts.
         in_background: whether answers are scored elsewhere than on the devices.
-        filters_groups: whether a group filter refuses some.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class Scorer:
         self.in_background = (
             reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
         )
-        self._executor = ThreadPoolExecutor(1, "scoring")
-        stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+        self._executor = open_executor(1, "scoring", stack)
         self._samples = config.rollout.samples_per_prompt
         self._prompts = config.batch.prompts_per_step
         self._longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -70,13 +69,17 @@ class Scorer:
         self._compares = "group_ids" in functions.needs
         self._one_chain_only = refused_with_chains(config, functions)
         self._has_warned = False
-        self.filters_groups = functions.group_filter is not None
         self._penalty = functions.penalty and per_answer(
             functions.penalty, "algorithm.penalty", np.floating
         )
         self._keep = functions.group_filter and whole_groups(
             per_answer(functions.group_filter, "algorithm.group_filter", np.bool_), self._samples
         )
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether a group filter refuses some groups."""
+        return self._keep is not None
 
     def start(self, rollouts: Rollouts, clock: Clock) -> Future[list[Score]]:
         """Return the scores of answers, as soon as they are known."""

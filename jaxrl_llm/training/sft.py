@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import SftConfig, SftTeacherConfig
 from jaxrl_llm.data.chat import load_tokenizer
@@ -21,6 +22,7 @@ from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.trackers.loading import check_trackers
+from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.runs.directory import RunFolder, run_folder
 from jaxrl_llm.runs.export import check_export, export_trained
 from jaxrl_llm.runs.summary import closing_lines
@@ -38,6 +40,7 @@ from jaxrl_llm.training.loop import (
     enter_process,
     open_files,
     open_watchdog,
+    run_steps,
     train_to_the_end,
 )
 from jaxrl_llm.training.microbatches import Fields
@@ -52,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class SftTrainer(Trainer[Step]):
-    """Trains a model to imitate responses, and a teacher where one is named.
+    """Trains a model to imitate responses, and the distributions of a teacher where it has one.
 
     Args:
         config: of the run.
@@ -60,6 +63,7 @@ class SftTrainer(Trainer[Step]):
         coefs: of the objective, with the teacher's weights.
         schedule: updates -> learning rate.
         files: of the run.
+        saved: where it stands.
     """
 
     def __init__(
@@ -69,9 +73,10 @@ class SftTrainer(Trainer[Step]):
         coefs: Fields,
         schedule: Callable[[Any], Any],
         files: OpenFiles,
+        saved: Saved,
     ) -> None:
         """Compile nothing yet."""
-        super().__init__(files)
+        super().__init__(files, saved)
         self.config, self.learner, self.coefs, self.schedule = config, learner, coefs, schedule
 
     def step(self, clock: Clock) -> Step:
@@ -86,10 +91,10 @@ class SftTrainer(Trainer[Step]):
             state, updated = self.learner.update(state, batch, self.coefs)
             updated = jax.device_get(updated)
         check_skipped(int(updated["skipped"]), config.optim.max_skipped)
-        self.states, self.number = {"actor": state}, self.number + 1
+        self.states = {"actor": state}
         metrics = _loss_metrics(updated, config.teacher)
         metrics |= {"train/grad_norm": float(updated["grad_norm"]), "train/lr": rate}
-        return Step(self.number, metrics)
+        return Step(self.number + 1, metrics)
 
     def line(self, number: int, metrics: Metrics) -> str:
         """Return a step's line on the screen."""
@@ -115,14 +120,15 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
         prepare_files(config.data.prepare, config.data.train)
         check_export(config.export_to)
         folder = stack.enter_context(run_folder(config.run_dir, config))
-        stack.enter_context(ending_together())
-        trainer, model, base = _open(config, optimizer, schedule, folder, stack)
-        train_to_the_end(trainer)
-        display, params = trainer.files.display, trainer.states["actor"].params
-        del trainer  # merging and saving hold the model once
-        export_trained(config.export_to, params, model, base, source=config.model.path)
-        for line in closing_lines(config) if hints else ():
-            display.line(line)
+        with ending_together():  # the others, before this process waits for its files to close
+            trainer, model, base = _open(config, optimizer, schedule, folder, stack)
+            train_to_the_end(trainer, run_steps(trainer))
+            display, params = trainer.files.display, trainer.states["actor"].params
+            del trainer  # merging and saving hold the model once
+            BACKGROUND.clear()  # its programs' shapes hold on to the weights
+            export_trained(config.export_to, params, model, base, source=config.model.path)
+            for line in closing_lines(config) if hints else ():
+                display.line(line)
 
 
 def _loss_metrics(updated: Fields, teacher: SftTeacherConfig) -> dict[str, float]:
@@ -187,13 +193,13 @@ def _open(
         hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     trained = {"actor": TrainableModel(model, learner)}
-    files = open_files(
+    files, saved = open_files(
         *(config, trained, examples, watchdog, stack),
         frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
     )
     folder.record()
     base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
-    return SftTrainer(config, learner, coefs, schedule, files), model.model, base
+    return SftTrainer(config, learner, coefs, schedule, files, saved), model.model, base
 
 
 def _objective(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,14 +9,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ModelConfig
-from jaxrl_llm.data.chat import VOCABULARIES, PolicyTokens, load_tokenizer, stop_ids
+from jaxrl_llm.data.chat import (
+    VOCABULARIES,
+    PolicyTokens,
+    load_policy_tokens,
+)
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, spread_logprobs
 from jaxrl_llm.models.arrays import Params
@@ -42,7 +44,7 @@ from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out,
 from jaxrl_llm.training.objectives import Distillation, top_pass
 from jaxrl_llm.training.reward_model import check_same_tokens
 from jaxrl_llm.training.teacher_tokens import Retokenizer, TeacherSequence
-from jaxrl_llm.training.update import MovingAverage, TrainableModel, TrainState
+from jaxrl_llm.training.update import MovingAverage, States, TrainableModel
 from jaxrl_llm.types import ROUTES, Batch
 
 
@@ -310,9 +312,7 @@ def open_server_teacher(
 def open_retokenizer(config: TrainConfig, own: str, tokens: PolicyTokens) -> Retokenizer:
     """Load a teacher's tokenizer, and build what writes the policy's answers in its tokens."""
     with config_errors_at("teacher.tokenizer"):
-        tokenizer = load_tokenizer(own)
-        theirs = PolicyTokens(tokenizer, stop_ids(tokenizer, own))
-        return Retokenizer(tokens, theirs, config.teacher.chat_template_kwargs)
+        return Retokenizer(tokens, load_policy_tokens(own), config.teacher.chat_template_kwargs)
 
 
 def longest_for_teacher(config: TrainConfig, room: int | None) -> int:
@@ -359,9 +359,7 @@ class PolicyTeacher:
     initial: Params | None = None
     average: MovingAverage | None = None
 
-    def add_logprobs(
-        self, states: dict[str, TrainState], batch: Batch
-    ) -> tuple[Batch, dict[str, float]]:
+    def add_logprobs(self, states: States, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return a batch with the teacher's log-probs, and how far the policy is from it."""
         params = self.initial
         if params is None:
@@ -406,8 +404,7 @@ def open_policy_teacher(
     if layout is not layouts.train:
         declared = layout.of(model.model.declare())
         placed = laid_out(model.model, reshard(model.params, declared), layout)
-    shardings = jax.tree.map(lambda like: like.sharding, placed.like)
-    average = MovingAverage(config.teacher.ema, shardings, layout)
+    average = MovingAverage(config.teacher.ema, placed.like, layout)
     return PolicyTeacher(infer=infer, average=average), TrainableModel(placed, average)
 
 
@@ -430,10 +427,8 @@ def pass_of(
     return logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",), frozen=frozen)
 
 
-# Teachers: models whose log-probs of the answers the policy learns from, untrained.
+# Those of a run.
 
-
-log = logging.getLogger(__name__)
 
 EVERYTHING = "*"
 """The data source of the only teacher."""
@@ -457,7 +452,6 @@ class Teacher:
         infer: (params, batch) -> `logprobs` [B T] at temperature 1, and what else the batch gets.
         vocab_size: tokens that it knows.
         model: what the policy's update runs; None where it runs none.
-        is_asked: whether a function asks for what it says of the answers.
     """
 
     path: str
@@ -465,7 +459,6 @@ class Teacher:
     infer: Callable[[Params, Batch], dict[str, np.ndarray]]
     vocab_size: int
     model: TeacherModel | None = None
-    is_asked: bool = True
 
     def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
         """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
@@ -564,9 +557,7 @@ def open_teachers(
         elif key not in opened:
             teacher = open_teacher(config, where, tokens.tokenizer, actor, layout)
             inside = teacher.model if functions.runs_teacher_in_update else None
-            opened[key] = dataclasses.replace(
-                teacher, model=inside, is_asked=functions.needs_teacher
-            )
+            opened[key] = dataclasses.replace(teacher, model=inside)
         teachers[source] = opened[key]
     return Teachers(teachers)
 
@@ -650,11 +641,6 @@ class Teachers:
         """Nothing is asked yet."""
         self._teachers = by_source
         self._asked: dict[str, Callable[[], dict[str, np.ndarray]]] = {}
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a function asks for what they say of the answers."""
-        return any(isinstance(t, SequenceTeacher) or t.is_asked for t in self._teachers.values())
 
     @property
     def run_in_update(self) -> TeacherModel | None:

@@ -7,6 +7,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxrl_llm.config.sections import AlgorithmConfig, OffloadConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.evaluation.policy import Policy
-from jaxrl_llm.evaluation.validation import headline, validation_metrics
+from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock, is_due, stage_label
 from jaxrl_llm.monitoring.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
@@ -28,6 +29,7 @@ from jaxrl_llm.monitoring.tables import SHOWN, AnswerTable
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.sharding.offload import copy_on_device, on_device, to_device, to_host
 from jaxrl_llm.training.batch_metrics import (
@@ -63,7 +65,7 @@ from jaxrl_llm.training.prompted_teacher import add_prompted_logprobs
 from jaxrl_llm.training.roles import REFERENCE, Models, Role
 from jaxrl_llm.training.sampler import Sampler
 from jaxrl_llm.training.scoring import Scorer
-from jaxrl_llm.training.teachers import AVERAGE
+from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
 from jaxrl_llm.types import Batch
 
@@ -140,7 +142,7 @@ class RLTrainer(Trainer[FinishedStep]):
         self,
         config: TrainConfig,
         functions: AlgorithmFunctions,
-        files: OpenFiles,
+        opened: tuple[OpenFiles, Saved],
         *,
         models: Models,
         sampler: Sampler,
@@ -149,22 +151,21 @@ class RLTrainer(Trainer[FinishedStep]):
         validation_prompts: list[Prompt],
     ) -> None:
         """Compile nothing yet; the engine gets its weights by `sync`."""
-        super().__init__(files)
         self.config, self.functions, self.models = config, functions, models
         self.sampler, self.scorer, self.buffer = sampler, scorer, buffer
         self.validation_prompts = validation_prompts
-        self.coefs = Coefs.of(config.algorithm).restored(files.extra)
+        self.coefs, self._empty_steps = Coefs.of(config.algorithm), 0
+        super().__init__(*opened, config.validation if validation_prompts else None)
         self.states = {name: self._offloaded(name, s) for name, s in self.states.items()}
-        self._empty_steps = files.extra.get("empty_steps", 0)
         self._tolerance = agreement_tolerance(config.rollout)
         self._decode = text_decoder(sampler.tokens.tokenizer, skip_special_tokens=False)
         self._dump = RolloutDumps(Path(config.run_dir) / "rollouts")
-        self._warn = StepWarnings(config, files.total_steps)
-        needs_returns = models.critic is not None
+        self._warn = StepWarnings(config, self.files.total_steps)
+        self._background = ThreadPoolExecutor(1, "background")
         self._kl = functions.kl and kl_to_reference(functions.kl)
         self._control_kl = checked_controller(functions.controller)
         self._add_advantages = functions.advantage and advantage_step(
-            functions.advantage, with_returns=needs_returns
+            functions.advantage, with_returns=models.critic is not None
         )
         self._add_correction = (
             correction_step(functions.corrections) if functions.corrections else None
@@ -175,7 +176,7 @@ class RLTrainer(Trainer[FinishedStep]):
         )
 
     def step(self, clock: Clock) -> FinishedStep:
-        """Take the next step: sample, score, log-probs, advantages, update, sync.
+        """Take the step after `number`: sample, score, log-probs, advantages, update, sync.
 
         Raises:
             RunError: no answer can be trained on, a function or the engine failed, or the engine
@@ -205,8 +206,7 @@ class RLTrainer(Trainer[FinishedStep]):
                 f"step {step}: no answer can be trained on: all are broken (episode/broken), "
                 "unscored (reward/unscored), or alone are left of their groups"
             )
-        if models.has_teacher and models.teacher_prompts is not None:
-            prompts = models.teacher_prompts
+        if models.teacher is not None and (prompts := models.teacher_prompts) is not None:
             with clock("teacher"):
                 batch, told = add_prompted_logprobs(
                     batch, rollouts, scores, prompts, self.add_teacher_logprobs
@@ -223,16 +223,16 @@ class RLTrainer(Trainer[FinishedStep]):
             selected = self.select(batch)
         self._count_empty(selected, step)
         balance = functools.partial(load_balance, selected.minibatches, models.actor.learner.shape)
-        described = self.files.background.submit(batch_metrics, balance, batch, rollouts, scores)
+        described = self._background.submit(batch_metrics, balance, batch, rollouts, scores)
 
         updated = dict(selected.metrics)
-        minibatches = [*cut_minibatches(batch, minibatch_size(config))]
         for role in models.to_update(step, config.critic.warmup_steps):
             if role.name == "actor":
                 batch, told = self.update_actor(batch, selected.minibatches, step, clock)
                 updated |= told
             else:
                 with clock(f"update_{role.name}"):
+                    minibatches = [*cut_minibatches(batch, minibatch_size(config))]
                     updated |= self.update(role, minibatches)[0]
         self._follow_policy(step)
 
@@ -246,7 +246,9 @@ class RLTrainer(Trainer[FinishedStep]):
             self.coefs = self.coefs._replace(kl_coef=kl_coef)
         else:
             told = {}
-        self.number = step
+        total = self.files.total_steps
+        if is_first() and (step == 1 or is_due(step, config.rollout.dump_every, total)):
+            self._dump(step, batch, rollouts, scores)
         metrics = described.result() | taken.metrics | metrics | updated
         metrics |= interrupted | synced | told
         return FinishedStep(step, batch, rollouts, scores, metrics, self._decode)
@@ -264,9 +266,9 @@ class RLTrainer(Trainer[FinishedStep]):
             TrainingError: the policy's log-probs are not those of the engine.
         """
         models, states, metrics = self.models, self.states, Metrics()
-        with_teacher = models.has_teacher and models.teacher_prompts is None
-        if with_teacher and models.teachers is not None:
-            models.teachers.begin(batch, rollouts)  # servers answer meanwhile
+        teacher = models.teacher if models.teacher_prompts is None else None
+        if isinstance(teacher, Teachers):
+            teacher.begin(batch, rollouts)  # servers answer meanwhile
         if models.tower is not None:
             with clock("vision"):
                 models.tower.keep(batch)
@@ -284,7 +286,7 @@ class RLTrainer(Trainer[FinishedStep]):
             with clock("values"), on_device(states["critic"].params) as params:
                 values = critic.infer(params, batch)["values"]
                 batch = batch.add(values=values, old_values=values)
-        if with_teacher:
+        if teacher is not None:
             with clock("teacher"):
                 batch, told = self.add_teacher_logprobs(batch, rollouts)
             metrics |= told
@@ -313,10 +315,11 @@ class RLTrainer(Trainer[FinishedStep]):
 
     def add_teacher_logprobs(self, batch: Batch, rollouts: Rollouts) -> tuple[Batch, Metrics]:
         """Add what the teachers say of answers, and return how far the policy is from them."""
-        if self.models.policy_teacher is not None:
-            return self.models.policy_teacher.add_logprobs(self.states, batch)
-        assert self.models.teachers is not None
-        return self.models.teachers.add_logprobs(batch, rollouts)
+        teacher = self.models.teacher
+        if isinstance(teacher, PolicyTeacher):
+            return teacher.add_logprobs(self.states, batch)
+        assert teacher is not None
+        return teacher.add_logprobs(batch, rollouts)
 
     def check_canaries(self, canaries: Rollouts, step: int) -> Metrics:
         """Compare the engine's log-probs of a few fresh answers with the trainer's."""
@@ -392,12 +395,21 @@ class RLTrainer(Trainer[FinishedStep]):
     def policy(self) -> Policy:
         """Return the policy as it is now; the next step writes over its weights."""
         params = jax.tree.map(copy_on_device, self.states["actor"].params)
-        return self.sampler.policy(params, self.number)
+        weights, tokens = self.sampler.weights, self.sampler.tokens
+        return Policy(
+            model=weights.model,
+            params=weights.merged(params),
+            tokenizer=tokens.tokenizer,
+            stops=tokens.stops,
+            layout=weights.layout,
+            dtype=weights.dtype,
+            step=self.number,
+        )
 
-    def validate(self) -> Metrics:
+    def validate(self, number: int) -> Metrics:
         """Return metrics of the policy's answers to the validation prompts; show the first ones."""
         with activity("validating"):
-            rollouts = self.sampler.sample_validation(self.validation_prompts, self.number)
+            rollouts = self.sampler.sample_validation(self.validation_prompts, number)
             scores, samples = self.scorer.score_validation(rollouts), self.config.validation.samples
         for line in example_lines(rollouts, scores, samples=samples):
             self.files.display.line(line)
@@ -413,10 +425,12 @@ class RLTrainer(Trainer[FinishedStep]):
             "config": as_tree(self.config),
         }
 
-    def score(self, metrics: Metrics) -> dict[str, float] | None:
-        """Return the headline of a validation, by which the best checkpoint is found."""
-        validated = {k: v for k, v in metrics.items() if "/mean@" in k}
-        return {"validation": headline(validated)} if validated else None
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_state` has returned; older checkpoints lack some of it."""
+        super().set_state(state)
+        self.buffer.set_state(state["window"])
+        self.coefs = self.coefs.restored(state)
+        self._empty_steps = state.get("empty_steps", 0)
 
     def line(self, number: int, metrics: Metrics) -> str:
         """Return a step's line on the screen."""
@@ -434,8 +448,6 @@ class RLTrainer(Trainer[FinishedStep]):
         number, batch, rollouts, scores, metrics, _ = step
         config, display, total = self.config, self.files.display, self.files.total_steps
         metrics |= throughput_metrics(metrics["timing_s/step"], batch)
-        if is_first() and (number == 1 or is_due(number, config.rollout.dump_every, total)):
-            self._dump(number, batch, rollouts, scores)
         answers, histograms, every = [], None, config.log.answers_every
         if every and is_first() and (number == 1 or is_due(number, every, total)):
             samples = config.rollout.samples_per_prompt
@@ -456,6 +468,10 @@ class RLTrainer(Trainer[FinishedStep]):
             display.answers(number, answers)
         self._warn(number, metrics)
 
+    def close(self) -> None:
+        """End the thread that describes steps."""
+        self._background.shutdown(wait=False, cancel_futures=True)
+
     def _compare(self, probe: Batch, step: int) -> Metrics:
         """Compare the engine's log-probs of tokens with the policy's `logprobs`."""
         keeps_cache = self.sampler.keeps_cache
@@ -463,8 +479,8 @@ class RLTrainer(Trainer[FinishedStep]):
 
     def _follow_policy(self, step: int) -> None:
         """Move what follows the policy: a teacher that is its average, a refreshed reference."""
-        teacher, reference, states = self.models.policy_teacher, self.models.reference, self.states
-        if teacher is not None and teacher.average is not None:
+        teacher, reference, states = self.models.teacher, self.models.reference, self.states
+        if isinstance(teacher, PolicyTeacher) and teacher.average is not None:
             moved = teacher.average.follow(states[AVERAGE], states["actor"])
             states |= {AVERAGE: self._offloaded(AVERAGE, moved)}
         if reference is not None and reference.is_due(step):

@@ -471,13 +471,15 @@ class MovingAverage:
 
     Args:
         rate: the share of the policy's weights that it takes over in each step.
-        shardings: of its arrays.
+        params_like: shape, dtype and sharding of each parameter.
         layout: where they stand.
     """
 
-    def __init__(self, rate: float, shardings: Any, layout: Layout) -> None:
+    def __init__(self, rate: float, params_like: Any, layout: Layout) -> None:
         """Begin without any weights."""
         everywhere: Any = replicated(layout.mesh)
+        shardings = jax.tree.map(lambda like: like.sharding, params_like)
+        self._like = params_like
         self.state_shardings = TrainState(shardings, (), everywhere, everywhere)
 
         @functools.partial(jax.jit, out_shardings=self.state_shardings)
@@ -490,6 +492,10 @@ class MovingAverage:
             return jax.tree.map(lambda a, p: a + rate * (p - a), average, params)
 
         self.init, self._move = init, move
+
+    def state_like(self) -> TrainState:
+        """Return the shapes of the average's state."""
+        return jax.tree.map(shape_in, jax.eval_shape(self.init, self._like), self.state_shardings)
 
     def follow(self, state: TrainState, policy: TrainState) -> TrainState:
         """Return the state after a step of the policy. Donates the old one."""

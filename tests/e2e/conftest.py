@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.train import main as train_main
+from tests.waiting import wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 USER_FUNCTIONS = Path(__file__).with_name("user_functions.py")
@@ -176,7 +178,7 @@ class Workshop:
         """Keep compiled programs in a folder instead of that of all tests, if one is given."""
         name = "jax_compilation_cache_dir"
         before = getattr(jax.config, name)
-        jax.config.update(name, str(folder or before))
+        jax.config.update(name, before if folder is None else str(folder))
         compilation_cache.reset_cache()
         try:
             yield
@@ -286,6 +288,24 @@ def copy_of(workshop):
         return target
 
     return copy
+
+
+@pytest.fixture
+def tell_to_end(monkeypatch):
+    """Sends SIGTERM to a run in this process while a trainer of a class takes a step."""
+
+    def tell(trainer_class, number):
+        take = trainer_class.step
+
+        def step(trainer, clock):
+            if trainer.number == number - 1:
+                signal.raise_signal(signal.SIGTERM)
+                wait_until(trainer.files.preemption.is_told)
+            return take(trainer, clock)
+
+        monkeypatch.setattr(trainer_class, "step", step)
+
+    return tell
 
 
 @pytest.fixture(scope="session")

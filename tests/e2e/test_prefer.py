@@ -13,9 +13,11 @@ import transformers
 import yaml
 
 from jaxrl_llm import export
+from jaxrl_llm.config.cli import PREEMPTED
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.prefer import main as prefer_main
 from jaxrl_llm.runs.files import read_run
+from jaxrl_llm.training.prefer import PreferTrainer
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/runs/")
@@ -99,16 +101,22 @@ def test_its_files_are_a_runs(finished):
     assert exported.config.architectures == ["Qwen3ForCausalLM"]
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(prefer, finished, workshop, same):
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(
+    prefer, finished, workshop, same, tell_to_end
+):
+    """It goes on after it has ended, with more steps, and after it was told to end."""
     words = (f"data.validation={prefer.files['held']}", "checkpoint.every=2", "validation.every=2")
     stopped = prefer("steps=2", *words).ok()
-    again = prefer(
-        "steps=4", *words, f"export_to={stopped.run_dir}.more", run_dir=stopped.run_dir
-    ).ok()
+    more = ("steps=4", *words, f"export_to={stopped.run_dir}.more")
+    tell_to_end(PreferTrainer, 3)
+    told = prefer(*more, run_dir=stopped.run_dir)
+    assert told.status == PREEMPTED and "saved after step 3 of 4" in told.err
+    again = prefer(*more, run_dir=stopped.run_dir).ok()
     same(workshop.params(again.run_dir), workshop.params(finished.run_dir))
     assert again.learned == finished.learned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "rows"),
     [("{fn: simpo, gamma: 0.1}", "chats"), ("kto", "labelled"), ("apo_zero_labelled", "labelled")],
@@ -119,12 +127,14 @@ def test_other_losses_and_forms_of_rows(prefer, loss, rows):
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_measured_against_its_base(prefer):
     result = prefer("model.lora={rank: 2}", "loss={fn: dpo, beta: 0.5}", "steps=3").ok()
     assert result.metrics[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert result.metrics[-1]["train/loss"] < np.log(2)
 
 
+@pytest.mark.slow
 def test_rows_may_bring_the_references_log_probs(prefer, workshop):
     """Those of a reference that finds all chosen answers unlikely: the loss begins below log 2."""
     rows = rows_of(prefer.files["pairs"])
@@ -135,6 +145,7 @@ def test_rows_may_bring_the_references_log_probs(prefer, workshop):
     assert "under the reference" not in result.err
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_as_transformers_does(prefer, workshop, tmp_path):
     result = prefer("loss={fn: bradley_terry, center_coef: 0.01}", "steps=12").ok()
     margins = [line["train/rewards/margins"] for line in result.metrics]

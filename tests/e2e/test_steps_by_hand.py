@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.runs.files import read_run
@@ -90,6 +90,16 @@ def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
     assert uncompared(run.metrics) == finished.learned
 
 
+def test_a_run_that_was_told_to_end_saves_each_step_that_is_taken_by_hand(config, tell_to_end):
+    tell_to_end(RLTrainer, 2)
+    with open_run(config(steps=6, **{"checkpoint.keep": 6})) as run:
+        assert [step.number for step in run] == [1, 2], "a loop ends"
+        assert [run.step().number, run.step().number] == [3, 4]
+        with pytest.raises(Preempted, match="saved after step 4 of 6"):
+            run.finish()
+        assert run.checkpoints == [2, 3, 4]
+
+
 def look_at(run):
     """Sample, score and compute log-probs, which changes nothing."""
     prompts = run.validation_prompts[:3]
@@ -110,6 +120,7 @@ def look_at(run):
     assert greedy[0] == greedy[1]
 
 
+@pytest.mark.slow
 def test_a_step_that_did_not_end_is_not_gone_on_with(config, monkeypatch):
     with open_run(config(steps=2)) as run:
         with monkeypatch.context() as patch:
@@ -122,6 +133,7 @@ def test_a_step_that_did_not_end_is_not_gone_on_with(config, monkeypatch):
         run.sample(["1+1="])
 
 
+@pytest.mark.slow
 def test_a_coefficient_is_changed_between_steps(config):
     """With both at 0 the gradient is that of the loss alone; they are kept in checkpoints."""
     keys = {"steps": 3, "algorithm.kl_loss": "k3", "algorithm.entropy_coef": 0.5}
@@ -168,6 +180,7 @@ print("entropy" in str(run.metrics), "entropy" in run.metrics._repr_html_())
     assert tables == ["True True", "True True"]
 
 
+@pytest.mark.slow
 def test_a_whole_run_returns_what_it_has_written(config):
     files = train(config(steps=1, **{"rollout.dump_every": 1}))
     assert files.metrics[-1]["step"] == 1
@@ -198,6 +211,7 @@ def capped(logprobs, old_logprobs, advantages, *, cap):
 """
 
 
+@pytest.mark.slow
 def test_functions_of_a_notebook_train_as_those_of_a_file_and_a_command_line_goes_on(
     workshop, config, run, same, tmp_path
 ):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm import kernel_choice
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
-from jaxrl_llm.models import kernel_choice
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe import grouped_triton
@@ -177,8 +177,7 @@ def test_a_run_says_once_what_multiplies_and_refuses_what_can_not(undecided, cap
         "experts by xla: the devices are cpu, not cuda",
     ]
     with pytest.raises(ConfigError, match=r"^model\.experts=triton: .* are cpu, not cuda"):
-        asked = dataclasses.replace(config, experts="triton")
-        load_model.forward_config(asked, model_of(SPEC), layout)
+        kernel_choice.choose_experts("triton", SPEC, layout, "bfloat16")
 
 
 def test_processes_decide_alike(undecided, monkeypatch):

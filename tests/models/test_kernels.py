@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm import kernel_choice
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.packing import MAX_SEQUENCES_PER_ROW
-from jaxrl_llm.models import kernel_choice
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.kernels import (

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import jax
 
+from jaxrl_llm import kernel_choice
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.models import kernel_choice, kernels
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.hf.vision import CLIP, HALF

@@ -10,9 +10,10 @@ import optax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxrl_llm import kernel_choice
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.models import kernel_choice, kernels
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.model import model_of

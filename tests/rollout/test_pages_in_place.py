@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import kernel_choice
-from jaxrl_llm.models.kernel_choice import choose_cache_kernel
+from jaxrl_llm import kernel_choice
+from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_kernel import PagedChoice

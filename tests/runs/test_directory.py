@@ -240,7 +240,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, caplog):
 def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
     restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
     checkpoints = FakeCheckpoints(tmp_path, 5)
-    message = refusal(restore, checkpoints, {}, None, resume="never", digests={}, extra_states={})
+    message = refusal(restore, checkpoints, {}, resume="never", digests={}, extra_states={})
     assert message.startswith("checkpoint.resume=never, but ")
     assert "holds step 5: set it to auto, or name another run_dir" in message
 

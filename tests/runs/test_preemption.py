@@ -52,7 +52,7 @@ def test_a_step_ends_and_then_the_run():
 
 @pytest.mark.parametrize(
     ("grace_s", "signals", "reason"),
-    [(60, 2, "it was told twice"), (0.3, 1, "it has not come to a step's border in checkpoint.gr")],
+    [(60, 2, "it was told twice"), (0.3, 1, "it has not ended within checkpoint.gr")],
 )
 def test_what_does_not_come_to_an_end_is_ended(grace_s, signals, reason):
     """While the main thread waits in a C function, as it does for devices."""

@@ -12,6 +12,8 @@ import pytest
 
 from jaxrl_llm.algorithms.advantages import gae, grpo
 from jaxrl_llm.algorithms.kl import k3
+from jaxrl_llm.config.load import from_tree
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import CompileCounter
@@ -21,6 +23,7 @@ from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.training.batch_metrics import batch_metrics
+from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.experience import (
     AdvantageError,
     ScoreError,
@@ -31,7 +34,7 @@ from jaxrl_llm.training.experience import (
     with_scores,
     without_rows,
 )
-from jaxrl_llm.training.scoring import lost_in_rounding
+from jaxrl_llm.training.scoring import Scorer, lost_in_rounding
 
 
 def prompt(*tokens):
@@ -325,6 +328,25 @@ def test_without_unscored_answers_nothing_is_changed(batch):
 )
 def test_scores_that_float32_makes_equal_are_found(given, pair):
     assert lost_in_rounding([Score(score, {}, None) for score in given], 2) == pair
+
+
+def test_lost_digits_are_warned_of_once(caplog):
+    """By the first scores that have lost some, not by the first ones."""
+    tree = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"train": "t", "max_prompt_tokens": 2},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},
+        "reward": {"function": "arithmetic", "workers": 0},
+    }
+    config = from_tree(TrainConfig, tree)
+    with contextlib.ExitStack() as stack:
+        scorer = Scorer(config, resolve_functions(config), None, stack)
+        for first in (0.5, 1e9, 2e9):
+            batch = scorer.lay_out(answered())
+            scorer.add_scores(batch, [Score(first + k, {}, None) for k in range(4)])
+    (message,) = (r.getMessage() for r in caplog.records if "equal in float32" in r.getMessage())
+    assert "the scores 1000000000.0 and 1000000001.0, " in message
 
 
 def test_groups_without_spread_are_counted_by_the_scores_that_are_used():

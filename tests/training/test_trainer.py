@@ -1,8 +1,11 @@
-"""What a step does beside the devices, and what the engine says of its weights."""
+"""What a step does, in which order, and what the engine says of its weights."""
 
-import threading
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,17 +19,24 @@ from jaxrl_llm.rollout.engine import Engine, EngineError
 from jaxrl_llm.rollout.episode import Episode
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion, Receipt
+from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer, Collected
+from jaxrl_llm.training.buffer import Buffer, Collected, Schedule
+from jaxrl_llm.training.experience import with_ages, with_scores
 from jaxrl_llm.training.loop import OpenFiles
+from jaxrl_llm.training.prompted_teacher import TeacherPrompts
 from jaxrl_llm.training.roles import Models, Reference, Role
 from jaxrl_llm.training.sampler import PolicyWeights, Sampler
 from jaxrl_llm.training.scoring import Scorer
+from jaxrl_llm.training.teachers import Teachers
 from jaxrl_llm.training.trainer import RLTrainer
-from jaxrl_llm.training.update import TrainState
+from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 
-LIMIT = 10.0  # seconds
+LIMIT = 60  # seconds
+STATE = TrainState({}, (), jnp.int32(0), jnp.int32(0))
+PROMPT = Prompt(0, (1, 2), "arithmetic", "3")
+ANSWERS = ("3", "4")
 
 
 def config_of(**tree):
@@ -34,36 +44,83 @@ def config_of(**tree):
     return from_tree(TrainConfig, base)
 
 
-def trainer_of(config, *, infer=None, reference=None, scorer=None, buffer=None, **functions):
-    """Return a trainer of which only what is given is real."""
+def functions_of(**functions):
+    """Return the functions of a config that names only those given."""
+    names = ("kl", "advantage", "pairs", "answer_filter", "group_filter", "penalty")
     given = {
-        **dict.fromkeys(("kl", "advantage", "pairs", "answer_filter", "group_filter")),
+        **dict.fromkeys(names),
         **{
             "controller": Mock(),
             "corrections": (),
             "needs": frozenset(),
+            "needs_teacher": False,
+            "updates": {},
             "on_policy": True,
             "probes_only": False,
         },
     }
-    states = {"actor": TrainState({}, (), 0, 0)}
-    files = Mock(spec=OpenFiles, step=0, total_steps=2, states=states, extra={})
-    tokens = PolicyTokens(Mock(decode=lambda ids, **options: "x"), (0,))
-    models = Models(
-        roles={"actor": Mock(spec=Role, infer=infer)},
-        tower=None,
-        reference=reference,
-        policy_teacher=None,
-        teachers=None,
-        teacher_prompts=None,
+    return Mock(spec=AlgorithmFunctions, **(given | functions))
+
+
+def actor_of(*, infer=None, learner=None):
+    return Role(
+        name="actor",
+        learner=learner or Mock(spec=Learner, shape=None),
+        infer=infer or Mock(),
+        learning_rate=lambda updates: 0.1,
+        max_skipped=1,
     )
+
+
+def trainer_of(
+    config, *, actor=None, models=(), sampler=None, scorer=None, buffer=None, **functions
+):
+    """Return a trainer of which only what is given is real."""
+    absent = dict.fromkeys(("tower", "reference", "teacher", "teacher_prompts"))
+    roles = {"actor": actor or actor_of()}
+    tokens = PolicyTokens(Mock(decode=lambda ids, **options: "x"), (0,))
+    sampler = sampler or Mock(spec=Sampler, keeps_cache=False)
+    sampler.tokens = tokens
     return RLTrainer(
-        *(config, Mock(spec=AlgorithmFunctions, **(given | functions)), files),
-        models=models,
-        sampler=Mock(spec=Sampler, tokens=tokens, keeps_cache=False),
+        *(config, functions_of(**functions)),
+        (Mock(spec=OpenFiles, total_steps=2), Saved(0, {"actor": STATE}, {})),
+        models=Models(**{"roles": roles, **absent, **dict(models)}),
+        sampler=sampler,
         scorer=scorer or Mock(spec=Scorer),
         buffer=buffer or Mock(spec=Buffer),
         validation_prompts=[],
+    )
+
+
+def answered():
+    """Return rollouts of two answers to a prompt, of one token each."""
+    drawn = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
+    return Rollouts([PROMPT] * 2, [Episode.of(PROMPT.tokens, drawn)] * 2, [*ANSWERS])
+
+
+def buffer_of(config, scorer, stack):
+    """Return a buffer whose sampler gives the answers of `answered`."""
+
+    def sample(states, needed, stop, on_end):
+        for state, episode in zip(states, answered().episodes, strict=True):
+            state.episode = episode
+
+    sampler = Mock(
+        spec=Sampler,
+        sample=sample,
+        gather=lambda states: answered(),
+        examine=lambda rollouts: rollouts,
+        **{"overlaps_training": False, "keeps_cache": False, "episodes": None},
+    )
+    return Buffer(
+        config=config,
+        total_steps=2,
+        sampler=sampler,
+        scorer=scorer,
+        prompt_batches=iter([[PROMPT]]),
+        prompts=[PROMPT],
+        schedule=Schedule(None, slots=1, done=0, replayed=None, repeats=True),
+        executor=stack.enter_context(ThreadPoolExecutor(2)),
     )
 
 
@@ -71,48 +128,131 @@ class ReachedError(Exception):
     """A step has come so far."""
 
 
+WAITING_REWARD = f"""
+import pathlib, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    here, end = pathlib.Path(__file__).parent, time.monotonic() + {LIMIT}
+    (here / "scoring").touch()
+    while not (here / "computing").exists():
+        if time.monotonic() > end:
+            raise TimeoutError("the reference waits for the scores")
+        time.sleep(0.01)
+    return 0.5 if solution_str == ground_truth else 0.25
+"""
+
+
 def test_answers_are_scored_while_the_devices_compute(tmp_path):
     """Reward function and reference each wait until the other has begun."""
-    scoring, computing = threading.Event(), threading.Event()
-
-    def score(rollouts):
-        scoring.set()
-        assert computing.wait(LIMIT), "the reference waits for the scores"
-        return [Score(0.5, {}, None)]
+    (tmp_path / "reward.py").write_text(WAITING_REWARD)
 
     def logprobs(states, batch):
-        computing.set()
-        assert scoring.wait(LIMIT), "nobody scores while the reference is computed"
+        (tmp_path / "computing").touch()
+        end = time.monotonic() + LIMIT
+        while not (tmp_path / "scoring").exists():
+            assert time.monotonic() < end, "nobody scores while the reference is computed"
+            time.sleep(0.01)
         return np.zeros(batch.tokens.shape, np.float32)
 
-    def add_scores(batch, scores):
-        raise ReachedError(batch, scores)
-
-    prompt = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
-    answer = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
-    sampled = Rollouts([prompt], [Episode.of(prompt.tokens, answer)], ["3"])
-    waiting = threading.Thread(target=lambda: scores.append(score(sampled)))
-    scores = []
-    scorer = Mock(
-        spec=Scorer,
-        lay_out=lambda rollouts: lay_out(rollouts, samples=1, max_tokens=8),
-        add_scores=add_scores,
+    config = config_of(
+        run_dir=str(tmp_path),
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 4},
+        batch={"prompts_per_step": 1},
+        reward={"function": f"{tmp_path / 'reward.py'}:score", "workers": 1, "timeout_s": LIMIT},
     )
+    with contextlib.ExitStack() as stack:
+        scorer = Scorer(config, functions_of(), None, stack)
+        trainer = trainer_of(
+            config,
+            models={"reference": Mock(spec=Reference, logprobs=logprobs)},
+            scorer=scorer,
+            buffer=buffer_of(config, scorer, stack),
+        )
+        trainer.select = Mock(side_effect=ReachedError)
+        with pytest.raises(ReachedError):
+            trainer.step(Clock())
+    (batch,) = trainer.select.call_args.args
+    assert "ref_logprobs" in batch.fields
+    assert batch["scores"].tolist() == [0.5, 0.25]
 
-    def take(step, clock):
-        waiting.start()
-        return Collected(sampled, lambda: waiting.join() or scores[0], {})
 
+def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, monkeypatch):
+    """The engine gets the weights that the update has made, of the advantages of the scores."""
+    calls, updated = Mock(), STATE._replace(updates=jnp.int32(1))
+    scores = [Score(1.0, {}, None), Score(0.0, {}, None)]
+    calls.taken.return_value = scores
+    learner = Mock(spec=Learner, shape=None, **{"update.return_value": (updated, {"skipped": 0})})
+    attached = {
+        "buffer": Mock(spec=Buffer),
+        "reference": Mock(spec=Reference),
+        "scorer": Mock(spec=Scorer),
+        "learner": learner,
+        "sampler": Mock(spec=Sampler, keeps_cache=False),
+    }
+    for name, part in attached.items():
+        calls.attach_mock(part, name)
+    calls.buffer.take.return_value = Collected(answered(), calls.taken, {})
+    calls.buffer.interrupt.return_value = {}
+    calls.scorer.lay_out.side_effect = lambda given: lay_out(given, samples=2, max_tokens=4)
+    calls.scorer.add_scores.side_effect = lambda batch, given: with_scores(batch, given, samples=2)
+    calls.scorer.add_penalty.side_effect = lambda batch: batch
+    calls.reference.logprobs.return_value = np.zeros((2, 4), np.float32)
+    calls.reference.is_due.return_value = False
+    calls.advantages.side_effect = lambda batch: batch.add(advantages=batch["rewards"])
+    calls.sampler.sync.return_value = {}
+    monkeypatch.setattr("jaxrl_llm.training.trainer.batch_metrics", lambda *given: {})
     trainer = trainer_of(
-        config_of(run_dir=str(tmp_path)),
-        reference=Mock(spec=Reference, logprobs=logprobs),
-        scorer=scorer,
-        buffer=Mock(spec=Buffer, take=take),
+        config_of(run_dir=str(tmp_path), rollout={"samples_per_prompt": 2}),
+        actor=actor_of(learner=learner),
+        models={"reference": calls.reference},
+        **{name: attached[name] for name in ("buffer", "scorer", "sampler")},
     )
-    with pytest.raises(ReachedError) as reached:
-        trainer.step(Clock())
-    batch, given = reached.value.args
-    assert given == [Score(0.5, {}, None)] and "ref_logprobs" in batch.fields
+    trainer._add_advantages = calls.advantages
+    step = trainer.step(Clock())
+    trainer.close()
+    assert [name for name, *_ in calls.mock_calls] == [
+        "buffer.take",
+        "scorer.lay_out",
+        "reference.logprobs",
+        "taken",
+        "scorer.add_scores",
+        "scorer.add_penalty",
+        "advantages",
+        "learner.update",
+        "reference.is_due",
+        "buffer.interrupt",
+        "sampler.sync",
+    ]
+    assert step.number == 1 and step.scores == scores
+    state, minibatch, _ = learner.update.call_args.args
+    assert state == STATE and minibatch["advantages"].sum(1).tolist() == [1.0, 0.0]
+    assert trainer.states == {"actor": updated}
+    calls.sampler.sync.assert_called_once_with(updated.params, 1)
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+def test_servers_are_asked_before_the_other_models_are_run(prompted):
+    """Those that read other prompts wait for the scores, of which these may tell."""
+    zeros, calls = np.zeros((2, 4), np.float32), Mock()
+    attached = {"teacher": Mock(spec=Teachers), "reference": Mock(spec=Reference)}
+    for name, part in attached.items():
+        calls.attach_mock(part, name)
+    calls.infer.return_value = {"logprobs": zeros, "entropy": zeros}
+    calls.reference.logprobs.return_value = zeros
+    calls.teacher.add_logprobs.side_effect = lambda batch, rollouts: (batch, {"told": 1.0})
+    prompts = Mock(spec=TeacherPrompts) if prompted else None
+    trainer = trainer_of(
+        config_of(),
+        actor=actor_of(infer=calls.infer),
+        models={"teacher_prompts": prompts, **attached},
+        on_policy=False,
+    )
+    batch = with_ages(lay_out(answered(), samples=2, max_tokens=4), 1)
+    _, metrics = trainer.add_logprobs(batch, answered(), 1, Clock())
+    run = ["infer", "reference.logprobs"]
+    asked = run if prompted else ["teacher.begin", *run, "teacher.add_logprobs"]
+    assert [name for name, *_ in calls.mock_calls] == asked
+    assert ("told" in metrics) is not prompted
 
 
 @pytest.mark.parametrize("from_engine", [False, True])
@@ -131,7 +271,7 @@ def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only
     algorithm = {"use_rollout_logprobs": from_engine}
     lengths = {"data": {"train": "t", "max_prompt_tokens": 4}, "rollout": {"max_new_tokens": 4}}
     config = config_of(batch={"max_tokens_per_device": 17}, algorithm=algorithm, **lengths)
-    trainer = trainer_of(config, infer=infer)
+    trainer = trainer_of(config, actor=actor_of(infer=infer))
     batch, metrics = trainer.add_old_logprobs(batch, 1)
     np.testing.assert_array_equal(batch["old_logprobs"], np.ones((4, 8)))
     assert metrics["training/rollout_logprobs_diff_mean"] == 0

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.models.kernels import KernelChoice, choose_kernel, device_of, heads_on, this_device
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.grouped_kernel import (
@@ -40,7 +41,7 @@ def choose_attention(asked: str, spec: ModelSpec, layout: Layout, dtype: str) ->
         dtype: of the computation.
 
     Raises:
-        ValueError: cudnn is asked for, which is not possible.
+        ConfigError: model.attention=cudnn, which is not possible.
     """
     case = "attention", asked, dtype, heads_on(spec, layout)
     return _decide(case, lambda: choose_kernel(asked, spec, layout, dtype, device=this_device()))
@@ -81,7 +82,7 @@ def choose_experts(
         The kernels; None for XLA's.
 
     Raises:
-        ValueError: triton is asked for, which is not possible.
+        ConfigError: model.experts=triton, which is not possible.
     """
     if spec.moe is None:
         return None
@@ -120,10 +121,11 @@ def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
 
     A CPU has no kernels to choose from, so there the log is for who looks for it.
     """
-    name, *_ = case
+    name, asked, *_ = case
     with _DECIDING:
         if case not in _DECIDED:
-            own = choose()
+            with config_errors_at(f"model.{name}={asked}"):
+                own = choose()
             others = distributed.all_gather((own.name, own.reason))
             against = [reason for kernel, reason in others if kernel == "xla"]
             _DECIDED[case] = type(own)("xla", against[0]) if against else own
