@@ -6,13 +6,12 @@ compiler measures kernels on the GPU, and several processes must compile in one 
 pass is compiled for all its shapes before it first runs.
 """
 
-import collections
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -42,17 +41,15 @@ class PendingProgram:
         """Compile nothing yet."""
         self.label, self.is_done = label, False
         self._compile: Callable[[], Any] | None = compile
-        self._changed, self._is_claimed, self._is_listed = threading.Condition(), False, False
+        self._lock, self._is_listed = threading.Lock(), False  # held by the thread that compiles
         self._compiled: Any = None
         self._error: Exception | None = None
 
     def result(self) -> Any:
         """Return it compiled; compile it here, or wait for the thread that does."""
         if not self.is_done:
-            with waiting():
-                while not self.is_done:  # the other thread may have been interrupted
-                    self.try_to_compile()
-                    self.wait()
+            with waiting(), self._lock:
+                self._run()
         if self._error is not None:
             raise self._error
         return self._compiled
@@ -64,8 +61,8 @@ class PendingProgram:
 
     def wait(self) -> None:
         """Wait as long as a thread compiles it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_done or not self._is_claimed)
+        with self._lock:
+            pass
 
     def announce(self) -> None:
         """Report once that it is to be compiled."""
@@ -75,159 +72,136 @@ class PendingProgram:
 
     def try_to_compile(self) -> None:
         """Compile it, unless a thread has begun to."""
-        with self._changed:
-            if self._is_claimed:
-                return
-            self._is_claimed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._run()
+            finally:
+                self._lock.release()
+
+    def _run(self) -> None:
+        """Compile it, unless that is done; a thread that is interrupted leaves it to others."""
+        if self.is_done:
+            return
         assert self._compile is not None
-        is_done = False
+        self.announce()
+        jax.monitoring.record_event(BEGUN, label=self.label)
         try:
-            self.announce()
-            jax.monitoring.record_event(BEGUN, label=self.label)
             with _compiling():
                 self._compiled = self._compile()
             distributed.wait_for_all(f"compiled {self.label}")
-            is_done = True
+            self.is_done = True
         except Exception as error:  # whoever needs it gets to know
-            self._error, is_done = error, True
+            self._error, self.is_done = error, True
         finally:
-            with self._changed:
-                self._is_claimed = self.is_done = is_done
-                self._changed.notify_all()
             jax.monitoring.record_event(ENDED, label=self.label)
         self._compile = None
 
 
 class CompileQueue:
-    """Threads that compile programs: a single one those that are needed later.
+    """Threads that compile programs, and one more for those that can wait.
 
-    They end with the work.
+    Args:
+        threads: None: as many as there are cores.
     """
 
-    def __init__(self) -> None:
-        """Begin without programs, and without threads."""
-        self._changed = threading.Condition()
-        self._soon: collections.deque[PendingProgram] = collections.deque()
-        self._later: collections.deque[PendingProgram] = collections.deque()
-        self._threads, self._is_held = 0, False
+    def __init__(self, threads: int | None = None) -> None:
+        """Begin without programs."""
+        self._soon = ThreadPoolExecutor(threads or os.cpu_count(), "compile")
+        self._later = ThreadPoolExecutor(1, "compile")
+        self._pending: dict[Future[None], PendingProgram] = {}
+        self._held: list[PendingProgram] = []
+        self._is_held = False
 
     def add(self, programs: Iterable[PendingProgram], *, later: bool = False) -> None:
         """Compile programs after those that are there.
 
         Args:
             programs: to compile.
-            later: after those that are needed soon.
+            later: in the thread for what can wait, and not before `release`.
         """
-        programs = [program for program in programs if not program.is_done]
-        if not (later and self._is_held):
-            for program in programs:
+        if later and self._is_held:
+            self._held += programs
+            return
+        for program in programs:
+            if not program.is_done:
                 program.announce()
-        with self._changed:
-            (self._later if later else self._soon).extend(programs)
-            self._start()
+                added = (self._later if later else self._soon).submit(_compile_for_later, program)
+                self._pending[added] = program
+                added.add_done_callback(self._pending.pop)
 
     def hold(self) -> None:
-        """Begin with none that are needed later, until `release`."""
+        """Begin with none that can wait, until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """Go on with those that are needed later."""
-        for program in list(self._later):
-            program.announce()
-        with self._changed:
-            self._is_held = False
-            self._start()
+        """Go on with those that can wait."""
+        self._is_held, held, self._held = False, self._held, []
+        self.add(held, later=True)
 
     def drop(self, programs: Iterable[PendingProgram]) -> None:
         """Forget programs that no thread has begun; wait for those that are compiled now.
 
         Who needs one of them later compiles it.
         """
-        dropped = set(programs)
-        with self._changed:
-            for queue in (self._soon, self._later):
-                kept = [program for program in queue if program not in dropped]
-                queue.clear()
-                queue.extend(kept)
+        dropped = {*programs}
+        self._held = [program for program in self._held if program not in dropped]
+        for added, program in [*self._pending.items()]:
+            if program in dropped:
+                added.cancel()
         for program in dropped:
             program.wait()
 
     def clear(self) -> None:
         """Drop all programs, and end a `hold`."""
-        with self._changed:
-            programs = [*self._soon, *self._later]
-        self.drop(programs)
-        self.release()
-        self.wait()
+        self.drop([*self._held, *self._pending.values()])
+        self._is_held = False
 
     def wait(self) -> None:
         """Wait until nothing is left to compile that is not held."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._threads)
+        while pending := [*self._pending]:
+            wait(pending)
 
-    def _start(self) -> None:
-        left = len(self._soon) + bool(self._later and not self._is_held)
-        for _ in range(min(left, (os.cpu_count() or 1) - self._threads)):
-            threading.Thread(target=self._work, name="compile").start()
-            self._threads += 1
 
-    def _work(self) -> None:
-        try:
-            while (program := self._take()) is not None:
-                program.try_to_compile()
-        except BaseException:
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._threads -= 1
-            self._changed.notify_all()
-
-    def _take(self) -> PendingProgram | None:
-        with self._changed:
-            if threading.main_thread().is_alive():  # else the process ends
-                if self._soon:
-                    return self._soon.popleft()
-                if self._later and not self._is_held and self._threads == 1:
-                    return self._later.popleft()
-            self._leave()  # with the lock still held: who adds programs then starts a thread
-            return None
+def _compile_for_later(program: PendingProgram) -> None:
+    if threading.main_thread().is_alive():  # else the process ends, and nobody needs it
+        program.try_to_compile()
 
 
 BACKGROUND = CompileQueue()
 """What this process compiles while it does other things."""
 
 
-class StepPrograms:
-    """The programs of a jitted step: one for each key that its caller tells them apart by.
+class AheadOfCall:
+    """A jitted step with one program, compiled in another thread before the step is called.
 
     Args:
         label: of the step.
-        step: jitted; a call of it finds what is compiled here.
+        step: jitted.
         devices: on which it runs.
     """
 
     def __init__(self, label: str, step: Any, devices: Iterable[Any]) -> None:
-        """Begin without any."""
+        """Compile nothing yet."""
         self._label, self._step, self._is_ahead = label, step, compiles_ahead(devices)
-        self._programs: dict[Any, PendingProgram] = {}
+        self._program: PendingProgram | None = None
 
-    def begin(self, key: Any, inputs: Callable[[], tuple[Any, ...]]) -> PendingProgram:
-        """Return a program; begin to compile it where others can wait.
+    def begin(self, inputs: Callable[[], tuple[Any, ...]]) -> None:
+        """Say what the program's inputs are, and begin to compile it where other threads can.
 
         Args:
-            key: of the program.
             inputs: of the step, as shapes.
         """
-        if key not in self._programs or self._programs[key].has_failed:
+        if self._program is None or self._program.has_failed:
             step = self._step
-            self._programs[key] = PendingProgram(
-                self._label, lambda: step.lower(*inputs()).compile()
-            )
+            self._program = PendingProgram(self._label, lambda: step.lower(*inputs()).compile())
             if self._is_ahead:
-                BACKGROUND.add([self._programs[key]])
-        return self._programs[key]
+                BACKGROUND.add([self._program])
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the step; its call finds what was compiled."""
+        if self._program is not None:
+            self._program.result()
+        return self._step(*inputs)
 
 
 def compiles_ahead(devices: Iterable[Any]) -> bool:

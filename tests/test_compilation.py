@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def queue():
-    made = CompileQueue()
+    made = CompileQueue(threads=1)
     yield made
     made.clear()
 
@@ -58,8 +58,7 @@ def test_who_needs_a_program_waits_for_the_thread_that_compiles_it(queue):
     assert (results, made.order) == (["A"], ["a"])
 
 
-def test_what_is_needed_later_comes_later_and_not_while_it_is_held(queue, monkeypatch):
-    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 1)
+def test_what_is_needed_later_comes_later_and_not_while_it_is_held(queue):
     made = Recorded()
     queue.hold()
     queue.add([made("last"), made("very last")], later=True)
@@ -74,29 +73,12 @@ def test_what_is_needed_later_comes_later_and_not_while_it_is_held(queue, monkey
     assert made.order == ["slow", "soon", "last", "very last"]
 
 
-def test_each_program_gets_a_thread_while_there_are_cores(queue, monkeypatch):
-    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 2)
-    made = Recorded()
-    queue.add([made("slow", slow=True)])
-    wait_until(lambda: not queue._soon)
-    queue.add([made("quick")])
+def test_each_program_gets_a_thread_while_there_are_cores():
+    queue, made = CompileQueue(threads=2), Recorded()
+    queue.add([made("slow", slow=True), made("quick")])
     wait_until(lambda: made.order == ["quick"])
     made.gate.set()
-
-
-def test_a_thread_that_dies_makes_room_for_another(queue, monkeypatch):
-    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
-    def end():
-        raise SystemExit
-
-    made = Recorded()
-    queue.add([PendingProgram("a", end)])
-    queue.wait()
-    queue.add([made("b")])
-    queue.wait()
-    assert made.order == ["b"]
+    queue.clear()
 
 
 def test_a_failing_listener_leaves_no_one_waiting(monkeypatch):
@@ -112,12 +94,11 @@ def test_a_failing_listener_leaves_no_one_waiting(monkeypatch):
         program.result()
 
 
-def test_dropped_programs_are_compiled_by_who_needs_them(queue, monkeypatch):
-    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 1)
+def test_dropped_programs_are_compiled_by_who_needs_them(queue):
     made = Recorded()
     running, mine, other = made("running", slow=True), made("mine"), made("other")
     queue.add([running, mine, other])
-    wait_until(lambda: running._is_claimed)
+    wait_until(running._lock.locked)
     threading.Timer(0.05, made.gate.set).start()
     queue.drop([running, mine])
     assert running.is_done, "what is compiled now is waited for"

@@ -28,8 +28,8 @@ from jaxrl_llm.training.forward import (
     value_fields,
 )
 from jaxrl_llm.training.microbatches import (
-    BucketPrograms,
     Fields,
+    MicroBatchStep,
     merge_microbatches,
 )
 from jaxrl_llm.types import ROUTES, Batch, Rows
@@ -88,7 +88,7 @@ class Inference:
 
     Attributes:
         run: `compute`, jitted.
-        programs: of `run`.
+        step: `run` over micro-batches.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class Inference:
         """Compile nothing yet."""
         options = compiler_options(Task.TRAIN, mesh.devices.flat)
         self.run: Any = jax.jit(compute, compiler_options=options)
-        self.programs = BucketPrograms("log-probs", self.run, shape, mesh, model.visuals)
+        self.step = MicroBatchStep(
+            "log-probs", self.run, shape, mesh, place=2, visuals=model.visuals
+        )
         self._frozen, self._route_shape = frozen, model.route_shape
 
     def compile_ahead(self, params: Params, rows_like: Callable[[RowShape], Rows]) -> None:
@@ -113,17 +115,17 @@ class Inference:
             rows_like: bucket -> rows as shapes.
         """
         like = abstract((params, self._frozen))
-        self.programs.begin(like[0], lambda bucket: (*like, rows_like(bucket)))
+        self.step.begin(like[0], lambda bucket: (*like, rows_like(bucket)))
 
     def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
         """Run over a batch, in micro-batches."""
-        frozen, marks = self._frozen, ()
+        marks = ()
         if self._route_shape is not None:
             batch, marks = with_routes(batch, self._route_shape), (ROUTES,)
-        cut = self.programs.microbatches(
-            batch, marks, params, lambda micro: (params, frozen, micro.rows)
+        parts = (
+            (indices, self.step(params, self._frozen, micro.rows))
+            for indices, micro in self.step.microbatches(batch, marks)
         )
-        parts = ((indices, self.run(params, frozen, micro.rows)) for indices, micro in cut)
         return merge_microbatches(parts, batch)
 
 
@@ -151,7 +153,7 @@ def balance_pass(
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
         return router_totals(combine_params(params, rest), rows, model, mesh)
 
-    programs = BucketPrograms("experts' load", count, shape, mesh, model.visuals)
+    step = MicroBatchStep("experts' load", count, shape, mesh, place=2, visuals=model.visuals)
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def weigh(total: RouterStats) -> Array:
@@ -160,10 +162,8 @@ def balance_pass(
     def find(params: Params, batch: Batch) -> Fields:
         if not model.model.has_router or model.router_loss_coef == 0:
             return {}
-        cut = programs.microbatches(
-            batch, model.marks, params, lambda micro: (params, frozen, micro.rows)
-        )
-        counted = (count(params, frozen, micro.rows) for _, micro in cut)
+        cut = step.microbatches(batch, model.marks)
+        counted = (step(params, frozen, micro.rows) for _, micro in cut)
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
         return {"balance_weights": weigh(total)}
 

@@ -1,5 +1,6 @@
 """Micro-batches: a batch's sequences, packed into rows of a few fixed shapes."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,6 @@ def pack_microbatches(
     names: Iterable[str],
     shape: RowShape,
     mesh: Mesh,
-    ready: Callable[[RowShape], Any] | None = None,
     visuals: VisualPacker | None = None,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """Cut a batch into micro-batches on the devices, each with the indices of its sequences.
@@ -51,7 +51,6 @@ def pack_microbatches(
         names: of the fields that they hold, and `ROUTES` where rows are to hold these.
         shape: of the micro-batches.
         mesh: the devices.
-        ready: waits until micro-batches of a bucket can be run.
         visuals: packs images and videos; None: the model reads none.
 
     Raises:
@@ -66,8 +65,6 @@ def pack_microbatches(
     for planned in plan_microbatches(sizes, shape):
         members, bucket = in_bucket(sizes, planned, shape)
         indices, micro = _laid_out(batch, names, members, bucket, visuals)
-        if ready is not None:
-            ready(bucket)
         yield indices, distributed.put(micro, sharding)
 
 
@@ -125,18 +122,20 @@ def _pad(values: np.ndarray, shape: RowShape) -> np.ndarray:
     return np.pad(values, widths)
 
 
-class BucketPrograms:
-    """The programs of a jitted step over micro-batches, one for each bucket of their shapes.
+class MicroBatchStep:
+    """A jitted step over micro-batches, with a program for each bucket of their shapes.
 
     Each batch gets the rows, long or short, in which it takes less time (`choose_rows`).
-    On CPUs a batch waits for those that it needs, and the others are compiled while it runs.
-    Elsewhere the first batch waits for all.
+    On CPUs a micro-batch waits for its own program, and the others are compiled while it runs.
+    Elsewhere the first one waits for all.
 
     Args:
         label: of the step.
-        step: jitted; a call of it finds what is compiled here.
+        step: jitted.
         shape: of the micro-batches.
         mesh: the devices.
+        place: of the micro-batch, or of its rows, among the step's inputs.
+        params: the place of the parameters, whose layout and dtypes tell programs apart, too.
         visuals: packs images and videos; None: the model reads none.
     """
 
@@ -146,13 +145,17 @@ class BucketPrograms:
         step: Any,
         shape: RowShape,
         mesh: Mesh,
+        *,
+        place: int,
+        params: int = 0,
         visuals: VisualPacker | None = None,
     ) -> None:
-        """Begin without any."""
+        """Compile nothing yet."""
         self._label, self._step, self._shape, self._mesh = label, step, shape, mesh
-        self._visuals = visuals
+        self._place, self._params, self._visuals = place, params, visuals
         self._is_ahead = compiles_ahead(mesh.devices.flat)
-        self._programs: dict[Any, dict[RowShape, PendingProgram]] = {}
+        self._programs: dict[Any, PendingProgram] = {}
+        self._begin_others: Callable[[tuple[Any, ...]], None] | None = None
 
     def begin(self, params: Params, inputs: Callable[[RowShape], tuple[Any, ...]]) -> None:
         """Begin to compile the program of the largest bucket, before there is a batch.
@@ -160,68 +163,90 @@ class BucketPrograms:
         It is that of short rows, which most batches get.
 
         Args:
-            params: what the step will run with, or their shapes.
+            params: that the step will run with, or their shapes.
             inputs: bucket -> the step's inputs, as shapes.
         """
         if self._is_ahead:
             largest = self._shape.in_short_rows.buckets[-1]
-            BACKGROUND.add([self._program(params, largest, lambda: inputs(largest))])
+            BACKGROUND.add([self._program(largest, params, lambda: inputs(largest))])
 
     def microbatches(
-        self,
-        batch: Batch,
-        names: Iterable[str],
-        params: Params,
-        inputs: Callable[[MicroBatch], tuple[Any, ...]],
+        self, batch: Batch, names: Iterable[str]
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Cut a batch's chains as `pack_microbatches`; each part can be run when it comes.
+        """Cut a batch's chains as `pack_microbatches`.
 
         Args:
             batch: with the fields that the step asks for.
             names: of these fields.
-            params: what the step runs with; their layout and dtypes tell programs apart.
-            inputs: a micro-batch as shapes -> the step's inputs, as arrays or shapes.
         """
-        visuals = self._visuals
+        visuals, mesh = self._visuals, self._mesh
         ids = () if visuals is None else placeholders(visuals.spec)
         batch = cut_chains(batch, names, self._shape.width, ids)
-        shape = choose_rows(_sizes(batch, self._shape, visuals), self._shape)
-        programs = self._programs.get(layout_and_dtypes(params), {})
-        is_ready = all(p.is_done and not p.has_failed for p in programs.values())
-        if not is_ready or not programs.keys() >= {*shape.buckets}:
-            for bucket in shape.buckets:
-                micro = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], self._mesh)
-                given = abstract(inputs(micro))
-                self._program(params, bucket, lambda given=given: given)
-            programs = self._programs[layout_and_dtypes(params)]
-            self._start(programs, batch, shape)
-        ready = {bucket: program.result for bucket, program in programs.items()}
-        return pack_microbatches(
-            batch, names, shape, self._mesh, lambda bucket: ready[bucket](), visuals
-        )
+        sizes = _sizes(batch, self._shape, visuals)
+        shape = choose_rows(sizes, self._shape)
 
-    def _start(
-        self, programs: dict[RowShape, PendingProgram], batch: Batch, shape: RowShape
-    ) -> None:
-        """Begin with what a batch needs, where others can wait."""
-        if not self._is_ahead:
-            compile_all([programs[bucket] for bucket in shape.buckets])
-            return
-        sizes = _sizes(batch, shape, self._visuals)
-        plans = plan_microbatches(sizes, shape)
-        needed = dict.fromkeys(in_bucket(sizes, plan, shape)[1] for plan in plans)
-        BACKGROUND.add([programs[bucket] for bucket in needed][1:])  # this thread takes the first
-        BACKGROUND.add([p for bucket, p in programs.items() if bucket not in needed], later=True)
+        def begin_others(inputs: tuple[Any, ...]) -> None:
+            """Begin to compile for the other buckets: first what the batch needs."""
+            if all(self._is_ready(bucket, inputs[self._params]) for bucket in shape.buckets):
+                return
+            like = abstract(inputs)  # programs that wait would hold on to the arrays
+
+            def inputs_in(bucket: RowShape) -> tuple[Any, ...]:
+                micro: Any = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], mesh)
+                micro = micro if isinstance(like[self._place], MicroBatch) else micro.rows
+                return *like[: self._place], micro, *like[self._place + 1 :]
+
+            programs = {
+                bucket: self._program(
+                    bucket, inputs[self._params], functools.partial(inputs_in, bucket)
+                )
+                for bucket in shape.buckets
+            }
+            if not self._is_ahead:
+                compile_all([*programs.values()])
+                return
+            planned = plan_microbatches(sizes, shape)
+            needed = dict.fromkeys(in_bucket(sizes, members, shape)[1] for members in planned)
+            BACKGROUND.add([programs[bucket] for bucket in needed][1:])  # this thread: the first
+            rest = [program for bucket, program in programs.items() if bucket not in needed]
+            BACKGROUND.add(rest, later=True)
+
+        self._begin_others = begin_others
+        return pack_microbatches(batch, names, shape, mesh, visuals)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the step on a micro-batch, once it is compiled."""
+        if self._begin_others is not None:
+            begin_others, self._begin_others = self._begin_others, None
+            begin_others(inputs)
+        micro = inputs[self._place]
+        rows: Rows = micro.rows if isinstance(micro, MicroBatch) else micro
+        key = rows.tokens.shape, rows.row.shape, layout_and_dtypes(inputs[self._params])
+        self._programs[key].result()
+        return self._step(*inputs)
+
+    def _is_ready(self, bucket: RowShape, params: Params) -> bool:
+        """Return whether the program of a bucket is compiled."""
+        program = self._programs.get(_program_key(bucket, params))
+        return program is not None and program.is_done and not program.has_failed
 
     def _program(
-        self, params: Params, bucket: RowShape, inputs: Callable[[], tuple[Any, ...]]
+        self, bucket: RowShape, params: Params, inputs: Callable[[], tuple[Any, ...]]
     ) -> PendingProgram:
         """Return the program of a bucket; make it if there is none, or none that works."""
-        programs = self._programs.setdefault(layout_and_dtypes(params), {})
-        if bucket not in programs or programs[bucket].has_failed:
+        key = _program_key(bucket, params)
+        if key not in self._programs or self._programs[key].has_failed:
             label = f"{self._label} {bucket.rows} x {bucket.length}"
-            programs[bucket] = PendingProgram(label, lambda: self._step.lower(*inputs()).compile())
-        return programs[bucket]
+            self._programs[key] = PendingProgram(
+                label, lambda: self._step.lower(*inputs()).compile()
+            )
+        return self._programs[key]
+
+
+def _program_key(bucket: RowShape, params: Params) -> Any:
+    """Return by what the program of a bucket is found, as `MicroBatchStep.__call__` does."""
+    shapes = (bucket.rows, bucket.length), (bucket.sequences,)
+    return *shapes, layout_and_dtypes(params)
 
 
 def layout_and_dtypes(params: Params) -> Any:

@@ -65,7 +65,7 @@ from jaxrl_llm.training.loop import (
     train_to_the_end,
     validate_before,
 )
-from jaxrl_llm.training.microbatches import BucketPrograms, finished_metrics
+from jaxrl_llm.training.microbatches import MicroBatchStep, finished_metrics
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     COEFS,
@@ -355,8 +355,7 @@ class PreferTrainer(Trainer[Step]):
             metrics = objective(combine_params(params, rest), micro, {}, forward, mesh)[1]
             return {name: value for name, value in metrics.items() if name != "router"}
 
-        self._measure = measure
-        self._programs = BucketPrograms("validation", measure, learner.shape, mesh)
+        self._measure = MicroBatchStep("validation", measure, learner.shape, mesh, place=2)
 
     def step(self, clock: Clock) -> Step:
         """Update the model on the next preferences."""
@@ -379,7 +378,7 @@ class PreferTrainer(Trainer[Step]):
         batch = self._batch(self.data.validation, Clock())
         batch = batch.add(weights=np.asarray(learner.reduce(jnp.asarray(batch["mask"]))))
         names = learner.objective.asks_for() | {"mask", "weights"}
-        cut = self._programs.microbatches(batch, names, params, lambda micro: (params, rest, micro))
+        cut = self._measure.microbatches(batch, names)
         parts = [self._measure(params, rest, micro) for _, micro in cut]
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
         return _named("val", finished_metrics(jax.device_get(total)))

@@ -36,7 +36,7 @@ from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_scores_from_hidden
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_model import read_model
-from jaxrl_llm.training.microbatches import BucketPrograms, merge_microbatches
+from jaxrl_llm.training.microbatches import MicroBatchStep, merge_microbatches
 from jaxrl_llm.types import Batch, Rows
 
 
@@ -239,11 +239,11 @@ def score_pass(
         hidden = layout.merge_context(hidden)
         return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
 
-    programs = BucketPrograms("reward model", compute, shape, layout.mesh)
+    step = MicroBatchStep("reward model", compute, shape, layout.mesh, place=1)
 
     def score(params: Params, batch: Batch) -> np.ndarray:
-        cut = programs.microbatches(batch, (), params, lambda micro: (params, micro.rows))
-        pending = [(indices, compute(params, micro.rows)) for indices, micro in cut]
+        cut = step.microbatches(batch, ())
+        pending = [(indices, step(params, micro.rows)) for indices, micro in cut]
         scores = np.zeros(len(batch.sequence_lengths), np.float32)
         for indices, values in pending:
             scores[indices] = distributed.fetch(values)[: len(indices)]
@@ -267,11 +267,11 @@ def token_score_pass(
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         return {"scores": token_scores_from_hidden(params, hidden, rows, model)}
 
-    programs = BucketPrograms("process reward model", compute, shape, layout.mesh)
+    step = MicroBatchStep("process reward model", compute, shape, layout.mesh, place=1)
 
     def score(params: Params, batch: Batch) -> np.ndarray:
-        cut = programs.microbatches(batch, (), params, lambda micro: (params, micro.rows))
-        parts = ((indices, compute(params, micro.rows)) for indices, micro in cut)
+        cut = step.microbatches(batch, ())
+        parts = ((indices, step(params, micro.rows)) for indices, micro in cut)
         return merge_microbatches(parts, batch)["scores"]
 
     return score

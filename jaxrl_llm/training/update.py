@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.compilation import PendingProgram, StepPrograms, abstract
+from jaxrl_llm.compilation import AheadOfCall, abstract
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import name_of
@@ -36,12 +36,11 @@ from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import balance_pass
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.microbatches import (
-    BucketPrograms,
     Fields,
     MicroBatch,
+    MicroBatchStep,
     empty_total,
     finished_metrics,
-    layout_and_dtypes,
     merge_metrics,
     merge_microbatches,
 )
@@ -136,20 +135,21 @@ class Learner:
         return init
 
     @functools.cached_property
-    def begin(self) -> Callable[..., Any]:
-        """(params, frozen, micro, coefficients) -> zeros, a sum over no micro-batches."""
-        made: list[Callable[[], Any]] = []
+    def _make_zeros(self) -> Callable[[], tuple[Params, Fields]]:
+        total = functools.partial(empty_total, self._shapes["total"])
+        return jax.jit(total, out_shardings=self._total_shardings)
 
-        def zeros(*inputs: Any) -> Any:
-            if not made:  # they are the same in every bucket
-                total = functools.partial(empty_total, self.total_like(*inputs))
-                made.append(jax.jit(total, out_shardings=self._total_shardings))
-            return made[0]()
+    def zeros(self, *inputs: Any) -> tuple[Params, Fields]:
+        """Return the sum of gradients and metrics over no micro-batches.
 
-        return zeros
+        Args:
+            *inputs: parameters, frozen ones, a micro-batch and coefficients.
+        """
+        self.total_like(*inputs)
+        return self._make_zeros()
 
     def total_like(self, *inputs: Any) -> tuple[Params, Fields]:
-        """Return the shapes of the sum of gradients and metrics, by the inputs of `begin`."""
+        """Return the shapes of the sum of gradients and metrics, by the inputs of `zeros`."""
         if "total" not in self._shapes:
             metrics: Any = jax.eval_shape(self._loss, *inputs)[1]
             metrics.pop("policy", None)
@@ -178,27 +178,14 @@ class Learner:
             given = params, rest, micro_like(bucket), coefs
             return self.total_like(*given), *given
 
-        self.programs.begin(params, inputs)
+        self._accumulate.begin(params, inputs)
         largest = self.shape.buckets[-1]
-        self._apply_ahead(params, lambda: (self.state_like(), *inputs(largest)[0]))
+        self._apply.begin(lambda: (self.state_like(), *self._split(inputs(largest)[0])))
 
-    def _apply_ahead(self, params: Params, inputs: Callable[[], tuple[Any, ...]]) -> PendingProgram:
-        """Return the program of `apply`; begin to compile it where others can wait.
-
-        Args:
-            params: of the state.
-            inputs: the state, and the sum of gradients and metrics, as shapes.
-        """
-
-        def given() -> tuple[Any, ...]:
-            state, grads, metrics = inputs()
-            return state, grads, self._pop_statistics(dict(metrics))
-
-        return self._apply_programs.begin(layout_and_dtypes(params), given)
-
-    def _pop_statistics(self, metrics: Fields) -> Any:
-        """Take the hooks' statistics out of an update's metrics; None without hooks."""
-        return metrics.pop(self.hooks.statistics, None) if self.hooks else None
+    def _split(self, total: tuple[Params, Fields]) -> tuple[Params, Any]:
+        """Return gradients and the hooks' statistics of a sum; None where it has none."""
+        grads, metrics = total
+        return grads, metrics.get(self.hooks.statistics) if self.hooks else None
 
     @functools.cached_property
     def accumulate(self) -> Any:
@@ -275,27 +262,20 @@ class Learner:
         if self.hooks:
             coefs = coefs | self.hooks.coefficients(state.params, batch)
         names = self.objective.asks_for() | {"mask", "weights", "token_weights", *self.model.marks}
-
-        def add(total: tuple[Params, Fields] | None, micro: MicroBatch) -> Any:
-            inputs = state.params, self._rest, micro, coefs
-            return self.accumulate(self.begin(*inputs) if total is None else total, *inputs)
-
-        def shapes(micro: MicroBatch) -> tuple[Any, ...]:
-            inputs = abstract((state.params, self._rest, micro, coefs))
-            return self.total_like(*inputs), *inputs
-
         total, parts = None, []
-        cut = self.programs.microbatches(batch, names, state.params, shapes)
-        like = abstract(state)
-        apply = self._apply_ahead(state.params, lambda: (like, *self.total_like()))
-        for indices, micro in cut:
-            total, policy_stats = add(total, micro)
+        for indices, micro in self._accumulate.microbatches(batch, names):
+            inputs = state.params, self._rest, micro, coefs
+            if total is None:
+                total = self.zeros(*inputs)
+                like = abstract(state), *self._split(self.total_like(*inputs))
+                self._apply.begin(functools.partial(tuple, like))
+            total, policy_stats = self._accumulate(total, *inputs)
             parts.append((indices, policy_stats))
         assert total is not None, "a mini-batch holds at least one sequence"
-        grads, metrics = total
-        statistics = self._pop_statistics(metrics)
-        apply.result()
-        state, applied = self.apply(state, grads, statistics)
+        state, applied = self._apply(state, *self._split(total))
+        metrics = {
+            k: v for k, v in total[1].items() if not self.hooks or k != self.hooks.statistics
+        }
         policy = merge_microbatches(parts, batch)
         return state, finished_metrics(metrics) | applied | ({"policy": policy} if policy else {})
 
@@ -308,8 +288,8 @@ class Learner:
         return {}
 
     @functools.cached_property
-    def _apply_programs(self) -> StepPrograms:
-        return StepPrograms("optimizer", self.apply, self.mesh.devices.flat)
+    def _apply(self) -> AheadOfCall:
+        return AheadOfCall("optimizer", self.apply, self.mesh.devices.flat)
 
     @functools.cached_property
     def _total_shardings(self) -> tuple[Any, Any]:
@@ -324,9 +304,13 @@ class Learner:
         return self.objective(everything, micro, coefs, self.model, self.mesh)
 
     @functools.cached_property
-    def programs(self) -> BucketPrograms:
-        """The programs of `accumulate`."""
-        return BucketPrograms("update", self.accumulate, self.shape, self.mesh, self.model.visuals)
+    def _accumulate(self) -> MicroBatchStep:
+        return MicroBatchStep(
+            *("update", self.accumulate, self.shape, self.mesh),
+            place=3,
+            params=1,
+            visuals=self.model.visuals,
+        )
 
     @functools.cached_property
     def _weigh(self) -> Callable[..., tuple[Array, Array]]:

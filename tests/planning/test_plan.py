@@ -160,7 +160,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     )
     mesh, shape = layouts.train.mesh, learner.shape
     _, micro = next(pack_microbatches(batch, names, shape, mesh))
-    total = learner.begin(state.params, {}, micro, {})
+    total = learner.zeros(state.params, {}, micro, {})
     own = learner.accumulate.lower(total, state.params, {}, micro, {}).compile().memory_analysis()
     assert planned.arguments == own.argument_size_in_bytes
     assert planned.scratch == own.temp_size_in_bytes
