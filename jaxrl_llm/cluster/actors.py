@@ -327,7 +327,7 @@ class EngineHost(_Process):
         folder.mkdir(parents=True, exist_ok=True)
         if config.compilation_cache:
             self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        longest = config.longest_sequence
         model = for_length(base_model(model_of(model_spec(config.model))), longest)
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
         return local_engine(config, model, layout, folder), decoder_spec(model)

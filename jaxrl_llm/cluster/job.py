@@ -85,7 +85,7 @@ def running_job(
     until = time.monotonic() + cluster.start_timeout_s
     nodes = wait_for_nodes(cluster.nodes + config.rollout.nodes, until)
     state.gpus = max(state.gpus, max_gpus_per_node(nodes))
-    requirements = compute_requirements(config, cluster, state.gpus)
+    requirements = compute_requirements(config.rollout, cluster, state.gpus)
     if requirements.on_cpus:
         log.warning("no node of the cluster has a GPU: the run's devices are the CPUs'")
     group = reserve(requirements, cluster.start_timeout_s, until)
@@ -152,7 +152,7 @@ def start_actors(
     retries = {"max_restarts": cluster.restarts, "max_task_retries": cluster.restarts}
     engines = [
         schedule(EngineHost, group, cluster.nodes + index, requirements.engine, **retries).remote(
-            requirements.process_env(cluster, config), config, coordinator, index
+            requirements.process_env(cluster, config.rollout), config, coordinator, index
         )
         for index in range(config.rollout.nodes)
     ]

@@ -13,8 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl_llm.cluster.actors import ProcessEnv, ProcessInfo
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.config.sections import ClusterConfig
+from jaxrl_llm.config.sections import ClusterConfig, RolloutConfig
 from jaxrl_llm.sharding import rendezvous
 
 FORWARDED_PREFIXES = ("JAX_", "XLA_", "NCCL_", "HF_", "JAXRL_LLM_", "WANDB_")
@@ -45,11 +44,11 @@ class Requirements(NamedTuple):
     on_cpus: bool
 
     def process_env(
-        self, cluster: ClusterConfig, engine_of: TrainConfig | None = None
+        self, cluster: ClusterConfig, engine_of: RolloutConfig | None = None
     ) -> ProcessEnv:
         """Return the environment of a training process, or of an engine of a run."""
         env = {name: v for name, v in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
-        is_vllm = engine_of is not None and engine_of.rollout.engine == "vllm"
+        is_vllm = engine_of is not None and engine_of.engine == "vllm"
         if self.on_cpus or is_vllm:  # whose sidecars have the GPUs
             env["JAX_PLATFORMS"] = "cpu"
         if self.on_cpus:
@@ -64,7 +63,7 @@ def wait_for_nodes(count: int, until: float) -> list[Any]:
     """Return what Ray knows of its nodes when so many are there, or the time has come.
 
     Args:
-        count: of nodes that a job requirements.
+        count: of nodes that a job requires.
         until: by `time.monotonic`.
     """
     while True:
@@ -83,16 +82,16 @@ def max_gpus_per_node(nodes: Sequence[Any]) -> int:
     return max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
 
 
-def compute_requirements(config: TrainConfig, cluster: ClusterConfig, gpus: int) -> Requirements:
-    """Return what a job requirements of a cluster's nodes.
+def compute_requirements(rollout: RolloutConfig, cluster: ClusterConfig, gpus: int) -> Requirements:
+    """Return what a job requires of a cluster's nodes.
 
     Args:
-        config: of the run.
-        cluster: the same's.
+        rollout: of the run.
+        cluster: of the run.
         gpus: of a node.
     """
     train_devices = cluster.devices or max(gpus // cluster.processes_per_node, 1)
-    engine_devices = config.rollout.devices or max(gpus, 1)
+    engine_devices = rollout.devices or max(gpus, 1)
 
     def resources(count: int, devices: int) -> dict[str, float]:
         cpus = {"CPU": float(count * cluster.cpus)}
@@ -103,7 +102,7 @@ def compute_requirements(config: TrainConfig, cluster: ClusterConfig, gpus: int)
     return Requirements(
         process,
         engine,
-        training + [engine] * config.rollout.nodes,
+        training + [engine] * rollout.nodes,
         (train_devices, engine_devices),
         on_cpus=not gpus,
     )

@@ -121,6 +121,23 @@ class TrainConfig(RunConfig):
     cluster: ClusterConfig | None = None
     """run on a Ray cluster; null: on this machine"""
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def longest_teacher_sequence(self) -> int:
+        """Tokens of the longest prompt that a teacher reads with the longest response."""
+        longest_prompt = self.teacher.max_prompt_tokens or self.data.max_prompt_tokens
+        return longest_prompt + self.rollout.max_new_tokens
+
+    @property
+    def sequences_per_minibatch(self) -> int:
+        """Responses that an update is on."""
+        prompts = self.batch.prompts_per_minibatch or self.batch.prompts_per_step
+        return prompts * self.rollout.samples_per_prompt
+
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
         check(
@@ -197,11 +214,10 @@ def minibatches_divide_the_step(config: TrainConfig) -> Iterator[str]:
 def longest_sequence_fits(config: TrainConfig) -> Iterator[str]:
     """Require room for the longest sequence, unless devices share a row."""
     room = config.batch.max_tokens_per_device
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.mesh.train.context == 1 and room < longest:
+    if config.mesh.train.context == 1 and room < config.longest_sequence:
         yield (
-            f"batch.max_tokens_per_device={room} can't hold the longest "
-            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+            f"batch.max_tokens_per_device={room} can't hold the longest sequence: "
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {config.longest_sequence}"
         )
 
 

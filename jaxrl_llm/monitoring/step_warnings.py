@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 
-from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.sharding.distributed import is_first
 
 log = logging.getLogger(__name__)
@@ -16,13 +16,13 @@ class StepWarnings:
     """Looks at the metrics of each step.
 
     Args:
-        config: of the run.
+        optims: of the models that are trained, by role.
         total_steps: steps in all.
     """
 
-    def __init__(self, config: TrainConfig, total_steps: int) -> None:
+    def __init__(self, optims: Mapping[str, OptimConfig], total_steps: int) -> None:
         """Look at nothing yet."""
-        self._config, self._without_spread, self._warned = config, 0, False
+        self._optims, self._without_spread, self._warned = optims, 0, False
         self._limit = min(STEPS_WITHOUT_SPREAD, total_steps)
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -32,15 +32,14 @@ class StepWarnings:
             self._warn_of_no_spread(metrics)
 
     def _warn_of_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
-        for role in ("actor", "critic", "implicit_reward_model"):
+        for role, optim in self._optims.items():
             skipped = metrics.get(f"{role}/skipped", 0)
             if skipped:
-                section = self._config if role == "actor" else getattr(self._config, role)
                 log.warning(
                     "step %d: %d update(s) skipped, for the %s's gradient was not finite; more "
                     "than %s.max_skipped=%d in a row stop the run",
                     *(step, skipped, role.replace("_", " ")),
-                    *("optim" if role == "actor" else f"{role}.optim", section.optim.max_skipped),
+                    *("optim" if role == "actor" else f"{role}.optim", optim.max_skipped),
                 )
 
     def _warn_of_no_spread(self, metrics: Mapping[str, float]) -> None:

@@ -29,11 +29,17 @@ from jaxrl_llm.sharding.mesh import over_batch, replicated
 from jaxrl_llm.training.bind import AlgorithmFunctions, abstract_fields, abstract_pairs
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.layouts import microbatch_shape, update_shape
 from jaxrl_llm.training.load_model import forward_config
 from jaxrl_llm.training.microbatches import MicroBatch
 from jaxrl_llm.training.objectives import COEFS
-from jaxrl_llm.training.roles import inference_of, learner_of, reference_dtype, replaying, taught_by
+from jaxrl_llm.training.roles import (
+    inference_of,
+    learner_of,
+    reference_dtype,
+    replaying,
+    row_shapes,
+    taught_by,
+)
 from jaxrl_llm.training.teachers import TeacherModel
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows
@@ -177,8 +183,7 @@ def plan_role(
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
     settings = planned_forward(config, spec, layout)
     settings = replaying(settings, config) if name == "actor" else settings
-    shape = microbatch_shape(config, settings, layout)
-    of_updates = update_shape(config, settings, layout, shape)
+    shape, of_updates = row_shapes(config, settings, layout)
     coefs: dict[str, Any] = dict(COEFS)
     if name == "actor" and functions.runs_teacher_in_update:
         teacher = abstract_teacher(config, spec, layout)
@@ -271,7 +276,7 @@ def plan_reference(
     """
     weights = abstract_params(spec, layout, reference_dtype(config))
     settings = planned_forward(config, spec, layout)
-    shape = microbatch_shape(config, settings, layout)
+    shape = row_shapes(config, settings, layout)[0]
     if apart:
         infer = logprob_pass(settings.over(shape), shape, layout.mesh, ("logprobs",))
     else:

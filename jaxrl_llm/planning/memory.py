@@ -268,7 +268,7 @@ def count_pair_microbatches(config: TrainConfig, role: AbstractModel) -> int:
 
 def longest(config: TrainConfig) -> int:
     """Return the tokens of the longest sequence."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.longest_sequence
 
 
 def tokens_on_device(role: AbstractModel) -> int | float:

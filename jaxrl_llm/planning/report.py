@@ -184,7 +184,7 @@ def describe_window(steps: Sequence[CompiledStep], shapes: RunShapes) -> list[st
         sum(s.time.total * s.runs for s in steps if (s.step.role == ENGINE) == is_engine)
         for is_engine in (True, False)
     )
-    if overlaps_training(config, shapes.layouts):
+    if overlaps_training(config.rollout, shapes.layouts):
         lines.append(
             f"{'':10}the engine's {sampling:.1f} s and the trainer's {training:.1f} s overlap: a "
             f"step takes {max(sampling, training):.1f} s at least"

@@ -116,7 +116,7 @@ def engine_settings(config: TrainConfig) -> EngineSettings:
     step = config.batch.prompts_per_step * rollout.samples_per_prompt
     return EngineSettings(
         max_running_sequences=rollout.max_running_sequences,
-        max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        max_tokens=config.longest_sequence,
         cache_gb=rollout.kv_cache_gb,
         dtype=config.model.dtype,
         quantization=rollout.quantization,

@@ -73,7 +73,6 @@ from jaxrl_llm.training.experience import (
     correction_weights,
     with_key,
 )
-from jaxrl_llm.training.layouts import longest_teacher_sequence
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     LENGTHS,
@@ -820,7 +819,7 @@ def check_teacher_prompt(config: TrainConfig) -> None:
             "the policy's tokens reads another prompt"
         )
     refuse_distributions(config, "prompt")
-    longest = longest_teacher_sequence(config)
+    longest = config.longest_teacher_sequence
     if config.mesh.train.context == 1 and room < longest:
         raise ConfigError(
             f"batch.max_tokens_per_device={room} can't hold the longest sequence that the teacher "
@@ -884,7 +883,7 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     """
     fields = abstract_fields(
         config.batch.prompts_per_step * config.rollout.samples_per_prompt,
-        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        config.longest_sequence,
         len(config.reward.components),
         config.teacher.top_k or 1,
     )

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RolloutConfig
 from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.monitoring.activity import activity
@@ -336,7 +335,11 @@ class Buffer:
     """The prompts and answers of a run that are not trained yet.
 
     Attributes:
-        config: of the run.
+        rollout: how the run samples.
+        prompts_per_step: P.
+        max_generation_batches: times P groups that a step samples at most, where a filter drops
+            some.
+        seed: of the run.
         total_steps: after which no group is trained.
         sampler: samples answers.
         scorer: scores them, and says which groups are kept.
@@ -346,7 +349,10 @@ class Buffer:
         executor: two threads: for sampling while a step is trained, and for groups that end.
     """
 
-    config: TrainConfig
+    rollout: RolloutConfig
+    prompts_per_step: int
+    max_generation_batches: int
+    seed: int
     total_steps: int
     sampler: Sampler
     scorer: Scorer
@@ -377,8 +383,8 @@ class Buffer:
             TrainingError: the group filter refused too many groups, or the schedule that is
                 replayed has no such step.
         """
-        size = self.config.batch.prompts_per_step
-        ahead = min(self.config.rollout.staleness, self.total_steps - step)
+        size = self.prompts_per_step
+        ahead = min(self.rollout.staleness, self.total_steps - step)
         dropped: list[Group] = []
         row = self.schedule.row(step)
         while True:
@@ -414,7 +420,7 @@ class Buffer:
         Raises:
             TrainingError: it has not come as far as in the schedule that is replayed.
         """
-        if not self.config.rollout.staleness:
+        if not self.rollout.staleness:
             return {}
         metrics, turns = {}, 0
         if self._overlapped is not None:
@@ -482,9 +488,9 @@ class Buffer:
         Images and videos of the prompt are decoded.
         """
         prompt = prompt.loaded()
-        samples, size = self.config.rollout.samples_per_prompt, self.config.batch.prompts_per_step
+        samples, size = self.rollout.samples_per_prompt, self.prompts_per_step
         batch, place = divmod(ordinal, size)
-        draw = self.config.seed, batch + 1, TRAINING, 0
+        draw = self.seed, batch + 1, TRAINING, 0
         first = place * samples
         seeds = answer_seeds(draw, first + samples)[first:]
         states = [EpisodeState(prompt, s, draw, first + i) for i, s in enumerate(seeds)]
@@ -494,7 +500,7 @@ class Buffer:
         """Sample until the first groups, or all, are whole; begin to score those that are."""
         states = [state for group in self._groups for state in group.states]
         needed = sum(len(group.states) for group in self._groups[:size])
-        finishes = self.config.rollout.at_push == "finish" and not self.sampler.overlaps_training
+        finishes = self.rollout.at_push == "finish" and not self.sampler.overlaps_training
         if all_ends or finishes:
             needed = len(states)
         waited_for = states[:needed]
@@ -519,7 +525,7 @@ class Buffer:
 
         The synchronous loop scores all answers of a step together.
         """
-        if not self.config.rollout.staleness or not self.scorer.in_background:
+        if not self.rollout.staleness or not self.scorer.in_background:
             return None
         groups = {state: group for group in self._groups for state in group.states}
 
@@ -560,7 +566,7 @@ class Buffer:
 
     @property
     def _engine(self) -> str:
-        if self.config.rollout.nodes:
+        if self.rollout.nodes:
             return NODES
         return OWN if self.sampler.overlaps_training else TRAINERS
 
@@ -571,7 +577,7 @@ class Buffer:
         by_length = row is not None and self._follows_lengths(row)
         if not self.sampler.overlaps_training or not states or by_length:
             return
-        rollout, stop = self.config.rollout, None
+        rollout, stop = self.rollout, None
         if rollout.at_push != "finish":
             stop = Stop(rollout.turns if row is None else row.turns)
 
@@ -601,7 +607,7 @@ class Buffer:
         kept_groups = [group for group in self._groups if group.kept]
         if self.sampler.episodes is not None:  # or what failed by itself would seem too hard
             self.sampler.episodes.check_broken(episodes_of(dropped + kept_groups))
-        limit = self.config.algorithm.max_generation_batches
+        limit = self.max_generation_batches
         if (count := len(dropped)) > (limit - 1) * size:
             unscored = sum(score.is_unscored for score in scores_of(dropped))
             other = f" {unscored} of the dropped answers are unscored." if unscored else ""

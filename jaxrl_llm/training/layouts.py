@@ -8,8 +8,13 @@ import jax
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.config.sections import MeshConfig, MeshSizes, SftMeshConfig
+from jaxrl_llm.config.sections import (
+    BatchConfig,
+    MeshConfig,
+    MeshSizes,
+    RolloutConfig,
+    SftMeshConfig,
+)
 from jaxrl_llm.data.balance import sequence_cost
 from jaxrl_llm.data.packing import RowShape, row_shape
 from jaxrl_llm.models.decoder import Decoder
@@ -41,7 +46,7 @@ class Layouts(NamedTuple):
         return getattr(self, meshes.get(role, role))
 
 
-def overlaps_training(config: TrainConfig, layouts: Layouts) -> bool:
+def overlaps_training(rollout: RolloutConfig, layouts: Layouts) -> bool:
     """Return whether a run's engine samples while its models are trained.
 
     It does where answers may be stale, and the engine has devices of its own: nodes, a mesh apart
@@ -51,7 +56,6 @@ def overlaps_training(config: TrainConfig, layouts: Layouts) -> bool:
         ConfigError: it does not, but the config gives it turns to take; or several processes train,
             which would have to take the same turns.
     """
-    rollout = config.rollout
     if rollout.nodes:
         return rollout.staleness > 0
     if rollout.engine == "vllm":
@@ -256,67 +260,23 @@ def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> boo
 
 
 def microbatch_shape(
-    config: TrainConfig, forward: ForwardConfig, layout: Layout, longest: int | None = None
+    batch: BatchConfig, forward: ForwardConfig, layout: Layout, *, longest: int, sequences: int
 ) -> RowShape:
     """Return the shape of the micro-batches of a run's updates and passes in one layout.
 
     Args:
-        config: of the run.
+        batch: of the run.
         forward: how the model is run.
         layout: where it stands.
-        longest: sequence, in tokens; None: the policy's longest.
+        longest: sequence, in tokens.
+        sequences: of a mini-batch.
     """
-    longest = longest or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return packed_shape(
         layout,
         forward.model,
-        tokens=config.batch.max_tokens_per_device,
+        tokens=batch.max_tokens_per_device,
         longest=longest,
-        sequences=minibatch_size(config),
+        sequences=sequences,
         long_rows=takes_long_rows(forward, layout, longest),
-        visual_tokens=config.batch.max_visual_tokens_per_device,
+        visual_tokens=batch.max_visual_tokens_per_device,
     )
-
-
-def pair_shape(config: TrainConfig, forward: ForwardConfig, layout: Layout) -> RowShape:
-    """Return the shape of the micro-batches of an update on pairs of answers.
-
-    A row holds two answers with their prompts. There is room for a pair of each prompt; where there
-    are more, there are more micro-batches.
-    """
-    return packed_shape(
-        layout,
-        forward.model,
-        tokens=config.batch.max_tokens_per_device,
-        longest=2 * (config.data.max_prompt_tokens + config.rollout.max_new_tokens),
-        sequences=minibatch_size(config) // config.rollout.samples_per_prompt,
-    )
-
-
-def update_shape(
-    config: TrainConfig, forward: ForwardConfig, layout: Layout, passes: RowShape
-) -> RowShape:
-    """Return the shape of the micro-batches of a model's updates.
-
-    Args:
-        config: of the run.
-        forward: how the model is run.
-        layout: where it stands.
-        passes: shape of those of its passes without gradients.
-    """
-    return passes if config.algorithm.pairs is None else pair_shape(config, forward, layout)
-
-
-def longest_teacher_sequence(config: TrainConfig) -> int:
-    """Return the most tokens of an answer behind the prompt that a teacher reads, with the prompt.
-
-    Where teacher.prompt is null, it is that of the run.
-    """
-    longest_prompt = config.teacher.max_prompt_tokens or config.data.max_prompt_tokens
-    return longest_prompt + config.rollout.max_new_tokens
-
-
-def minibatch_size(config: TrainConfig) -> int:
-    """Return how many sequences an update has."""
-    prompts = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
-    return prompts * config.rollout.samples_per_prompt

@@ -10,15 +10,12 @@ import numpy as np
 from jaxrl_llm.config.errors import RowError, RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.config.functions import described_failure
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.data.chat_template import ChatTemplate, Message
+from jaxrl_llm.data.chat_template import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.row_fields import naming_row
 from jaxrl_llm.data.teacher_prompts import ScoredAnswer
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.layouts import longest_teacher_sequence
 from jaxrl_llm.training.teachers import without_teacher
 from jaxrl_llm.types import Batch
 
@@ -218,19 +215,3 @@ def add_prompted_logprobs(
         metrics |= more
     metrics["teacher/left_out"] = 1 - float(batch["teacher_mask"][batch["mask"]].mean())
     return batch, metrics
-
-
-def open_teacher_prompts(
-    config: TrainConfig, functions: AlgorithmFunctions, tokenizer: Any
-) -> TeacherPrompts | None:
-    """Return the prompts that teachers read, where they are not those of the answers."""
-    if functions.teacher_prompt is None:
-        return None
-    longest = longest_teacher_sequence(config)
-    return TeacherPrompts(
-        function=functions.teacher_prompt,
-        encode=ChatTemplate(tokenizer, config.data.chat_template_kwargs).prompt,
-        samples=config.rollout.samples_per_prompt,
-        max_prompt_tokens=longest - config.rollout.max_new_tokens,
-        max_tokens=longest,
-    )

@@ -320,7 +320,11 @@ def open_reward_model(
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
     forward = ForwardConfig(model=model_of(spec), dtype=dtype)
-    shape = microbatch_shape(config, forward, layout, longest)
+    shape = microbatch_shape(
+        *(config.batch, forward, layout),
+        longest=longest,
+        sequences=config.sequences_per_minibatch,
+    )
     make = token_score_pass if spec.value_head else score_pass
     run = make(forward.over(shape), shape, layout)
 
@@ -358,7 +362,7 @@ def longest_input(config: TrainConfig, path: str, spec: ModelSpec, *, reads_text
         ValueError: it has fewer positions, or the key for it makes no difference.
     """
     given, drawn = config.reward.max_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence
     if given is not None and not reads_text:
         raise ValueError(
             f"{path} reads the policy's tokens, which {drawn} bounds: remove reward.max_tokens"

@@ -15,6 +15,7 @@ from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.fields import call
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ReferenceConfig
+from jaxrl_llm.data.chat_template import ChatTemplate
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder
@@ -32,10 +33,10 @@ from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, update_shape
+from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.prompted_teacher import TeacherPrompts, open_teacher_prompts
+from jaxrl_llm.training.prompted_teacher import TeacherPrompts
 from jaxrl_llm.training.teachers import (
     AVERAGE,
     PolicyTeacher,
@@ -208,12 +209,22 @@ def open_models(
     if functions.needs_teacher and config.teacher.weights != "given":
         teacher, average = open_policy_teacher(config, model, layouts, infer, initial)
         trainable |= {AVERAGE: average} if average else {}
+    teacher_prompts = None
+    if functions.teacher_prompt is not None:
+        longest = config.longest_teacher_sequence
+        teacher_prompts = TeacherPrompts(
+            function=functions.teacher_prompt,
+            encode=ChatTemplate(tokenizer, config.data.chat_template_kwargs).prompt,
+            samples=config.rollout.samples_per_prompt,
+            max_prompt_tokens=longest - config.rollout.max_new_tokens,
+            max_tokens=longest,
+        )
     models = Models(
         roles={name: made[name] for name in order if name in made},
         tower=model.tower,
         reference=reference,
         teacher=teacher,
-        teacher_prompts=open_teacher_prompts(config, functions, tokenizer),
+        teacher_prompts=teacher_prompts,
     )
     return models, trainable, refreshed
 
@@ -248,7 +259,7 @@ def make_roles(
         model = actor
         if path:
             model = read_role(path, key, layout, actor.model, value_head=is_critic)
-            model = model.for_length(config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+            model = model.for_length(config.longest_sequence)
         elif layout is not layouts.train:
             placed = reshard(actor.params, layout.of(actor.model.declare()))
             model = laid_out(actor.model, placed, layout)
@@ -259,8 +270,7 @@ def make_roles(
             *(actor.tower, config.data.max_pixels),
         )
         settings = replaying(settings, config) if name == "actor" else settings
-        shape = microbatch_shape(config, settings, layout)
-        updates = update_shape(config, settings, layout, shape)
+        shape, updates = row_shapes(config, settings, layout)
         own_teacher = teacher if name == "actor" else None
         spec = taught_by(own_teacher, update, updates) if own_teacher else update
         learner = learner_of(spec, settings, updates, layout, model.like, model.frozen)
@@ -278,6 +288,28 @@ def make_roles(
         )
         trainable[name] = TrainableModel(model, learner, key)
     return roles, trainable
+
+
+def row_shapes(
+    config: TrainConfig, forward: ForwardConfig, layout: Layout
+) -> tuple[RowShape, RowShape]:
+    """Return the shapes of the micro-batches of a model's passes and of its updates.
+
+    An update on pairs has rows for two answers with their prompts, and room for a pair of each
+    prompt; where there are more, there are more micro-batches.
+    """
+    sequences, longest = config.sequences_per_minibatch, config.longest_sequence
+    passes = microbatch_shape(config.batch, forward, layout, longest=longest, sequences=sequences)
+    if config.algorithm.pairs is None:
+        return passes, passes
+    pairs = packed_shape(
+        layout,
+        forward.model,
+        tokens=config.batch.max_tokens_per_device,
+        longest=2 * longest,
+        sequences=sequences // config.rollout.samples_per_prompt,
+    )
+    return passes, pairs
 
 
 def replaying(settings: ForwardConfig, config: TrainConfig) -> ForwardConfig:
@@ -478,7 +510,7 @@ def open_reference(
                 *(config.model, model.model, layout, config.rollout.temperature),
                 *(model.tower, config.data.max_pixels),
             )
-            shape = microbatch_shape(config, forward, layout)
+            shape = row_shapes(config, forward, layout)[0]
             infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
         if settings.refresh_every is None:
             params = initial(layout, config.offload.reference)

@@ -424,11 +424,18 @@ def open_trainer(
     )
     check_images(learner, prompts, validation_prompts if episodes else ())
     sampler = Sampler(
-        *(config, engine, tokens, PolicyWeights(config, model, layouts.train), episodes),
-        overlaps_training=overlaps_training(config, layouts),
+        *(config.rollout, engine, tokens),
+        PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
+        seed=config.seed,
+        folder=folder,
+        episodes=episodes,
+        overlaps_training=overlaps_training(config.rollout, layouts),
     )
     buffer = Buffer(
-        config=config,
+        rollout=config.rollout,
+        prompts_per_step=per_step,
+        max_generation_batches=config.algorithm.max_generation_batches,
+        seed=config.seed,
         total_steps=files.total_steps,
         sampler=sampler,
         scorer=scorer,
@@ -478,7 +485,7 @@ def open_training_layouts(config: TrainConfig) -> Layouts:
 
 def check_longest_sequence(config: TrainConfig, model: Model) -> int:
     """Return the tokens of the longest sequence; refuse a model that can't hold it."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence
     if model.max_positions is not None and longest > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, but the model has "

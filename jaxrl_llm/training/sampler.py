@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import RolloutConfig, ValidationConfig
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
@@ -48,10 +48,12 @@ class Sampler:
     """Samples answers from the run's engine: plain ones, or episodes of several turns.
 
     Args:
-        config: of the run.
+        rollout: how the run samples.
         engine: holds the policy.
         tokens: the policy's tokenizer and stop tokens.
         weights: how the engine gets the policy's.
+        seed: of the run.
+        folder: of the run.
         episodes: samples episodes of several turns; None: answers are plain.
         overlaps_training: whether the engine may sample while the models are trained, as its
             devices are not theirs. It keeps its cache then.
@@ -62,21 +64,23 @@ class Sampler:
 
     def __init__(
         self,
-        config: TrainConfig,
+        rollout: RolloutConfig,
         engine: Engine,
         tokens: PolicyTokens,
         weights: "PolicyWeights",
-        episodes: EpisodeSampler | None = None,
         *,
+        seed: int,
+        folder: Path,
+        episodes: EpisodeSampler | None = None,
         overlaps_training: bool = False,
     ) -> None:
         """Sample nothing yet."""
         self.engine, self.tokens, self.episodes = engine, tokens, episodes
         self.overlaps_training = overlaps_training
-        self.keeps_cache = config.rollout.at_push == "keep"
-        self._config = config
+        self.keeps_cache = rollout.at_push == "keep"
+        self._rollout, self._seed = rollout, seed
         self._decode = text_decoder(tokens.tokenizer)
-        self.weights, self._journals = weights, Journals(Path(config.run_dir))
+        self.weights, self._journals = weights, Journals(folder)
 
     @activity("syncing weights")
     def sync(self, params: Any, version: int) -> dict[str, float]:
@@ -125,7 +129,7 @@ class Sampler:
             stop: ends it, too.
             on_end: is called with each answer that has ended.
         """
-        rollout = self._config.rollout
+        rollout = self._rollout
         sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
@@ -149,11 +153,12 @@ class Sampler:
         """
         return rollouts if self.episodes is None else self.episodes.examine(rollouts)
 
-    def sample_validation(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
+    def sample_validation(
+        self, prompts: Sequence[Prompt], step: int, validation: ValidationConfig
+    ) -> Rollouts:
         """Sample answers to validation prompts."""
-        validation = self._config.validation
         sampling = SamplingParams(
-            max_new_tokens=self._config.rollout.max_new_tokens,
+            max_new_tokens=self._rollout.max_new_tokens,
             temperature=validation.temperature,
             top_p=validation.top_p,
             stop_ids=self.tokens.stops,
@@ -162,7 +167,7 @@ class Sampler:
 
     def sample_greedy(self, rollouts: Rollouts, step: int) -> Rollouts:
         """Sample a greedy answer to each prompt of a step's answers."""
-        rollout = self._config.rollout
+        rollout = self._rollout
         sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop_ids=self.tokens.stops
         )
@@ -171,13 +176,13 @@ class Sampler:
 
     def sample_canaries(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
         """Sample a few short plain answers, to compare the engine with the trainer."""
-        rollout = self._config.rollout
+        rollout = self._rollout
         sampling = SamplingParams(
             max_new_tokens=min(CANARY_TOKENS, rollout.max_new_tokens),
             temperature=rollout.temperature,
             stop_ids=self.tokens.stops,
         )
-        states = begin_episodes(prompts[:CANARIES], 1, (self._config.seed, step, CANARY))
+        states = begin_episodes(prompts[:CANARIES], 1, (self._seed, step, CANARY))
         with self.awake():
             sample_states(self.engine, states, sampling, needed=len(states))
         return as_rollouts(states, decode=self._decode)
@@ -190,7 +195,7 @@ class Sampler:
         seed: tuple[int, int],
     ) -> Rollouts:
         """Sample G answers to each prompt."""
-        states = begin_episodes(prompts, samples, (self._config.seed, *seed))
+        states = begin_episodes(prompts, samples, (self._seed, *seed))
         self._run(states, sampling, len(states), None, None)
         return self.examine(self.gather(states))
 
@@ -215,9 +220,10 @@ class PolicyWeights:
     """The policy's weights on their way from the trainer to the engine.
 
     Args:
-        config: of the run.
+        rollout: how the run samples.
         model: the policy, as it was loaded.
         layout: of training.
+        dtype: of computing.
 
     Attributes:
         model: without an adapter.
@@ -227,13 +233,14 @@ class PolicyWeights:
         checksum: of the model's parameters, as the engine should hold them.
     """
 
-    def __init__(self, config: TrainConfig, model: LoadedModel, layout: Layout) -> None:
+    def __init__(
+        self, rollout: RolloutConfig, model: LoadedModel, layout: Layout, dtype: str
+    ) -> None:
         """Prepare the merging of an adapter, and the checksum."""
         self.model, self.layout = base_model(model.model), layout
-        self.dtype = config.model.dtype
+        self.dtype = dtype
         self.merged = merge_for_engine(model, self.dtype)
         # vLLM quantizes what its host was sent, of which the checksum is
-        rollout = config.rollout
         quantized = rollout.engine == "native" and rollout.quantization == "fp8"
         self.checksum = engine_checksum(self.model, self.dtype, quantized=quantized)
 

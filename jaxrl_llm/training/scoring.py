@@ -64,7 +64,7 @@ class Scorer:
         self._executor = open_executor(1, "scoring", stack)
         self._samples = config.rollout.samples_per_prompt
         self._prompts = config.batch.prompts_per_step
-        self._longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        self._longest = config.longest_sequence
         self._components = config.reward.components
         self._compares = "group_ids" in functions.needs
         self._one_chain_only = refused_with_chains(config, functions)

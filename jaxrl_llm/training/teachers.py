@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
-from jaxrl_llm.training.layouts import Layouts, longest_teacher_sequence, microbatch_shape
+from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objectives import Distillation, top_pass
 from jaxrl_llm.training.reward_model import check_same_tokens
@@ -286,7 +287,7 @@ def open_server_teacher(
     client = ScoringClient(url, model, api_key=key, limits=limits)
     stack.callback(client.close)
     room = distributed.run_on_first(client.open)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence
     if own is not None:
         longest = longest_for_teacher(config, None if room is None else room - 1)
     elif room is not None and room < longest + 1:
@@ -331,7 +332,7 @@ def longest_for_teacher(config: TrainConfig, room: int | None) -> int:
             f"teacher.max_tokens={asked}, but the longest sequence that it can be given has {room} "
             "tokens: by its positions, its server or batch.max_tokens_per_device"
         )
-    wanted = asked or 2 * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    wanted = asked or 2 * config.longest_sequence
     return wanted if room is None else min(wanted, room)
 
 
@@ -412,7 +413,7 @@ def pass_of(
     config: TrainConfig, model: LoadedModel, layout: Layout, layouts: Layouts, infer: Infer
 ) -> Infer:
     """Return the teacher's pass: the policy's, where it reads nothing longer, nor elsewhere."""
-    longest = longest_teacher_sequence(config)
+    longest = config.longest_teacher_sequence
     if model.model.max_positions is not None and longest > model.model.max_positions:
         raise ConfigError(
             f"the teacher's longest prompt + rollout.max_new_tokens = {longest}, but the model has "
@@ -420,8 +421,13 @@ def pass_of(
         )
     plain = dataclasses.replace(config.model, router_loss_coef=0.0)
     forward = forward_config(plain, model.model, layout, 1.0, model.tower, config.data.max_pixels)
-    shape = microbatch_shape(config, forward, layout, longest)
-    if layout is layouts.train and shape == microbatch_shape(config, forward, layout):
+    shape_for = functools.partial(
+        microbatch_shape,
+        *(config.batch, forward, layout),
+        sequences=config.sequences_per_minibatch,
+    )
+    shape = shape_for(longest=longest)
+    if layout is layouts.train and shape == shape_for(longest=config.longest_sequence):
         return infer
     frozen = model.frozen
     return logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",), frozen=frozen)
@@ -575,7 +581,7 @@ def open_teacher(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
 ) -> Teacher:
     """Load a teacher that has the policy's tokens; see `open_teachers`."""
-    longest = longest_teacher_sequence(config)
+    longest = config.longest_teacher_sequence
     with config_errors_at("teacher.path"):
         model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
     return as_teacher(config, path, model, layout, longest)
@@ -619,7 +625,11 @@ def as_teacher(
         )
     if config.offload.teacher:
         model = model._replace(params=to_host(model.params))
-    shape = microbatch_shape(config, model.forward, layout, longest)
+    shape = microbatch_shape(
+        *(config.batch, model.forward, layout),
+        longest=longest,
+        sequences=config.sequences_per_minibatch,
+    )
     forward, count = model.forward.over(shape), config.teacher.top_k
     infer = (
         logprob_pass(forward, shape, layout.mesh, ("logprobs",))

@@ -59,7 +59,6 @@ from jaxrl_llm.training.experience import (
     select_pairs,
     with_ages,
 )
-from jaxrl_llm.training.layouts import minibatch_size
 from jaxrl_llm.training.loop import Metrics, OpenFiles, Trainer
 from jaxrl_llm.training.prompted_teacher import add_prompted_logprobs
 from jaxrl_llm.training.roles import REFERENCE, Models, Role
@@ -160,7 +159,9 @@ class RLTrainer(Trainer[FinishedStep]):
         self._tolerance = agreement_tolerance(config.rollout)
         self._decode = text_decoder(sampler.tokens.tokenizer, skip_special_tokens=False)
         self._dump = RolloutDumps(Path(config.run_dir) / "rollouts")
-        self._warn = StepWarnings(config, self.files.total_steps)
+        optims = {"actor": config.optim, "critic": config.critic.optim}
+        optims |= {"implicit_reward_model": config.implicit_reward_model.optim}
+        self._warn = StepWarnings(optims, self.files.total_steps)
         self._background = ThreadPoolExecutor(1, "background")
         self._kl = functions.kl and kl_to_reference(functions.kl)
         self._control_kl = checked_controller(functions.controller)
@@ -232,7 +233,7 @@ class RLTrainer(Trainer[FinishedStep]):
                 updated |= told
             else:
                 with clock(f"update_{role.name}"):
-                    minibatches = [*cut_minibatches(batch, minibatch_size(config))]
+                    minibatches = [*cut_minibatches(batch, config.sequences_per_minibatch)]
                     updated |= self.update(role, minibatches)[0]
         self._follow_policy(step)
 
@@ -332,7 +333,7 @@ class RLTrainer(Trainer[FinishedStep]):
 
     def select(self, batch: Batch) -> Selected:
         """Return what of a batch the policy is updated on: all, what a filter keeps, or pairs."""
-        size = minibatch_size(self.config)
+        size = self.config.sequences_per_minibatch
         unit = size // self.config.rollout.samples_per_prompt
         if self._make_pairs:
             return select_pairs(self._make_pairs, size, unit, batch)
@@ -409,7 +410,9 @@ class RLTrainer(Trainer[FinishedStep]):
     def validate(self, number: int) -> Metrics:
         """Return metrics of the policy's answers to the validation prompts; show the first ones."""
         with activity("validating"):
-            rollouts = self.sampler.sample_validation(self.validation_prompts, number)
+            rollouts = self.sampler.sample_validation(
+                self.validation_prompts, number, self.config.validation
+            )
             scores, samples = self.scorer.score_validation(rollouts), self.config.validation.samples
         for line in example_lines(rollouts, scores, samples=samples):
             self.files.display.line(line)

@@ -32,9 +32,10 @@ from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.training import load_model
 from jaxrl_llm.training.bind import abstract_fields, resolve_functions
 from jaxrl_llm.training.experience import advantage_step, correction_step
-from jaxrl_llm.training.layouts import microbatch_shape, open_layouts
+from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
+from jaxrl_llm.training.roles import row_shapes
 from jaxrl_llm.training.sampler import merge_for_engine
 from jaxrl_llm.training.update import Learner, router_hooks
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
@@ -186,7 +187,7 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
     config = configure(tmp_path, spec, model__router_loss_coef=0.1)
     layout = open_layouts(config.mesh).train
     settings = load_model.forward_config(config.model, model_of(spec), layout)
-    shape = microbatch_shape(config, settings, layout)
+    shape = row_shapes(config, settings, layout)[0]
     settings = settings.over(shape)
     micro = abstract_microbatch({"mask"}, config, shape, layout.mesh)
     params, everywhere = abstract_params(spec, layout), replicated(layout.mesh)
@@ -207,7 +208,7 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
     totals = jax.eval_shape(count, params, {}, micro.rows)
     coefs = {"balance_weights": jax.eval_shape(weigh, totals)}
     assert not lower(weigh.trace(totals)).calls
-    metrics = jax.eval_shape(learner.begin, params, {}, micro, coefs)[1]
+    metrics = jax.eval_shape(learner.zeros, params, {}, micro, coefs)[1]
     metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
     update = learner.accumulate.trace((params, metrics), params, {}, micro, coefs)
     check(update, spec, StepKind.ACCUMULATE)

@@ -2,6 +2,7 @@
 
 import math
 from decimal import Decimal
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxrl_llm.config.errors import ConfigError, RowError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
@@ -71,12 +73,17 @@ PROMPT = Prompt(0, (1, 2), "arithmetic", "3", {}, [])
 
 def sampler_of(engine, **keys):
     tokens = PolicyTokens(Mock(decode=lambda ids, **options: "x"), (0,))
-    return Sampler(config_of(**keys), engine, tokens, Mock())
+    config = config_of(**keys)
+    return Sampler(
+        *(config.rollout, engine, tokens, Mock()),
+        seed=config.seed,
+        folder=Path(config.run_dir),
+    )
 
 
 def test_the_engine_holds_its_cache_only_while_it_samples():
     engine = Engine()
-    sampler_of(engine).sample_validation([PROMPT], 1)
+    sampler_of(engine).sample_validation([PROMPT], 1, ValidationConfig())
     assert engine.calls == ["wake", "sample", "sleep"]
     engine = Engine(RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import jax.numpy as jnp
@@ -113,7 +114,10 @@ def buffer_of(config, scorer, stack):
         **{"overlaps_training": False, "keeps_cache": False, "episodes": None},
     )
     return Buffer(
-        config=config,
+        rollout=config.rollout,
+        prompts_per_step=config.batch.prompts_per_step,
+        max_generation_batches=config.algorithm.max_generation_batches,
+        seed=config.seed,
         total_steps=2,
         sampler=sampler,
         scorer=scorer,
@@ -298,7 +302,8 @@ def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
         Mock(spec=PolicyWeights, merged=Mock(), checksum=Mock(return_value=17)),
     )
     engine.load.return_value = echo
-    sampler = Sampler(config_of(), engine, PolicyTokens(Mock(), ()), weights)
+    tokens, folder = PolicyTokens(Mock(), ()), Path("r")
+    sampler = Sampler(config_of().rollout, engine, tokens, weights, seed=0, folder=folder)
     if told is None:
         assert sampler.sync({}, 3) == {"perf/moved_gb": 0.0}
     else:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt, batches
 from jaxrl_llm.monitoring import activity as activity_module
 from jaxrl_llm.monitoring.activity import ACTIVITIES
@@ -97,16 +96,10 @@ def open_window(
     def kept(rollouts, scores):
         return [keep(prompt.index) for prompt in rollouts.prompts[::SAMPLES]]
 
-    config = Mock(
-        spec=TrainConfig,
-        seed=7,
-        batch=SimpleNamespace(prompts_per_step=SIZE),
-        rollout=SimpleNamespace(
-            samples_per_prompt=SAMPLES,
-            staleness=staleness,
-            **{"at_push": "reread", "turns": None, "nodes": 0, **keys},
-        ),
-        algorithm=SimpleNamespace(max_generation_batches=limit),
+    rollout = SimpleNamespace(
+        samples_per_prompt=SAMPLES,
+        staleness=staleness,
+        **{"at_push": "reread", "turns": None, "nodes": 0, **keys},
     )
     sampler = Mock(
         spec=Sampler,
@@ -122,7 +115,10 @@ def open_window(
         episodes=None,
     )
     return Buffer(
-        config=config,
+        rollout=rollout,
+        prompts_per_step=SIZE,
+        max_generation_batches=limit,
+        seed=7,
         total_steps=steps,
         sampler=sampler,
         scorer=Mock(
