@@ -204,12 +204,15 @@ class AlgorithmFunctions:
         return bool(self.needs & fields_of_model("teacher"))
 
     @property
+    def distillation(self) -> Distillation | None:
+        """Return the divergence from a teacher that the actor's update minimises, if it does."""
+        objective = self.updates["actor"].objective
+        return objective.distillation if isinstance(objective, PolicyObjective) else None
+
+    @property
     def runs_teacher_in_update(self) -> bool:
         """Return whether the actor's update runs the teacher, over the whole vocabulary."""
-        objective = self.updates["actor"].objective
-        is_policy = isinstance(objective, PolicyObjective)
-        distillation = objective.distillation if is_policy else None
-        return distillation is not None and not distillation.of_top
+        return self.distillation is not None and not self.distillation.of_top
 
     @property
     def on_policy(self) -> bool:

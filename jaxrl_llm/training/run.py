@@ -413,7 +413,13 @@ def open_trainer(
             *(config, config.reward.classifier, tokens.tokenizer),
             *(model.model, layouts.reward_model),
         )
-    scorer = Scorer(config, functions, reward_model, stack)
+    scorer = Scorer(
+        *(config.reward, functions, reward_model, stack),
+        folder=folder,
+        prompts=per_step,
+        samples=config.rollout.samples_per_prompt,
+        longest=config.longest_sequence,
+    )
     frozen = {} if teachers is None else teachers.held_params
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     files, saved = open_files(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import make_scoring
@@ -34,10 +34,14 @@ class Scorer:
     """Scores answers, and lays them out as a batch with their scores.
 
     Args:
-        config: of the run.
-        functions: that it names.
+        reward: how the run scores.
+        functions: of the algorithm.
         reward_model: that scores answers, if one does.
         stack: ends the scoring processes at the run's end.
+        folder: of the run.
+        prompts: of a step.
+        samples: to each prompt.
+        longest: tokens of the longest prompt and answer.
 
     Attributes:
         score: rollouts -> one score for each answer; waits for them.
@@ -47,27 +51,28 @@ class Scorer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        reward: RewardConfig,
         functions: AlgorithmFunctions,
         reward_model: RewardModel | None,
         stack: contextlib.ExitStack,
+        *,
+        folder: Path,
+        prompts: int,
+        samples: int,
+        longest: int,
     ) -> None:
         """Start the reward functions."""
         by_model = reward_model.score if reward_model else None
-        self.score, self.score_validation = make_scoring(
-            config.reward, by_model, stack, Path(config.run_dir)
-        )
+        self.score, self.score_validation = make_scoring(reward, by_model, stack, folder)
         # elsewhere than on the devices, and not together with other processes
         self.in_background = (
-            reward_model is None and config.reward.workers > 0 and distributed.process_count() == 1
+            reward_model is None and reward.workers > 0 and distributed.process_count() == 1
         )
         self._executor = open_executor(1, "scoring", stack)
-        self._samples = config.rollout.samples_per_prompt
-        self._prompts = config.batch.prompts_per_step
-        self._longest = config.longest_sequence
-        self._components = config.reward.components
+        self._samples, self._prompts, self._longest = samples, prompts, longest
+        self._components = reward.components
         self._compares = "group_ids" in functions.needs
-        self._one_chain_only = refused_with_chains(config, functions)
+        self._one_chain_only = refused_with_chains(functions, reward)
         self._has_warned = False
         self._penalty = functions.penalty and per_answer(
             functions.penalty, "algorithm.penalty", np.floating
@@ -179,15 +184,14 @@ def lost_in_rounding(scores: Sequence[Score], samples: int) -> tuple[float, floa
     return (float(low[tuple(lost[0])]), float(high[tuple(lost[0])])) if lost.size else None
 
 
-def refused_with_chains(config: TrainConfig, functions: AlgorithmFunctions) -> list[str]:
+def refused_with_chains(functions: AlgorithmFunctions, reward: RewardConfig) -> list[str]:
     """Return the keys of a config that compare whole answers, and take no several chains."""
-    algorithm = config.algorithm
     keys = {
-        "algorithm.pairs": algorithm.pairs is not None,
-        "algorithm.distillation": algorithm.distillation is not None,
+        "algorithm.pairs": functions.pairs is not None,
+        "algorithm.distillation": functions.distillation is not None,
         "teacher": functions.needs_teacher,
         "implicit_reward_model": "implicit_reward_model" in functions.updates,
-        "reward.step_rewards": config.reward.step_rewards,
+        "reward.step_rewards": reward.step_rewards,
     }
     return [key for key, is_set in keys.items() if is_set]
 

@@ -56,6 +56,7 @@ def functions_of(**functions):
             "needs": frozenset(),
             "needs_teacher": False,
             "updates": {},
+            "distillation": None,
             "on_policy": True,
             "probes_only": False,
         },
@@ -165,7 +166,8 @@ def test_answers_are_scored_while_the_devices_compute(tmp_path):
         reward={"function": f"{tmp_path / 'reward.py'}:score", "workers": 1, "timeout_s": LIMIT},
     )
     with contextlib.ExitStack() as stack:
-        scorer = Scorer(config, functions_of(), None, stack)
+        sizes = {"prompts": 1, "samples": 2, "longest": config.longest_sequence}
+        scorer = Scorer(config.reward, functions_of(), None, stack, folder=tmp_path, **sizes)
         trainer = trainer_of(
             config,
             models={"reference": Mock(spec=Reference, logprobs=logprobs)},
