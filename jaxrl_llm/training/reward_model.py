@@ -313,8 +313,15 @@ def open_reward_model(
                 f"{path} gives no score; expected a …ForSequenceClassification, or a process "
                 "reward model, a …ForTokenClassification"
             )
-        encode = choose_encoder(config, path, spec, tokenizer, actor)
-        longest = longest_input(config, path, spec, reads_text=encode is not policy_tokens)
+        encode = choose_encoder(
+            *(reward, path, spec, tokenizer, actor), has_episodes=config.rollout.has_episodes
+        )
+        longest = longest_input(
+            *(reward, path, spec),
+            longest=config.longest_sequence,
+            room=config.batch.max_tokens_per_device,
+            reads_text=encode is not policy_tokens,
+        )
         spec = spec.for_length(longest)
         params = read_model(path, spec, layout).params
     if dtype != "float32":
@@ -349,26 +356,29 @@ def open_reward_model(
     return RewardModel(params, score)
 
 
-def longest_input(config: TrainConfig, path: str, spec: ModelSpec, *, reads_text: bool) -> int:
+def longest_input(
+    reward: RewardConfig, path: str, spec: ModelSpec, *, longest: int, room: int, reads_text: bool
+) -> int:
     """Return the most tokens of a prompt and answer that a reward model is given.
 
     Args:
-        config: of the run.
+        reward: how the run scores.
         path: of the reward model.
         spec: of the reward model.
+        longest: tokens of the policy's longest prompt and answer.
+        room: for tokens in a row.
         reads_text: whether it has its own tokens, of which there may be more than the policy's.
 
     Raises:
         ValueError: it has fewer positions, or the key for it makes no difference.
     """
-    given, drawn = config.reward.max_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
-    longest = config.longest_sequence
+    given, drawn = reward.max_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
     if given is not None and not reads_text:
         raise ValueError(
             f"{path} reads the policy's tokens, which {drawn} bounds: remove reward.max_tokens"
         )
     if given is None and reads_text:
-        return min(2 * longest, spec.max_positions, config.batch.max_tokens_per_device)
+        return min(2 * longest, spec.max_positions, room)
     if spec.max_positions < (given or longest):
         raise ValueError(
             f"{path} has {spec.max_positions} positions, but the longest sequence is "
@@ -402,23 +412,35 @@ def step_scores(
 
 
 def choose_encoder(
-    config: TrainConfig, path: str, spec: ModelSpec, tokenizer: Any, actor: Model
+    reward: RewardConfig,
+    path: str,
+    spec: ModelSpec,
+    tokenizer: Any,
+    actor: Model,
+    *,
+    has_episodes: bool,
 ) -> Encode:
     """Return how a reward model is given answers, as `reward.render` says.
 
     Args:
-        config: of the run.
+        reward: how the run scores.
         path: of the reward model.
         spec: of the reward model.
         tokenizer: of the policy.
         actor: the policy.
+        has_episodes: whether answers have several turns.
 
     Raises:
         ValueError: it can't be given them so.
     """
-    reward, trained = config.reward, read_scoring(path)
+    trained = read_scoring(path)
     if spec.value_head:
-        return step_encoder(config, path, trained.get("step_separator"), tokenizer)
+        if has_episodes:
+            raise ValueError(
+                f"{path} is a process reward model, which scores plain answers, but rollout.agent, "
+                "rollout.tools or rollout.environment makes episodes of several turns"
+            )
+        return step_encoder(reward, path, trained.get("step_separator"), tokenizer)
     for key, default in (("aggregate", "min"), ("step_rewards", False), ("step_separator", None)):
         if getattr(reward, key) != default:
             raise ValueError(
@@ -444,11 +466,11 @@ def choose_encoder(
     return encoder.answer if render == "answer" else encoder.chat
 
 
-def step_encoder(config: TrainConfig, path: str, trained: str | None, tokenizer: Any) -> Encode:
+def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer: Any) -> Encode:
     """Return how a process reward model is given answers.
 
     Args:
-        config: of the run.
+        reward: how the run scores.
         path: of the reward model.
         trained: the separator that it was trained with, where its directory says so.
         tokenizer: of the policy.
@@ -456,7 +478,6 @@ def step_encoder(config: TrainConfig, path: str, trained: str | None, tokenizer:
     Raises:
         ValueError: it can't be given them.
     """
-    reward = config.reward
     separator = trained or reward.step_separator
     if separator is None:
         raise ValueError(
@@ -467,11 +488,6 @@ def step_encoder(config: TrainConfig, path: str, trained: str | None, tokenizer:
         raise ValueError(
             f"{path} is a process reward model, which reads steps by its own tokenizer: leave "
             f"reward.render={reward.render} out"
-        )
-    if config.rollout.has_episodes:
-        raise ValueError(
-            f"{path} is a process reward model, which scores plain answers, but rollout.agent, "
-            "rollout.tools or rollout.environment makes episodes of several turns"
         )
     return StepEncoder(
         own_tokenizer(path, reward),
