@@ -38,7 +38,7 @@ class BatchField(NamedTuple):
         dtype: of its elements.
         stage: from which it exists.
         meaning: what it holds.
-        model: that a run has if a function asks for the field, besides the actor.
+        model: whose pass before the update gives the field, if a function asks for it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class BatchField(NamedTuple):
     dtype: Literal["float32", "int32", "bool"]
     stage: Stage
     meaning: str
-    model: Literal["critic", "reference", "implicit_reward_model", "teacher"] | None = None
+    model: Literal["actor", "critic", "reference", "implicit_reward_model", "teacher"] | None = None
 
 
 FIELDS: Mapping[str, BatchField] = {
@@ -144,6 +144,7 @@ FIELDS: Mapping[str, BatchField] = {
             Stage.INFERRED,
             "log-probs under the policy at the start of the step; the engine's own with "
             "algorithm.use_rollout_logprobs",
+            "actor",
         ),
         BatchField(
             "rollout_logprobs", "B T", "float32", Stage.SCORED, "log-probs that the engine reported"
@@ -232,6 +233,7 @@ FIELDS: Mapping[str, BatchField] = {
             "float32",
             Stage.INFERRED,
             "entropy of the policy at the start of the step; in its loss, as it is updated",
+            "actor",
         ),
         BatchField(
             "sum_pi_squared",
@@ -240,6 +242,7 @@ FIELDS: Mapping[str, BatchField] = {
             Stage.INFERRED,
             "Σ_v π_v², the sum of the squared probabilities of all tokens, at the start of the "
             "step",
+            "actor",
         ),
         BatchField(
             "high_covariance",
@@ -278,7 +281,7 @@ def fields_at(stage: Stage) -> frozenset[str]:
 
 
 def fields_of_model(model: str) -> frozenset[str]:
-    """Return the names of the fields for which a run needs a model besides the actor.
+    """Return the names of the fields that a model's pass before the update gives.
 
     >>> fields_of_model("reference")
     frozenset({'ref_logprobs'})

@@ -227,7 +227,7 @@ class AlgorithmFunctions:
         It does where the update sees some of the answers, and nothing asks for what it computes.
         """
         selects = self.pairs is not None or self.answer_filter is not None
-        asked = self.needs & {"old_logprobs", "entropy", "sum_pi_squared"}
+        asked = self.needs & fields_of_model("actor")
         return selects and not asked and self.kl is None
 
     @property
@@ -523,7 +523,7 @@ def is_on_policy(
         and not algorithm.use_rollout_logprobs
         and algorithm.kl_reward is None
         and config.critic.warmup_steps == 0
-        and not asked & {"old_logprobs", "entropy", "sum_pi_squared"}
+        and not asked & fields_of_model("actor")
     )
 
 
@@ -613,7 +613,7 @@ def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFuncti
 
 def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
     """Refuse to skip the pass for the old log-probs where a function needs what it computes."""
-    missing = sorted(needs & {"entropy", "sum_pi_squared"})
+    missing = sorted(needs & fields_of_model("actor") - {"old_logprobs"})
     if algorithm.use_rollout_logprobs and missing:
         raise ConfigError(
             f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "

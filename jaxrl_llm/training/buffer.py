@@ -10,6 +10,7 @@ A step has two parts. In `take` the engine samples until the step's groups are w
 others. What is in flight then is plain data: the engine is empty.
 """
 
+import base64
 import functools
 import json
 import logging
@@ -32,9 +33,9 @@ from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import CountingEngine, Stop
 from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
-from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
 from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
 from jaxrl_llm.rollout.seeds import turn_seed
+from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.loop import Metrics
@@ -636,3 +637,46 @@ class Buffer:
             "async/in_flight_answers": float(len(open_ones)),
             "async/in_flight_tokens": float(sum(state.drawn for state in open_ones)),
         }
+
+
+# Completions as JSON can hold them, bit for bit.
+
+
+def packed_completion(completion: Completion) -> dict[str, Any]:
+    """Return a completion without its likeliest tokens as JSON can hold it."""
+
+    def packed(array: np.ndarray, dtype: str) -> str:
+        return base64.b64encode(np.asarray(array, dtype).tobytes()).decode()
+
+    routes = {}
+    if completion.routes is not None:
+        dtype = completion.routes.dtype.newbyteorder("<").str
+        data = packed(completion.routes, dtype)
+        routes["routes"] = {"shape": completion.routes.shape, "dtype": dtype, "data": data}
+    return routes | {
+        "tokens": packed(completion.tokens, "<i4"),
+        "logprobs": packed(completion.logprobs, "<f4"),
+        "versions": packed(completion.versions, "<i4"),
+        "finish": completion.finish,
+        "stopped_by": completion.stopped_by,
+    }
+
+
+def unpacked_completion(packed: dict[str, Any]) -> Completion:
+    """Return what `packed_completion` has packed."""
+
+    def array(name: str, dtype: str) -> np.ndarray:
+        return np.frombuffer(base64.b64decode(packed[name]), dtype)
+
+    routes = packed.get("routes")
+    if routes is not None:
+        flat = np.frombuffer(base64.b64decode(routes["data"]), routes["dtype"])
+        routes = flat.reshape(routes["shape"])
+    return Completion(
+        array("tokens", "<i4"),
+        array("logprobs", "<f4"),
+        array("versions", "<i4"),
+        packed["finish"],
+        packed["stopped_by"],
+        routes=routes,
+    )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call
+from jaxrl_llm.config.fields import call, fields_of_model
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.chat_template import ChatTemplate
@@ -370,7 +370,8 @@ def inference_of(
     settings = settings.over(shape)
     if name == "critic":
         return value_pass(settings, shape, layout.mesh)
-    names = ("logprobs", "entropy", *sorted(functions.needs & {"sum_pi_squared"}))
+    asked = functions.needs & fields_of_model("actor") - {"old_logprobs"}
+    names = ("logprobs", *sorted(asked | {"entropy"}))
     names += (ROUTES,) if settings.router_replay == "old_policy" else ()
     return logprob_pass(settings, shape, layout.mesh, names, frozen=frozen)
 

@@ -104,6 +104,7 @@ def test_fields_are_named_once_and_stand_in_the_table_by_their_name():
     assert [field.name for field in FIELDS.values()] == list(FIELDS)
     assert all(fields_at(stage) for stage in Stage)
     assert fields_at(Stage.SELECTED) == set(FIELDS)
+    assert fields_of_model("actor") == {"old_logprobs", "entropy", "sum_pi_squared"}
     assert fields_of_model("critic") == {"values", "old_values", "returns"}
     assert fields_of_model("implicit_reward_model") == {"reward_logprobs"}
 

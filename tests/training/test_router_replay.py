@@ -26,12 +26,12 @@ from jaxrl_llm.models.transformer import forward_rows
 from jaxrl_llm.rollout.contents import Stretch
 from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.episode_log import EpisodeLog
-from jaxrl_llm.rollout.packed_completions import packed_completion, unpacked_completion
 from jaxrl_llm.rollout.sampling import Rollouts, lay_out
 from jaxrl_llm.rollout.types import Completion
 from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
 from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.bind import resolve_functions
+from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective
