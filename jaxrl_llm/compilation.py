@@ -6,12 +6,13 @@ compiler measures kernels on the GPU, and several processes must compile in one 
 pass is compiled for all its shapes before it first runs.
 """
 
+import collections
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -59,11 +60,6 @@ class PendingProgram:
         """Whether `result` raises."""
         return self._error is not None
 
-    def wait(self) -> None:
-        """Wait as long as a thread compiles it."""
-        with self._lock:
-            pass
-
     def announce(self) -> None:
         """Report once that it is to be compiled."""
         if not self._is_listed:
@@ -98,18 +94,21 @@ class PendingProgram:
 
 
 class CompileQueue:
-    """Threads that compile programs, and one more for those that can wait.
+    """Threads that compile programs: one of them those that can wait, when no others are left.
+
+    They end with the work. What none has begun when the process ends is not compiled.
 
     Args:
-        threads: None: as many as there are cores.
+        threads: at most; None: as many as there are cores.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        """Begin without programs."""
-        self._soon = ThreadPoolExecutor(threads or os.cpu_count(), "compile")
-        self._later = ThreadPoolExecutor(1, "compile")
-        self._pending: dict[Future[None], PendingProgram] = {}
-        self._held: list[PendingProgram] = []
+        """Begin without programs, and without threads."""
+        self._most, self._threads = threads or os.cpu_count() or 1, 0
+        self._changed = threading.Condition()
+        self._soon: collections.deque[PendingProgram] = collections.deque()
+        self._later: collections.deque[PendingProgram] = collections.deque()
+        self._running: set[PendingProgram] = set()
         self._is_held = False
 
     def add(self, programs: Iterable[PendingProgram], *, later: bool = False) -> None:
@@ -117,17 +116,15 @@ class CompileQueue:
 
         Args:
             programs: to compile.
-            later: in the thread for what can wait, and not before `release`.
+            later: after those that are needed soon.
         """
-        if later and self._is_held:
-            self._held += programs
-            return
-        for program in programs:
-            if not program.is_done:
+        programs = [program for program in programs if not program.is_done]
+        if not (later and self._is_held):
+            for program in programs:
                 program.announce()
-                added = (self._later if later else self._soon).submit(_compile_for_later, program)
-                self._pending[added] = program
-                added.add_done_callback(self._pending.pop)
+        with self._changed:
+            (self._later if later else self._soon).extend(programs)
+            self._start()
 
     def hold(self) -> None:
         """Begin with none that can wait, until `release`."""
@@ -135,8 +132,11 @@ class CompileQueue:
 
     def release(self) -> None:
         """Go on with those that can wait."""
-        self._is_held, held, self._held = False, self._held, []
-        self.add(held, later=True)
+        for program in list(self._later):
+            program.announce()
+        with self._changed:
+            self._is_held = False
+            self._start()
 
     def drop(self, programs: Iterable[PendingProgram]) -> None:
         """Forget programs that no thread has begun; wait for those that are compiled now.
@@ -144,27 +144,64 @@ class CompileQueue:
         Who needs one of them later compiles it.
         """
         dropped = {*programs}
-        self._held = [program for program in self._held if program not in dropped]
-        for added, program in [*self._pending.items()]:
-            if program in dropped:
-                added.cancel()
-        for program in dropped:
-            program.wait()
+        with self._changed:
+            for queue in (self._soon, self._later):
+                kept = [program for program in queue if program not in dropped]
+                queue.clear()
+                queue.extend(kept)
+            self._changed.wait_for(lambda: not self._running & dropped)
 
     def clear(self) -> None:
         """Drop all programs, and end a `hold`."""
-        self.drop([*self._held, *self._pending.values()])
+        with self._changed:
+            self._soon.clear()
+            self._later.clear()
         self._is_held = False
+        self.wait()
 
     def wait(self) -> None:
         """Wait until nothing is left to compile that is not held."""
-        while pending := [*self._pending]:
-            wait(pending)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._threads)
 
+    def _start(self) -> None:
+        left = len(self._soon) + bool(self._later and not self._is_held)
+        for _ in range(min(left, self._most - self._threads)):
+            threading.Thread(target=self._work, name="compile").start()
+            self._threads += 1
 
-def _compile_for_later(program: PendingProgram) -> None:
-    if threading.main_thread().is_alive():  # else the process ends, and nobody needs it
-        program.try_to_compile()
+    def _work(self) -> None:
+        program: PendingProgram | None = None
+        try:
+            while (program := self._take(program)) is not None:
+                program.try_to_compile()
+        except BaseException:
+            with self._changed:
+                self._leave(program)
+            raise
+
+    def _take(self, done: PendingProgram | None) -> PendingProgram | None:
+        """Return the next program for a thread; None: it ends."""
+        with self._changed:
+            self._running.discard(done)
+            self._changed.notify_all()
+            queue = None
+            if threading.main_thread().is_alive():  # else the process ends
+                if self._soon:
+                    queue = self._soon
+                elif self._later and not self._is_held and self._threads == 1:
+                    queue = self._later
+            if queue is None:
+                self._leave(None)  # with the lock still held: who adds programs starts a thread
+                return None
+            program = queue.popleft()
+            self._running.add(program)
+            return program
+
+    def _leave(self, program: PendingProgram | None) -> None:
+        self._threads -= 1
+        self._running.discard(program)
+        self._changed.notify_all()
 
 
 BACKGROUND = CompileQueue()

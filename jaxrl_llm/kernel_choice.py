@@ -124,7 +124,8 @@ def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
     name, asked, *_ = case
     with _DECIDING:
         if case not in _DECIDED:
-            with config_errors_at(f"model.{name}={asked}"):
+            key = "experts" if name == "experts" else "attention"
+            with config_errors_at(f"model.{key}={asked}"):
                 own = choose()
             others = distributed.all_gather((own.name, own.reason))
             against = [reason for kernel, reason in others if kernel == "xla"]

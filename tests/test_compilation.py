@@ -1,6 +1,8 @@
 """Programs are compiled once each, in the order in which they are needed."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -71,6 +73,13 @@ def test_what_is_needed_later_comes_later_and_not_while_it_is_held(queue):
     queue.release()
     queue.wait()
     assert made.order == ["slow", "soon", "last", "very last"]
+    made.gate.clear()
+    queue.add([made("slow", slow=True)])
+    queue.add([made("last")], later=True)
+    queue.add([made("soon")])
+    made.gate.set()
+    queue.wait()
+    assert made.order[4:] == ["slow", "soon", "last"]
 
 
 def test_each_program_gets_a_thread_while_there_are_cores():
@@ -79,6 +88,42 @@ def test_each_program_gets_a_thread_while_there_are_cores():
     wait_until(lambda: made.order == ["quick"])
     made.gate.set()
     queue.clear()
+
+
+def test_a_thread_that_dies_makes_room_for_another(queue, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def end():
+        raise SystemExit
+
+    made = Recorded()
+    queue.add([PendingProgram("a", end)])
+    queue.wait()
+    queue.add([made("b")])
+    queue.wait()
+    assert made.order == ["b"]
+
+
+ENDING = """
+import threading, time
+from jaxrl_llm.compilation import CompileQueue, PendingProgram
+
+def outlast():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    print("begun", flush=True)
+
+queue, begun = CompileQueue(threads=1), threading.Event()
+queue.add([PendingProgram("a", lambda: begun.set() or outlast())])
+queue.add([PendingProgram("b", lambda: print("needless", flush=True)) for _ in range(3)])
+assert begun.wait(60)
+"""
+
+
+def test_the_end_of_a_process_waits_for_what_is_begun_alone():
+    words = [sys.executable, "-c", ENDING]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["begun"]
 
 
 def test_a_failing_listener_leaves_no_one_waiting(monkeypatch):

@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.loop import run_steps
+from jaxrl_llm.training.loop import run_steps, train_to_the_end
 from jaxrl_llm.training.run import open_trainer
 
 
@@ -153,8 +153,7 @@ def main() -> None:
         trainer.sampler.tokens = trainer.sampler.tokens._replace(stops=())
         log: Any = MeteredLog(files.log, meter, len(job["lengths"][0]))
         trainer.files = dataclasses.replace(files, log=log)
-        for _ in run_steps(trainer):
-            pass
+        train_to_the_end(trainer, run_steps(trainer))
     measured = log.lines[job["warm"] :]
     meter.write(
         first_s=log.first_s,

@@ -1,6 +1,5 @@
 """Micro-batches: a batch's sequences, packed into rows of a few fixed shapes."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +172,7 @@ class MicroBatchStep:
     def microbatches(
         self, batch: Batch, names: Iterable[str]
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Cut a batch's chains as `pack_microbatches`.
+        """Cut a batch's chains as `pack_microbatches`; the step is run on them before another's.
 
         Args:
             batch: with the fields that the step asks for.
@@ -189,19 +188,15 @@ class MicroBatchStep:
             """Begin to compile for the other buckets: first what the batch needs."""
             if all(self._is_ready(bucket, inputs[self._params]) for bucket in shape.buckets):
                 return
-            like = abstract(inputs)  # programs that wait would hold on to the arrays
-
-            def inputs_in(bucket: RowShape) -> tuple[Any, ...]:
-                micro: Any = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], mesh)
-                micro = micro if isinstance(like[self._place], MicroBatch) else micro.rows
-                return *like[: self._place], micro, *like[self._place + 1 :]
-
-            programs = {
-                bucket: self._program(
-                    bucket, inputs[self._params], functools.partial(inputs_in, bucket)
+            # programs that wait hold on to shapes alone
+            before, after = abstract((inputs[: self._place], inputs[self._place + 1 :]))
+            is_micro, programs = isinstance(inputs[self._place], MicroBatch), {}
+            for bucket in shape.buckets:
+                micro = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], mesh)
+                given = *before, micro if is_micro else micro.rows, *after
+                programs[bucket] = self._program(
+                    bucket, inputs[self._params], lambda given=given: given
                 )
-                for bucket in shape.buckets
-            }
             if not self._is_ahead:
                 compile_all([*programs.values()])
                 return
@@ -214,11 +209,20 @@ class MicroBatchStep:
         self._begin_others = begin_others
         return pack_microbatches(batch, names, shape, mesh, visuals)
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Run the step on a micro-batch, once it is compiled."""
+    def compile(self, *inputs: Any) -> None:
+        """Compile for the batch that `microbatches` has cut, or begin to where that can be.
+
+        Args:
+            *inputs: of the step for the first micro-batch; others than the parameters may be
+                shapes.
+        """
         if self._begin_others is not None:
             begin_others, self._begin_others = self._begin_others, None
             begin_others(inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the step on a micro-batch, once it is compiled."""
+        self.compile(*inputs)
         micro = inputs[self._place]
         rows: Rows = micro.rows if isinstance(micro, MicroBatch) else micro
         key = rows.tokens.shape, rows.row.shape, layout_and_dtypes(inputs[self._params])

@@ -119,7 +119,7 @@ class Run(RunFiles):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts that the run trains on."""
-        return self._trainer.buffer.prompts
+        return list(self._trainer.buffer.prompts)
 
     @property
     def validation_prompts(self) -> list[Prompt]:

@@ -266,9 +266,11 @@ class Learner:
         for indices, micro in self._accumulate.microbatches(batch, names):
             inputs = state.params, self._rest, micro, coefs
             if total is None:
-                total = self.zeros(*inputs)
-                like = abstract(state), *self._split(self.total_like(*inputs))
+                total_like = self.total_like(*inputs)
+                self._accumulate.compile(total_like, *inputs)  # before the sum takes its memory
+                like = abstract(state), *self._split(total_like)
                 self._apply.begin(functools.partial(tuple, like))
+                total = self.zeros(*inputs)
             total, policy_stats = self._accumulate(total, *inputs)
             parts.append((indices, policy_stats))
         assert total is not None, "a mini-batch holds at least one sequence"

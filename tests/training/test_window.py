@@ -1,4 +1,4 @@
-"""The in-order window: prompt order, ages, and what it keeps, whatever lengths answers have."""
+"""The buffer: prompt order, ages, and what it keeps, whatever lengths answers have."""
 
 import json
 import random
