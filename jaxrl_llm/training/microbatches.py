@@ -153,7 +153,8 @@ class MicroBatchStep:
         self._label, self._step, self._shape, self._mesh = label, step, shape, mesh
         self._place, self._params, self._visuals = place, params, visuals
         self._is_ahead = compiles_ahead(mesh.devices.flat)
-        self._programs: dict[Any, PendingProgram] = {}
+        self._programs: dict[Any, dict[Any, PendingProgram]] = {}  # by layout, then by size
+        self._of_batch: dict[Any, PendingProgram] = {}
         self._begin_others: Callable[[tuple[Any, ...]], None] | None = None
 
     def begin(self, params: Params, inputs: Callable[[RowShape], tuple[Any, ...]]) -> None:
@@ -167,7 +168,8 @@ class MicroBatchStep:
         """
         if self._is_ahead:
             largest = self._shape.in_short_rows.buckets[-1]
-            BACKGROUND.add([self._program(largest, params, lambda: inputs(largest))])
+            programs = self._programs.setdefault(layout_and_dtypes(params), {})
+            BACKGROUND.add([self._program(programs, largest, lambda: inputs(largest))])
 
     def microbatches(
         self, batch: Batch, names: Iterable[str]
@@ -186,7 +188,10 @@ class MicroBatchStep:
 
         def begin_others(inputs: tuple[Any, ...]) -> None:
             """Begin to compile for the other buckets: first what the batch needs."""
-            if all(self._is_ready(bucket, inputs[self._params]) for bucket in shape.buckets):
+            own = self._programs.setdefault(layout_and_dtypes(inputs[self._params]), {})
+            self._of_batch = own
+            ready = {size for size, p in own.items() if p.is_done and not p.has_failed}
+            if ready >= {*map(_size, shape.buckets)}:
                 return
             # programs that wait hold on to shapes alone
             before, after = abstract((inputs[: self._place], inputs[self._place + 1 :]))
@@ -194,9 +199,7 @@ class MicroBatchStep:
             for bucket in shape.buckets:
                 micro = _as_shapes(_laid_out(batch, names, [], bucket, visuals)[1], mesh)
                 given = *before, micro if is_micro else micro.rows, *after
-                programs[bucket] = self._program(
-                    bucket, inputs[self._params], lambda given=given: given
-                )
+                programs[bucket] = self._program(own, bucket, lambda given=given: given)
             if not self._is_ahead:
                 compile_all([*programs.values()])
                 return
@@ -225,32 +228,23 @@ class MicroBatchStep:
         self.compile(*inputs)
         micro = inputs[self._place]
         rows: Rows = micro.rows if isinstance(micro, MicroBatch) else micro
-        key = rows.tokens.shape, rows.row.shape, layout_and_dtypes(inputs[self._params])
-        self._programs[key].result()
+        self._of_batch[*rows.tokens.shape, *rows.row.shape].result()
         return self._step(*inputs)
 
-    def _is_ready(self, bucket: RowShape, params: Params) -> bool:
-        """Return whether the program of a bucket is compiled."""
-        program = self._programs.get(_program_key(bucket, params))
-        return program is not None and program.is_done and not program.has_failed
-
     def _program(
-        self, bucket: RowShape, params: Params, inputs: Callable[[], tuple[Any, ...]]
+        self, programs: dict[Any, PendingProgram], bucket: RowShape, inputs: Callable[[], Any]
     ) -> PendingProgram:
         """Return the program of a bucket; make it if there is none, or none that works."""
-        key = _program_key(bucket, params)
-        if key not in self._programs or self._programs[key].has_failed:
+        size = _size(bucket)
+        if size not in programs or programs[size].has_failed:
             label = f"{self._label} {bucket.rows} x {bucket.length}"
-            self._programs[key] = PendingProgram(
-                label, lambda: self._step.lower(*inputs()).compile()
-            )
-        return self._programs[key]
+            programs[size] = PendingProgram(label, lambda: self._step.lower(*inputs()).compile())
+        return programs[size]
 
 
-def _program_key(bucket: RowShape, params: Params) -> Any:
-    """Return by what the program of a bucket is found, as `MicroBatchStep.__call__` does."""
-    shapes = (bucket.rows, bucket.length), (bucket.sequences,)
-    return *shapes, layout_and_dtypes(params)
+def _size(bucket: RowShape) -> tuple[int, int, int]:
+    """Return what tells a bucket's arrays from others': rows, length, sequences."""
+    return bucket.rows, bucket.length, bucket.sequences
 
 
 def layout_and_dtypes(params: Params) -> Any:

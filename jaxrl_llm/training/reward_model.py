@@ -319,7 +319,7 @@ def open_reward_model(
         longest = longest_input(
             *(reward, path, spec),
             longest=config.longest_sequence,
-            room=config.batch.max_tokens_per_device,
+            row_tokens=config.batch.max_tokens_per_device,
             reads_text=encode is not policy_tokens,
         )
         spec = spec.for_length(longest)
@@ -357,7 +357,13 @@ def open_reward_model(
 
 
 def longest_input(
-    reward: RewardConfig, path: str, spec: ModelSpec, *, longest: int, room: int, reads_text: bool
+    reward: RewardConfig,
+    path: str,
+    spec: ModelSpec,
+    *,
+    longest: int,
+    row_tokens: int,
+    reads_text: bool,
 ) -> int:
     """Return the most tokens of a prompt and answer that a reward model is given.
 
@@ -366,7 +372,7 @@ def longest_input(
         path: of the reward model.
         spec: of the reward model.
         longest: tokens of the policy's longest prompt and answer.
-        room: for tokens in a row.
+        row_tokens: capacity of a row.
         reads_text: whether it has its own tokens, of which there may be more than the policy's.
 
     Raises:
@@ -378,7 +384,7 @@ def longest_input(
             f"{path} reads the policy's tokens, which {drawn} bounds: remove reward.max_tokens"
         )
     if given is None and reads_text:
-        return min(2 * longest, spec.max_positions, room)
+        return min(2 * longest, spec.max_positions, row_tokens)
     if spec.max_positions < (given or longest):
         raise ValueError(
             f"{path} has {spec.max_positions} positions, but the longest sequence is "

@@ -269,7 +269,7 @@ class Learner:
                 total_like = self.total_like(*inputs)
                 self._accumulate.compile(total_like, *inputs)  # before the sum takes its memory
                 like = abstract(state), *self._split(total_like)
-                self._apply.begin(functools.partial(tuple, like))
+                self._apply.begin(lambda given=like: given)
                 total = self.zeros(*inputs)
             total, policy_stats = self._accumulate(total, *inputs)
             parts.append((indices, policy_stats))
