@@ -88,7 +88,7 @@ class OpenFiles:
         total_steps: steps in all.
         stream: the data, from its beginning.
         start_digests: of the weights and data that the run began with.
-        preemption: whether the run was told to end.
+        preemption: whether the run was preempted.
         watchdog: ends the run when it hangs.
     """
 
@@ -116,7 +116,7 @@ class Trainer(Generic[S]):
     Attributes:
         number: steps done.
         states: parameters and optimizer states by the model's name, as a checkpoint holds them.
-        has_ended: whether the run was told to end; it has saved then.
+        has_ended: whether the run was preempted; it has saved then.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def validate_before(trainer: Trainer[Any]) -> None:
 def run_steps(trainer: Trainer[S]) -> Iterator[S]:
     """Take the steps of a run that are left, and yield each when it is done.
 
-    Once the run is told to end, each step saves, and `has_ended` tells the caller to stop.
+    Once the run is preempted, each step saves, and `has_ended` tells the caller to stop.
     """
     files, validation = trainer.files, trainer.validation
     total, every = files.total_steps, files.config.checkpoint.every
@@ -217,7 +217,7 @@ def train_to_the_end(trainer: Trainer[Any], steps: Iterator[StepLike]) -> None:
     """Take all steps that are left, and wait for the last checkpoint.
 
     Raises:
-        Preempted: the run was told to end, and has saved.
+        Preempted: the run was preempted, and has saved.
     """
     while not trainer.has_ended and next(steps, None) is not None:
         pass

@@ -165,7 +165,7 @@ class Run(RunFiles):
             self._trainer.files.display.flush()
 
     def step(self) -> FinishedStep:
-        """Take the next step. A run that was told to end saves it, within checkpoint.grace_s.
+        """Take the next step. A run that was preempted saves it, within checkpoint.grace_s.
 
         Raises:
             RunError: it failed, the run is closed, or all its steps are done.
@@ -248,7 +248,7 @@ class Run(RunFiles):
         """Take all steps that are left, and print what the run has learned. Ctrl-C ends it at once.
 
         Raises:
-            RunError: it failed; `Preempted` if it was told to end and has saved.
+            RunError: it failed; `Preempted` if it was preempted and has saved.
         """
         self._check_usable()
         self._unusable = UNFINISHED.format(self.number + 1)

@@ -291,7 +291,7 @@ def copy_of(workshop):
 
 
 @pytest.fixture
-def tell_to_end(monkeypatch):
+def preempt(monkeypatch):
     """Sends SIGTERM to a run in this process while a trainer of a class takes a step."""
 
     def tell(trainer_class, number):

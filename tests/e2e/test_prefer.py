@@ -102,13 +102,13 @@ def test_its_files_are_a_runs(finished):
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(
-    prefer, finished, workshop, same, tell_to_end
+    prefer, finished, workshop, same, preempt
 ):
-    """It goes on after it has ended, with more steps, and after it was told to end."""
+    """It goes on after it has ended, with more steps, and after it was preempted."""
     words = (f"data.validation={prefer.files['held']}", "checkpoint.every=2", "validation.every=2")
     stopped = prefer("steps=2", *words).ok()
     more = ("steps=4", *words, f"export_to={stopped.run_dir}.more")
-    tell_to_end(PreferTrainer, 3)
+    preempt(PreferTrainer, 3)
     told = prefer(*more, run_dir=stopped.run_dir)
     assert told.status == PREEMPTED and "saved after step 3 of 4" in told.err
     again = prefer(*more, run_dir=stopped.run_dir).ok()

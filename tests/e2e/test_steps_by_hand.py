@@ -90,8 +90,8 @@ def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
     assert uncompared(run.metrics) == finished.learned
 
 
-def test_a_run_that_was_told_to_end_saves_each_step_that_is_taken_by_hand(config, tell_to_end):
-    tell_to_end(RLTrainer, 2)
+def test_a_run_that_was_preempted_saves_each_step_that_is_taken_by_hand(config, preempt):
+    preempt(RLTrainer, 2)
     with open_run(config(steps=6, **{"checkpoint.keep": 6})) as run:
         assert [step.number for step in run] == [1, 2], "a loop ends"
         assert [run.step().number, run.step().number] == [3, 4]

@@ -134,7 +134,7 @@ def test_the_last_step_is_validated_and_saved():
     assert calls.mock_calls[-2:] == ends, "or the wait would be in the trace"
 
 
-def test_a_run_that_is_told_to_end_saves_and_stops_but_goes_on_by_hand():
+def test_a_run_that_is_preempted_saves_and_stops_but_goes_on_by_hand():
     calls = Mock()
     trainer = open_trainer(calls)
     calls.preemption.requested.return_value = True
@@ -150,7 +150,7 @@ def test_a_run_that_is_told_to_end_saves_and_stops_but_goes_on_by_hand():
     assert next(steps).number == TOTAL and not trainer.has_ended
 
 
-def test_a_run_that_is_told_to_end_in_its_last_step_has_finished():
+def test_a_run_that_is_preempted_in_its_last_step_has_finished():
     calls = Mock()
     trainer = open_trainer(calls)
     calls.preemption.requested.side_effect = [False, False, True]
