@@ -94,9 +94,9 @@ class PendingProgram:
 
 
 class CompileQueue:
-    """Threads that compile programs: one of them those that can wait, when no others are left.
+    """Threads that compile programs: last, and one at a time, those that can wait.
 
-    They end with the work. What none has begun when the process ends is not compiled.
+    A thread ends when it finds no work. What none has begun when the process ends is dropped.
 
     Args:
         threads: at most; None: as many as there are cores.

@@ -124,8 +124,7 @@ def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
     name, asked, *_ = case
     with _DECIDING:
         if case not in _DECIDED:
-            key = "experts" if name == "experts" else "attention"
-            with config_errors_at(f"model.{key}={asked}"):
+            with config_errors_at(f"model.{name}={asked}"):  # the others are never refused
                 own = choose()
             others = distributed.all_gather((own.name, own.reason))
             against = [reason for kernel, reason in others if kernel == "xla"]

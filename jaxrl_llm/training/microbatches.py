@@ -174,7 +174,7 @@ class MicroBatchStep:
     def microbatches(
         self, batch: Batch, names: Iterable[str]
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Cut a batch's chains as `pack_microbatches`; the step is run on them before another's.
+        """Cut a batch's chains as `pack_microbatches`; run the step on them before the next batch.
 
         Args:
             batch: with the fields that the step asks for.
@@ -213,7 +213,7 @@ class MicroBatchStep:
         return pack_microbatches(batch, names, shape, mesh, visuals)
 
     def compile(self, *inputs: Any) -> None:
-        """Compile for the batch that `microbatches` has cut, or begin to where that can be.
+        """Compile the programs for the batch that was cut last; on CPUs, only begin to.
 
         Args:
             *inputs: of the step for the first micro-batch; others than the parameters may be

@@ -124,7 +124,7 @@ class Run(RunFiles):
     @property
     def validation_prompts(self) -> list[Prompt]:
         """The prompts that it validates on."""
-        return self._trainer.validation_prompts
+        return list(self._trainer.validation_prompts)
 
     @property
     def policy(self) -> Policy:

@@ -75,6 +75,8 @@ def test_steps_by_hand_interrupted_and_continued_are_the_command_lines(
             numbers += [step.number for step in run]
         assert run.last is not None and run.number == run.last.number == 2, "it came to its end"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        run.prompts.clear()
+        run.validation_prompts.clear()
         step = next(iter(run))
         assert (step.number, run.save(), run.checkpoints[-1]) == (3, 3, 3)
         look_at(run)

@@ -22,6 +22,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.mesh import make_mesh, replicated
 from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.training import microbatches
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.microbatches import pack_microbatches
@@ -410,6 +411,27 @@ def test_every_bucket_is_compiled_with_the_first_update(mesh, params, compile_re
     counter.close()
     assert counts[0] > 0
     assert counts[1:] == [0, 0, 0]
+
+
+def test_all_is_compiled_before_the_sum_of_gradients_takes_memory(mesh, params, monkeypatch):
+    """As on GPUs, whose compiler measures kernels in what memory is left."""
+    monkeypatch.setattr(microbatches, "compiles_ahead", lambda devices: False)
+    calls, compile_all, zeros = [], microbatches.compile_all, Learner.zeros
+
+    def compiled(programs):
+        calls.extend(program.label for program in programs)
+        compile_all(programs)
+
+    def begun(learner, *inputs):
+        calls.append("zeros")
+        return zeros(learner, *inputs)
+
+    monkeypatch.setattr(microbatches, "compile_all", compiled)
+    monkeypatch.setattr(Learner, "zeros", begun)
+    shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
+    learner = learn(mesh, params, scaled, shape=shape)
+    learner.update(learner.init(params), make_batch(), {})
+    assert calls == ["update 1 x 8", "update 2 x 8", "zeros"]
 
 
 def test_moments_lie_where_their_parameters_do():
