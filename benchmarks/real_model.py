@@ -47,10 +47,9 @@ def compare(directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from jaxrl_llm.models.heads import logits
+    from jaxrl_llm.models.decoder import forward, logits
     from jaxrl_llm.models.hf.config import read_spec
     from jaxrl_llm.models.hf.load import load_params
-    from jaxrl_llm.models.transformer import forward
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

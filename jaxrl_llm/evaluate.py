@@ -6,7 +6,7 @@ docs/evaluate.md has the estimators and what is written.
 import sys
 from collections.abc import Sequence
 
-from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.cli import config_main
 from jaxrl_llm.config.programs import EvaluateConfig
 from jaxrl_llm.monitoring.activity import activity
 

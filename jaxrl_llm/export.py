@@ -86,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(options: dict) -> None:
     with activity("starting"):  # jax is slow to import, --help should not wait
-        from jaxrl_llm.runs.export import export_model
+        from jaxrl_llm.training.export import export_model
     step = export_model(**options)
     sys.stdout.write(f"wrote step {step} to {options['out']}\n")
 
 
 def _export_and_push(options: dict, repo_id: str, *, private: bool) -> None:
     """Export, and push; what was not pushed stays on the disk, also where no directory is named."""
-    from jaxrl_llm.runs.push import check_push, push_model
+    from jaxrl_llm.training.export import check_push, push_model
 
     check_push(repo_id)
     own = None if options["out"] else tempfile.mkdtemp(prefix="jaxrl_llm-")

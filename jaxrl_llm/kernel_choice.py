@@ -15,8 +15,8 @@ from jaxrl_llm.models.moe.grouped_kernel import (
 )
 from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.kernel import choose_tower_kernel, tower_heads_on
 from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.tower import choose_tower_kernel, tower_heads_on
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 

@@ -40,10 +40,10 @@ def open_devices(devices: int, target: str | None) -> Sequence[Any] | None:
         simulate_devices(devices)
         gpus = None
     else:
-        from jaxrl_llm.planning.gpu_compiler import gpu_devices
+        from jaxrl_llm.planning.steps import gpu_devices
 
         gpus = gpu_devices(target, devices)
-    from jaxrl_llm.monitoring.logs import quiet_libraries  # which imports jax
+    from jaxrl_llm.monitoring.writer import quiet_libraries  # which imports jax
 
     quiet_libraries()
     return gpus
@@ -65,11 +65,10 @@ def plan_run(
     """
     from jaxrl_llm.models.kernels import cuda_device
     from jaxrl_llm.planning import report
-    from jaxrl_llm.planning.advice import advise
-    from jaxrl_llm.planning.estimate import GPUS, USABLE
-    from jaxrl_llm.planning.gpu_compiler import UNTUNED
-    from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes
-    from jaxrl_llm.planning.steps import compile_planned_steps
+    from jaxrl_llm.planning.memory import memory_by_phase
+    from jaxrl_llm.planning.report import advise
+    from jaxrl_llm.planning.steps import GPUS, UNTUNED, USABLE, compile_planned_steps
+    from jaxrl_llm.training.compile import plan_shapes
 
     shapes = plan_shapes(config, devices, cuda_device(GPUS[gpu].capability))
     compiled_for = gpu if devices else None

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.cli import config_main
 from jaxrl_llm.config.programs import PreferConfig
 
 if TYPE_CHECKING:
-    from jaxrl_llm.runs.files import RunFiles
+    from jaxrl_llm.training.run_files import RunFiles
 
 
 def prefer(config: PreferConfig) -> "RunFiles":
@@ -20,7 +20,7 @@ def prefer(config: PreferConfig) -> "RunFiles":
     from jaxrl_llm.training.prefer import run_prefer  # jax is slow, a wrong key can't wait
 
     run_prefer(config)
-    from jaxrl_llm.runs.files import RunFiles
+    from jaxrl_llm.training.run_files import RunFiles
 
     return RunFiles(config.run_dir)
 

@@ -62,7 +62,7 @@ def checked_runs(runs: Sequence[str]) -> str:
         ConfigError: there is no run in a folder.
     """
     from jaxrl_llm.reporting.health import check_run, health_text
-    from jaxrl_llm.runs.files import read_run
+    from jaxrl_llm.training.run_files import read_run
 
     return "\n".join(f"{folder}\n{health_text(check_run(read_run(folder)))}\n" for folder in runs)
 
@@ -73,7 +73,7 @@ def follow_runs(runs: Sequence[str], port: int) -> None:
     Raises:
         ConfigError: there is no run in a folder, or the port is taken.
     """
-    from jaxrl_llm.reporting.server import open_server
+    from jaxrl_llm.reporting.page import open_server
 
     with open_server(runs, port) as server, contextlib.suppress(KeyboardInterrupt):
         address = f"http://127.0.0.1:{server.server_address[1]}"

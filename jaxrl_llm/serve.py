@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.programs import ServeConfig
 from jaxrl_llm.config.sections import MeshConfig
@@ -36,8 +36,8 @@ def serve(config: ServeConfig) -> None:
     except ImportError as error:
         raise ConfigError(f"{error}: install the extra, as in pip install -e '.[serve]'") from error
     with activity("starting"):  # jax is slow to import
-        from jaxrl_llm.monitoring.compiling import reporting_compilation
-        from jaxrl_llm.monitoring.logs import quiet_libraries
+        from jaxrl_llm.monitoring.clock import reporting_compilation
+        from jaxrl_llm.monitoring.writer import quiet_libraries
         from jaxrl_llm.runs.compile_cache import use_compilation_cache
         from jaxrl_llm.serving.app import make_app
 
@@ -82,13 +82,12 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
             it, or it does not fit the mesh.
     """
     from jaxrl_llm.data.visuals.processor import configured_processor
-    from jaxrl_llm.evaluation.policy import load_policy
     from jaxrl_llm.models.model import for_length
     from jaxrl_llm.rollout.build import loaded_engine
     from jaxrl_llm.rollout.engine import EngineSettings
-    from jaxrl_llm.serving.length import text_limit
-    from jaxrl_llm.serving.requests import ServedModel
+    from jaxrl_llm.rollout.openai_api.requests import ServedModel, text_limit
     from jaxrl_llm.training.layouts import open_layout
+    from jaxrl_llm.training.policy import load_policy
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)
     with activity("opening the devices"):
@@ -141,7 +140,7 @@ def find_call_format(tokenizer: Any, given: str | None) -> str | None:
     Raises:
         ConfigError: there is no such format.
     """
-    from jaxrl_llm.data.chat_template import ChatTemplate
+    from jaxrl_llm.data.chat import ChatTemplate
     from jaxrl_llm.data.tool_calls import FORMATS, choose_format
 
     if given is None:

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.cli import config_main
 from jaxrl_llm.config.programs import SftConfig
 from jaxrl_llm.monitoring.activity import activity
 
 if TYPE_CHECKING:
-    from jaxrl_llm.runs.files import RunFiles
+    from jaxrl_llm.training.run_files import RunFiles
 
 
 def sft(config: SftConfig) -> "RunFiles":
@@ -22,7 +22,7 @@ def sft(config: SftConfig) -> "RunFiles":
         from jaxrl_llm.training.sft import run_sft
 
     run_sft(config)
-    from jaxrl_llm.runs.files import RunFiles
+    from jaxrl_llm.training.run_files import RunFiles
 
     return RunFiles(config.run_dir)
 

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl_llm.config.cli import config_main
+from jaxrl_llm.cli import config_main
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.monitoring.activity import activity
 
 if TYPE_CHECKING:
-    from jaxrl_llm.runs.files import RunFiles
+    from jaxrl_llm.training.run_files import RunFiles
 
 
 def train(config: TrainConfig) -> "RunFiles":
@@ -31,7 +31,7 @@ def train(config: TrainConfig) -> "RunFiles":
             from jaxrl_llm.training.run import run_training
 
         run_training(config)
-    from jaxrl_llm.runs.files import RunFiles
+    from jaxrl_llm.training.run_files import RunFiles
 
     return RunFiles(config.run_dir)
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int, Num
 
-from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
-from jaxrl_llm.models.vision.rows import PatchRows
+from jaxrl_llm.models.inputs import PatchRows, Visual, VisualFeatures
 
 ROUTES = "routes"
 """Name of a batch's recorded choices of experts [B T M top], which rows hold for the model."""

@@ -53,7 +53,7 @@ class ArrayDecl:
 
     Args:
         shape: Size of each dimension.
-        axes: Logical name of each dimension, all different; `sharding.rules` maps them to a mesh.
+        axes: Logical name of each dimension, all different; `sharding.layout` maps them to a mesh.
         initializer: `(key, shape, dtype) -> array`.
         hf_name: Name in a Hugging Face checkpoint. A placeholder such as `{layers}` names a leading
             axis along which our array stacks several of theirs.

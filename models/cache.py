@@ -3,17 +3,90 @@
 Every layer has arrays of its own: taking a layer out of stacked arrays would copy it at every step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Real
 
+from jaxrl_llm.models.attention import quantize
 from jaxrl_llm.models.delta import DeltaState, empty_state
-from jaxrl_llm.models.int8 import quantize
-from jaxrl_llm.models.moe.record import Record
+from jaxrl_llm.models.moe.routing import NO_ROUTE
+from jaxrl_llm.models.moe.spec import RouteShape
+from jaxrl_llm.models.paged_attention import place_of_token
 from jaxrl_llm.models.spec import ModelSpec
+
+Record = tuple[Int[Array, "*B 1 S choices"], ...]
+"""Nothing, or one array: for each slot the experts of all layers that have some, in order."""
+
+
+def empty_record(shape: RouteShape, rows: int, length: int) -> Record:
+    """Make a record of no choices.
+
+    Args:
+        shape: What is recorded of each token.
+        rows: Of the cache.
+        length: Slots of each.
+
+    >>> empty_record(RouteShape(layers=2, top=4, dtype=jnp.int8), 3, 5)[0].shape
+    (3, 1, 5, 8)
+    """
+    return (jnp.full((rows, 1, length, shape.layers * shape.top), NO_ROUTE, shape.dtype),)
+
+
+def record_in_rows(
+    record: Record, experts: Sequence[Int[Array, "B T top"]], positions: Int[Array, "B T"]
+) -> Record:
+    """Write where the next tokens of each row went; not of those at a position past the slots.
+
+    Args:
+        record: Before; nothing is written where it is empty.
+        experts: Of each layer that has some.
+        positions: Of the tokens.
+
+    >>> record = empty_record(RouteShape(layers=2, top=1, dtype=jnp.int8), 1, 3)
+    >>> experts = [jnp.array([[[4], [5]]]), jnp.array([[[6], [7]]])]
+    >>> record_in_rows(record, experts, jnp.array([[1, 3]]))[0].tolist()
+    [[[[-1, -1], [4, 6], [-1, -1]]]]
+    """
+    rows = jnp.arange(positions.shape[0])[:, None]
+    return tuple(
+        held.at[rows, 0, positions].set(_joined(experts, held), mode="drop") for held in record
+    )
+
+
+def record_in_pages(
+    record: Record,
+    experts: Sequence[Int[Array, "B 1 top"]],
+    table: Int[Array, "B n"],
+    positions: Int[Array, " B"],
+) -> Record:
+    """Write where the new token of each row went into its page, as `models.decoder.extend_pages`.
+
+    Args:
+        record: Before, of pages [parts, pages, …]; nothing is written where it is empty.
+        experts: Of each layer that has some.
+        table: The pages of each row, within its part.
+        positions: Of the tokens; negative in an empty row, of which nothing is written.
+    """
+
+    def write(pages: Array, page: Array, slot: Array, new: Array) -> Array:
+        return pages.at[page, 0, slot].set(new, mode="drop")
+
+    def written(held: Array) -> Array:
+        parts, count, _, size, _ = held.shape
+        new = _joined(experts, held)[:, 0]
+        arrays = (*place_of_token(table, positions, count, size), new)
+        by_part = (x.reshape(parts, -1, *x.shape[1:]) for x in arrays)
+        return jax.vmap(write)(held, *by_part)
+
+    return tuple(map(written, record))
+
+
+def _joined(experts: Sequence[Int[Array, "B T top"]], held: Array) -> Int[Array, "B T choices"]:
+    return jnp.concatenate(experts, axis=-1).astype(held.dtype)
 
 
 class LayerCache(NamedTuple):
@@ -37,7 +110,8 @@ class Cache(NamedTuple):
     Attributes:
         keys: in the dtype of the computation, or int8.
         values: likewise.
-        key_scales: of int8, as in `models.int8.Scales`, in the dtype of the computation; else none.
+        key_scales: of int8, as in `models.attention.Scales`, in the dtype of the computation;
+            else none.
         value_scales: likewise, of width 0 where values are.
         states: of each layer with a DeltaNet; the other fields have the layers with attention.
         routes: the experts that each token went to, where they are recorded.

@@ -1,17 +1,391 @@
 """Attention over rows that several devices share."""
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from jaxrl_llm.models.attention import PLAIN, Attending, attend
-from jaxrl_llm.models.ring import attend_in_ring
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import BATCH
+from jaxrl_llm.models.attention import NO_WINDOW, PLAIN, Attending, attend
+from jaxrl_llm.sharding.layout import BATCH, Layout
+
+LARGEST_BLOCK = 1024
+"""Most queries, and most keys, of which scores are held at a time."""
+
+AXIS = "context"
+TOKENWISE = PartitionSpec(BATCH, AXIS)
+BY_HEAD = PartitionSpec(BATCH, AXIS, "tensor")
+HEADS = PartitionSpec("tensor")
+BLOCKWISE = PartitionSpec(AXIS, BATCH, "tensor")
+GIVEN = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, (PartitionSpec(), HEADS))
+LEAST = jnp.finfo(jnp.float32).min  # not -inf: a padding token attends to nothing
+
+
+def attend_in_ring(
+    q: Float[Array, "R L N H"],
+    k: Float[Array, "R L K H"],
+    v: Float[Array, "R L K V"],
+    segment_ids: Int[Array, "R L"],
+    options: Attending = PLAIN,
+    *,
+    layout: Layout,
+) -> Float[Array, "R L N V"]:
+    """Attend within rows that are split over the `context` axis; `attend` says the equation.
+
+    The softmax is added up piece by piece, with the largest score so far taken off. The backward
+    pass goes round the ring again: gradients of keys and values travel with them, in float32.
+
+    Args:
+        q: Queries.
+        k: Keys, whose heads the `tensor` axis divides.
+        v: Values.
+        segment_ids: As for `attend`.
+        options: Scale, window, soft-cap and sinks of the scores.
+        layout: How rows are split.
+
+    Returns:
+        The mixed values, split as the queries are; 0 at padding.
+
+    >>> from jaxrl_llm.sharding.layout import make_mesh
+    >>> x, mesh = jnp.ones((1, 4, 2, 4)), make_mesh({"context": 2}, jax.devices()[:2])
+    >>> attend_in_ring(x, x, x, jnp.ones((1, 4), jnp.int32), layout=Layout(mesh, "ring")).shape
+    (1, 4, 2, 4)
+    """
+    scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
+    window = jnp.asarray(NO_WINDOW if options.window is None else options.window, jnp.int32)
+    ring = _Ring(layout.mesh, layout.pieces, q.shape[1] // layout.pieces, scale, options.softcap)
+    mixed: Array = _attend(ring, q, k, v, segment_ids, (window, options.sinks))
+    return mixed
+
+
+class _Ring(NamedTuple):
+    """The devices of a ring, the tokens of a piece, and how products become scores."""
+
+    mesh: Mesh
+    devices: int
+    tokens: int
+    scale: float
+    softcap: float | None
+
+    @property
+    def blocks(self) -> int:
+        """Return into how many blocks a half of a piece is cut."""
+        return -(-self.tokens // (2 * LARGEST_BLOCK))
+
+    @property
+    def block(self) -> int:
+        """Return the tokens of a block; the last ones of a piece may be padding."""
+        return -(-self.tokens // (2 * self.blocks))
+
+    def on_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            functools.partial(function, self),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+_Layer = tuple[Int[Array, ""], Float[Array, " N"] | None]
+"""A layer's window and its sinks."""
+
+
+class _Keys(NamedTuple):
+    """What travels: blocks of keys and values, and the segments that they are in.
+
+    Keys and values are one array, and so are their gradients: a GPU's compiler sends only one on
+    its way at a time.
+    """
+
+    kv: Float[Array, "M R K b H+V"]
+    segment_ids: Int[Array, "M R b"]
+
+
+class _Queries(NamedTuple):
+    """Blocks of the queries of a device, and the segments that they are in."""
+
+    q: Float[Array, "M R K b G H"]
+    segment_ids: Int[Array, "M R b"]
+
+
+class _Softmax(NamedTuple):
+    """A softmax over the keys seen so far, of blocks of queries."""
+
+    mixed: Float32[Array, "*M R K b G V"]
+    largest: Float32[Array, "*M R K b G"]
+    total: Float32[Array, "*M R K b G"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> Float[Array, "R L N V"]:
+    return _attend_forward(ring, q, k, v, segment_ids, layer)[0]
+
+
+@jax.named_scope("attention")
+def _attend_forward(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> tuple[Array, tuple[Any, ...]]:
+    run = ring.on_devices(_forward, GIVEN, (BY_HEAD, BLOCKWISE))
+    mixed, log_total = run(q, k, v, segment_ids, layer)
+    return mixed, (q, k, v, segment_ids, layer, mixed, log_total)
+
+
+@jax.named_scope("attention")
+def _attend_backward(
+    ring: _Ring, saved: tuple[Any, ...], cotangent: Float[Array, "R L N V"]
+) -> tuple[Any, ...]:
+    *rows, (window, sinks), mixed, log_total = saved
+    mean = (cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(axis=-1)
+    given = (*GIVEN, BY_HEAD, BY_HEAD, BLOCKWISE)
+    run = ring.on_devices(_backward, given, (BY_HEAD, BY_HEAD, BY_HEAD, HEADS))
+    layer = jnp.asarray(window), sinks
+    *gradients, to_sinks = run(*rows, layer, cotangent, mean, log_total)
+    return *gradients, None, (None, to_sinks)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _forward(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer
+) -> tuple[Array, Array]:
+    """Attend with the queries of one device; the logarithms of the totals stay in blocks."""
+    (queries, keys), (window, sinks) = _cut(ring, q, k, v, segment_ids), layer
+    none = jnp.zeros(queries.q.shape[:-1], jnp.float32)
+    softmax = _Softmax(jnp.zeros((*none.shape, v.shape[3]), jnp.float32), none + LEAST, none)
+    if sinks is not None:  # scores without values
+        softmax = softmax._replace(largest=none + _grouped_sinks(sinks, k), total=none + 1.0)
+
+    def visit(softmax: _Softmax, keys: _Keys, hops: Any) -> _Softmax:
+        def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
+            allowed = _allowed(ring, queries, keys, at, hops, window)
+            so_far, q = _block((softmax, queries.q), at[0])
+            more = _add_keys(ring, so_far, q, _block(keys.kv, at[1]), allowed)
+            return _with_block(softmax, more, at[0]), None
+
+        return jax.lax.scan(attend_to, softmax, _block_pairs(ring, hops))[0]
+
+    softmax = _around(ring, visit, keys, softmax)
+    total = jnp.maximum(softmax.total, jnp.finfo(jnp.float32).tiny)  # of padding it is 0
+    mixed = _ungrouped((softmax.mixed / total[..., None]).astype(v.dtype))
+    return _to_row(ring, mixed), softmax.largest + jnp.log(total)
+
+
+def _add_keys(ring: _Ring, softmax: _Softmax, q: Array, kv: Array, allowed: Array) -> _Softmax:
+    """Take a block of keys into the softmax of a block of queries."""
+    k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
+    scores = jnp.where(allowed, _scores(ring, q, k), LEAST)
+    largest = jnp.maximum(softmax.largest, scores.max(axis=-1))
+    weights = jnp.where(allowed, jnp.exp(scores - largest[..., None]), 0.0)
+    kept = jnp.exp(softmax.largest - largest)
+    mixed = _product("rkqgs,rksv->rkqgv", weights.astype(v.dtype), v)
+    return _Softmax(
+        softmax.mixed * kept[..., None] + mixed, largest, softmax.total * kept + weights.sum(-1)
+    )
+
+
+def _backward(
+    ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array, layer: _Layer, *of_output: Array
+) -> tuple[Array, Array, Array, Array | None]:
+    """Return the gradients of one device's queries, and of its keys and values come home."""
+    (window, sinks), (cotangent, mean, log_total) = layer, of_output
+    queries, keys = _cut(ring, q, k, v, segment_ids)
+    cotangent, mean = (_grouped(_to_ring(ring, x), k.shape[2]) for x in (cotangent, mean))
+    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.kv)]
+
+    def visit(sums: list[Array], keys: _Keys, hops: Any) -> list[Array]:
+        def differentiate(sums: list[Array], at: Array) -> tuple[list[Array], None]:
+            allowed = _allowed(ring, queries, keys, at, hops, window)
+            of_query = _block((queries.q, cotangent, mean, log_total), at[0])
+            parts = _gradients(ring, of_query, _block(keys.kv, at[1]), allowed)
+            return [
+                _with_block(x, _block(x, i) + part, i)
+                for x, part, i in zip(sums, parts, at, strict=True)
+            ], None
+
+        to_q, to_kv = sums
+        arrived = to_kv if isinstance(hops, int) and hops == 0 else _hop(ring, to_kv)
+        to_q, own = jax.lax.scan(differentiate, [to_q, none[1]], _block_pairs(ring, hops))[0]
+        return [to_q, arrived + own]
+
+    to_q, to_kv = _around(ring, visit, keys, none)
+    to_q = _to_row(ring, _ungrouped(to_q).astype(q.dtype))
+    to_kv = _to_row(ring, _hop(ring, to_kv).swapaxes(2, 3).astype(k.dtype))
+    to_k, to_v = jnp.split(to_kv, [k.shape[3]], axis=-1)
+    if sinks is None:
+        return to_q, to_k, to_v, None
+    lost = (jnp.exp(_grouped_sinks(sinks, k) - log_total) * mean).sum((0, 1, 3)).reshape(-1)
+    return to_q, to_k, to_v, -jax.lax.psum(lost, (*BATCH, AXIS)).astype(sinks.dtype)
+
+
+def _grouped_sinks(sinks: Float[Array, " N"], k: Array) -> Float32[Array, "1 1 K 1 G"]:
+    return _grouped(sinks.astype(jnp.float32)[None, None, None], k.shape[2])
+
+
+def _gradients(
+    ring: _Ring, of_query: tuple[Array, ...], kv: Array, allowed: Array
+) -> tuple[Array, Array]:
+    """Return what a block of queries and one of keys and values add to their gradients.
+
+    The equations are those of the backward pass of `attend`.
+    """
+    q, cotangent, mean, log_total = of_query
+    k, v = jnp.split(kv, [q.shape[-1]], axis=-1)
+    scores = _scores(ring, q, k)
+    weights = jnp.where(allowed, jnp.exp(scores - log_total[..., None]), 0.0)
+    to_weights = _product("rkqgv,rksv->rkqgs", cotangent, v)
+    to_scores = weights * (to_weights - mean[..., None]) * ring.scale
+    if ring.softcap is not None:
+        to_scores = to_scores * (1.0 - jnp.square(scores / ring.softcap))
+    to_scores, weights = to_scores.astype(q.dtype), weights.astype(v.dtype)
+    to_k = _product("rkqgs,rkqgh->rksh", to_scores, q)
+    to_v = _product("rkqgs,rkqgv->rksv", weights, cotangent)
+    return _product("rkqgs,rksh->rkqgh", to_scores, k), jnp.concatenate([to_k, to_v], axis=-1)
+
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _scores(ring: _Ring, q: Array, k: Array) -> Float32[Array, "R K b G s"]:
+    raw = _product("rkqgh,rksh->rkqgs", q, k) * ring.scale
+    return raw if ring.softcap is None else ring.softcap * jnp.tanh(raw / ring.softcap)
+
+
+def _around(ring: _Ring, visit: Callable[..., Any], keys: _Keys, carry: Any) -> Any:
+    """Visit the keys of every device, own ones first: `visit(carry, keys, hops)`.
+
+    What is next is on its way meanwhile.
+    """
+    arriving = _hop(ring, keys)
+    held = arriving, visit(carry, keys, 0)
+
+    def step(held: tuple[_Keys, Any], hops: Array) -> tuple[tuple[_Keys, Any], None]:
+        keys, carry = held
+        arriving = _hop(ring, keys)
+        return (arriving, visit(carry, keys, hops)), None
+
+    if ring.devices > 2:
+        held, _ = jax.lax.scan(step, held, jnp.arange(1, ring.devices - 1))
+    return visit(held[1], held[0], ring.devices - 1)
+
+
+def _hop(ring: _Ring, tree: Any) -> Any:
+    """Hand arrays to the next device."""
+    return jax.lax.ppermute(tree, AXIS, [(i, (i + 1) % ring.devices) for i in range(ring.devices)])
+
+
+def _block_pairs(ring: _Ring, hops: Any) -> Int[Array, "n 2"]:
+    """Return the blocks of queries, and of keys that came so many hops, with past among them.
+
+    Of a device's halves the first one is 0.
+    """
+    own, source = _places(ring, hops)
+    if isinstance(hops, int) and hops == 0:
+        halves = jnp.array([[0, 0], [1, 1], [1, 0]])
+    else:
+        halves = jnp.array([[0, 0], [1, 0]]).at[0].set(jnp.where(source > own, 1, 0))
+    index = jnp.arange(ring.blocks)
+    blocks = [halves[:, i, None] * ring.blocks + index for i in range(2)]
+    pairs = jnp.broadcast_arrays(blocks[0][:, :, None], blocks[1][:, None, :])
+    return jnp.stack(pairs, axis=-1).reshape(-1, 2)
+
+
+def _allowed(
+    ring: _Ring, queries: _Queries, keys: _Keys, at: Array, hops: Any, window: Array
+) -> Bool[Array, "R 1 b 1 s"]:
+    """Return which queries of a block attend to which keys of another."""
+    own, source = _places(ring, hops)
+    place = _first_token(ring, own, at[0]) - _first_token(ring, source, at[1])
+    index = jnp.arange(ring.block)
+    distance = place + index[:, None] - index[None, :]
+    of_queries, of_keys = _block(queries.segment_ids, at[0]), _block(keys.segment_ids, at[1])
+    same = (of_queries[:, :, None] == of_keys[:, None, :]) & (of_keys != 0)[:, None, :]
+    return (same & (distance >= 0) & (distance < window))[:, None, :, None, :]
+
+
+def _places(ring: _Ring, hops: Any) -> tuple[Array, Array]:
+    """Return the places in the row of a device, and of that whose keys came so many hops."""
+    own = jax.lax.axis_index(AXIS)
+    return own, (own - hops) % ring.devices
+
+
+def _first_token(ring: _Ring, device: Array, block: Array) -> Array:
+    """Return the index in the row of the first token of a device's block."""
+    later, block = block // ring.blocks, block % ring.blocks
+    half = jnp.where(later == 0, device, 2 * ring.devices - 1 - device)
+    in_piece = half % 2 * ring.blocks + block
+    return half // 2 * ring.tokens + in_piece * ring.block
+
+
+def _cut(ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[_Queries, _Keys]:
+    """Cut the halves of rows that a device works on into blocks."""
+    kv = jnp.concatenate([k, v], axis=-1)
+    segments, q, kv = (_to_ring(ring, x) for x in (segment_ids, q, kv))
+    return _Queries(_grouped(q, k.shape[2]), segments), _Keys(kv.swapaxes(2, 3), segments)
+
+
+def _block(tree: Any, index: Array) -> Any:
+    """Return a block of each array of blocks."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _with_block(tree: Any, block: Any, index: Array) -> Any:
+    """Put a block into each array of blocks."""
+    put = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda x, new: put(x, new, index, 0), tree, block)
+
+
+def _grouped(x: Shaped[Array, "M R b N *_"], keys: int) -> Shaped[Array, "M R K b G *_"]:
+    """Put the heads that share keys next to each other, and the keys' heads first."""
+    return x.reshape(*x.shape[:3], keys, -1, *x.shape[4:]).swapaxes(2, 3)
+
+
+def _ungrouped(x: Shaped[Array, "M R K b G H"]) -> Shaped[Array, "M R b N H"]:
+    x = x.swapaxes(2, 3)
+    return x.reshape(*x.shape[:3], -1, x.shape[5])
+
+
+def _exchange(devices: int, odd: int) -> list[tuple[int, int]]:
+    """Return which devices work on the even, or the odd, halves of the pieces of which devices.
+
+    >>> _exchange(4, 0), _exchange(4, 1)
+    ([(0, 0), (1, 2), (2, 3), (3, 1)], [(0, 1), (1, 3), (2, 2), (3, 0)])
+    """
+    halves = range(odd, 2 * devices, 2)
+    return [(h // 2, min(h, 2 * devices - 1 - h)) for h in halves]
+
+
+def _to_ring(ring: _Ring, x: Shaped[Array, "R l *_"]) -> Shaped[Array, "M R b *_"]:
+    """Send the halves of a piece to the devices that work on them, in M blocks."""
+    padding = 2 * ring.blocks * ring.block - ring.tokens
+    x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+    x = x.reshape(len(x), 2, ring.blocks, ring.block, *x.shape[2:])
+    even, odd = (
+        jax.lax.ppermute(x[:, i], AXIS, _exchange(ring.devices, i)).swapaxes(0, 1) for i in range(2)
+    )
+    first_is_even = jax.lax.axis_index(AXIS) % 2 == 0
+    halves = jnp.where(first_is_even, even, odd), jnp.where(first_is_even, odd, even)
+    return jnp.concatenate(halves)
+
+
+def _to_row(ring: _Ring, x: Shaped[Array, "M R b *_"]) -> Shaped[Array, "R l *_"]:
+    """Send halves back to where their pieces are; the inverse of `_to_ring`."""
+    first, second = jnp.split(x, 2)
+    first_is_even = jax.lax.axis_index(AXIS) % 2 == 0
+    halves = jnp.where(first_is_even, first, second), jnp.where(first_is_even, second, first)
+    parts = [
+        jax.lax.ppermute(half, AXIS, [(to, of) for of, to in _exchange(ring.devices, i)])
+        for i, half in enumerate(halves)
+    ]
+    x = jnp.concatenate(parts).swapaxes(0, 1)
+    return x.reshape(len(x), -1, *x.shape[3:])[:, : ring.tokens]
 
 
 def attend_pieces(
@@ -43,7 +417,7 @@ def attend_pieces(
             what is not causal, is to attend in a ring; or devices share rows, or have a kernel,
             where tokens attend to some ahead of them.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> x, one = jnp.ones((1, 3, 2, 4)), make_mesh({}, jax.devices()[:1])
     >>> attend_pieces(x, x, x, jnp.ones((1, 3), jnp.int32), layout=Layout(one)).shape
     (1, 3, 2, 4)

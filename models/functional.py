@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.layers import rematerialize
 from jaxrl_llm.models.parameters import PRNGKey
-from jaxrl_llm.models.remat import rematerialize
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.rules import UNSPLIT
+from jaxrl_llm.sharding.layout import UNSPLIT, Layout
 
 Axes: TypeAlias = dict[str, Any]  # nested as the parameters, a logical name or None per dimension
 

@@ -157,7 +157,7 @@ def this_device() -> DeviceInfo:
 def device_of(layout: Layout) -> DeviceInfo:
     """Describe the devices of a layout, which are alike.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> device_of(Layout(make_mesh({}, jax.devices()[:1]))) == this_device()
     True
     """
@@ -222,7 +222,7 @@ class KernelChoice(NamedTuple):
 def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
     """Return what a device of a layout is asked to do, or why a kernel can't stand there.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> spec = tiny_spec(head_dim=4)
     >>> heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
     (2, 1, 4)
@@ -356,7 +356,7 @@ def choose_kernel(
     Raises:
         ValueError: cudnn is asked for and not possible.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> spec = tiny_spec(head_dim=8)
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> choose_kernel("auto", spec, layout, "float32", device=DeviceInfo("cpu", (), (0, 11, 2)))

@@ -197,7 +197,7 @@ def feed_forward(
 
     Returns:
         What is added to the residual stream, and what the experts report: the fields of
-        `models.moe.balance.RouterStats`, and as `experts` [R L top] where each token went.
+        `models.moe.routing.RouterStats`, and as `experts` [R L top] where each token went.
 
     >>> spec = tiny_spec(hidden_size=1, ff_width=1)
     >>> weights = {name: jnp.ones((1, 1)) for name in ("gate", "up", "down")}
@@ -388,3 +388,44 @@ def norm_of(
     [1.0, -1.0]
     """
     return rms_norm(x, scale, eps=spec.norm_eps, unit_offset=spec.unit_offset_norms)
+
+
+POLICIES = {"none": None, "dots": "dots_with_no_batch_dims_saveable", "full": "nothing_saveable"}
+"""The names in `jax.checkpoint_policies`."""
+
+
+def rematerialize(
+    layer: Callable[..., Any], policy: str, *, looks_up: bool = False
+) -> Callable[..., Any]:
+    """Make the backward pass of a scan's body store what a policy names, and recompute the rest.
+
+    Args:
+        layer: Body of a scan over layers.
+        policy: A key of `POLICIES`.
+        looks_up: Whether the body takes its weights out of a stack that it closes over. Then no
+            policy stores them, as they would be copies of the stack.
+
+    Returns:
+        A function with the same values and gradients.
+
+    Raises:
+        ValueError: There is no such policy.
+
+    >>> rematerialize(abs, "some")
+    Traceback (most recent call last):
+    ValueError: remat policy 'some'; expected one of none, dots, full
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"remat policy {policy!r}; expected one of {', '.join(POLICIES)}")
+    if policy == "none" and not looks_up:
+        return layer
+    import jax  # here, so that a config can be checked without it
+
+    saved = getattr(jax.checkpoint_policies, POLICIES[policy]) if POLICIES[policy] else _no_slice
+    # a scan body needs no barrier against common-subexpression elimination
+    return jax.checkpoint(layer, policy=saved, prevent_cse=False)
+
+
+def _no_slice(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Store everything but layers of a stack."""
+    return primitive.name not in ("dynamic_slice", "squeeze")

@@ -1,7 +1,7 @@
 """Low-rank adapters: two thin matrices beside each adapted one, trained while the rest is frozen.
 
 For a matrix W the model computes `x W + scale (x A) B`, with A [inputs, rank] and B [rank, outputs]
-(Hu et al. 2021, https://arxiv.org/abs/2106.09685, eq. 3). `models.lora_arrays` declares A and B.
+(Hu et al. 2021, https://arxiv.org/abs/2106.09685, eq. 3). `models.parameters` declares A and B.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.lora_arrays import (
+from jaxrl_llm.models.parameters import (
     ALL_LINEAR,
     A,
     B,
     adaptable,
+    declare,
     first_parts,
     target_options,
 )
-from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from jaxrl_llm.models.attention import PLAIN, Attending, attend_cache
-from jaxrl_llm.models.int8 import make_scales
+from jaxrl_llm.models.attention import PLAIN, Attending, attend_cache, make_scales
 
 AT_ONCE = 4
 """Sequences that `attend_in_turn` gathers at once."""
@@ -25,7 +24,7 @@ class Pages(NamedTuple):
         values: likewise; None: they are the first numbers of the keys, as of an absorbed latent.
         table: the pages of each sequence, in order: token j is in page j // S of them. What stands
             past the sequence's end is not read.
-        key_scales: of keys in int8, as `models.int8.Scales`; None: they are no int8.
+        key_scales: of keys in int8, as `models.attention.Scales`; None: they are no int8.
         value_scales: likewise; None: they are those of the keys, or there are none.
     """
 

@@ -13,8 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.int8 import quantize
+from jaxrl_llm.models.attention import Attending, quantize
 from jaxrl_llm.models.kernels import TOLERANCE, DeviceInfo
 from jaxrl_llm.models.layers import Layer, attending
 from jaxrl_llm.models.paged_attention import Pages, attend_gathered
@@ -75,7 +74,7 @@ class PagedChoice(NamedTuple):
 def paged_heads(spec: ModelSpec, layout: Layout) -> PagedHeads | str:
     """Return what a device of a layout is asked to do, or why a kernel can't stand there.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> paged_heads(tiny_spec(head_dim=16), layout)[:4]
     (2, 1, 16, None)
@@ -200,7 +199,7 @@ def choose_paged_kernel(
         is_int8: whether keys and values are in int8.
         kernel: what is tried; None: `models.paged_triton.attend_pages`.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 11, 2))
     >>> choose_paged_kernel("auto", tiny_spec(), layout, "float32", device=cpu)
     PagedChoice(name='xla', reason='the devices are cpu, not cuda', kernel=None)

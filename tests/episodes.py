@@ -10,9 +10,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler
-from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
+from jaxrl_llm.rollout.engine import Completion, Engine, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "configs" / "agents" / "model"
 TOKENIZER = load_tokenizer(MODEL)

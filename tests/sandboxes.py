@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.sandbox.landlock import landlock_version
-from jaxrl_llm.sandbox.seccomp import AUDIT_ARCHS
+from jaxrl_llm.sandbox.jail import AUDIT_ARCHS, landlock_version
 
 HAS_LANDLOCK = (
     sys.platform == "linux" and platform.machine() in AUDIT_ARCHS and landlock_version() > 0

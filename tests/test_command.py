@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import command
-from jaxrl_llm.config import cli
+from jaxrl_llm import cli, command
 from jaxrl_llm.config.help import override_words
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.programs import EvaluateConfig, SftConfig, TrainConfig

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl_llm import compiler_options as module
 from jaxrl_llm.compiler_options import FLAGS, Flag, Task, compiler_options, flags_of_environment
-from jaxrl_llm.planning.memory import plan_shapes
-from jaxrl_llm.runs import versions
+from jaxrl_llm.runs import directory
+from jaxrl_llm.training.compile import plan_shapes
 from jaxrl_llm.training.reward_model import score_pass
 from tests.planning.stablehlo import configure, spec_of
 
@@ -106,10 +106,10 @@ def test_options_reach_the_compiler():
 
 def test_versions_name_the_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_some=1")
-    written = json.loads(json.dumps(versions.collect_versions(0)))
+    written = json.loads(json.dumps(directory.collect_versions(0)))
     assert written["xla_flags"] == "--xla_some=1"
     assert written["compiler_options"] == {"train": {}, "decode": {}}
     monkeypatch.setattr(module, "is_gpu", lambda device: True)
     monkeypatch.setattr(module, "is_known", lambda flag, device: True)
-    written = json.loads(json.dumps(versions.collect_versions(0)))
+    written = json.loads(json.dumps(directory.collect_versions(0)))
     assert written["compiler_options"] == {str(task): options for task, options in ALL.items()}

@@ -38,24 +38,21 @@ from jaxrl_llm.config.load import describe, from_tree, load, read_config
 from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig
 from jaxrl_llm.config.sections import LogConfig
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.vision.inputs import Visual
-from jaxrl_llm.monitoring.trackers import functions as trackers
+from jaxrl_llm.monitoring import trackers as trackers
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.episode import Episode, EpisodePiece
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
-from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.sharding.layout import CONTEXTS
-from jaxrl_llm.sharding.mesh import AXES
-from jaxrl_llm.sharding.rules import DEFAULT_RULES
+from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
+from jaxrl_llm.sharding.layout import AXES, CONTEXTS, DEFAULT_RULES
 from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics, visual_metrics
 from jaxrl_llm.training.bind import PAIR_FIELDS, abstract_pairs, resolve_functions
 from jaxrl_llm.training.layouts import own_rules
 from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
 from jaxrl_llm.training.run import run_training
+from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import VISUALS, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -533,7 +530,7 @@ PLAYING = '''\
 import os
 import time
 
-from jaxrl_llm.data.call_text import ToolCall
+from jaxrl_llm.data.call_formats import ToolCall
 from jaxrl_llm.rollout import BrokenTool
 
 HOW = iter(["failed", "timeout", "died", "broken"])

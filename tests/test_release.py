@@ -8,7 +8,7 @@ import yaml
 
 import jaxrl_llm
 from benchmarks.code.release import main, read_notes
-from jaxrl_llm.runs.versions import collect_versions
+from jaxrl_llm.runs.directory import collect_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))

@@ -29,7 +29,7 @@ LONG_FILES: dict[str, str] = {}
 
 LEVELS = ("expression", "monty", "process", "service")
 NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
-NAMED_IN_CONFIGS |= {"jaxrl_llm/rewards/competition_math.py", "jaxrl_llm/data/geometry_rows.py"}
+NAMED_IN_CONFIGS |= {"jaxrl_llm/rewards/functions.py", "jaxrl_llm/data/published.py"}
 NAMED_IN_CONFIGS |= {f"jaxrl_llm/sandbox/{level}.py" for level in LEVELS}
 """Files whose functions a config names by kind: a data set and its reward, a level of isolation."""
 

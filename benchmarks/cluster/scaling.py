@@ -4,13 +4,13 @@
     python -m benchmarks.cluster.scaling --stale    with answers that are begun before their step
     python -m benchmarks.cluster.scaling --small    to see that all of it works
 
-Nothing is run: engines are simulated answer by answer (`planning.sampling`), the rest is summed up
-from the planner's assumptions (`planning.timeline`). Colocated GPUs sample and train in turn; of
+Nothing is run: engines are simulated answer by answer (`simulate_sampling`), the rest is summed up
+from the planner's assumptions (`simulate_steps`). Colocated GPUs sample and train in turn; of
 disaggregated ones some train and the others sample, and they wait for each other. Of all divisions
 and sizes of engines the shortest steps are shown; last the shortest of any division if sampling
 and training overlapped without a tail.
 
-With `--stale` (`planning.window`) the same for each `rollout.staleness` K: the mean of some steps
+With `--stale` (`simulate_steps`) the same for each `rollout.staleness` K: the mean of some steps
 in the middle of a run, answers in flight read again at each push. Disaggregated engines go on while
 a step is trained. Each K has the division that is best for it, with the engines of the synchronous
 step. Two minutes.
@@ -22,12 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
-from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import GPUS, LINKS, PER_NODE, USABLE
-from jaxrl_llm.planning.sampling import (
+from benchmarks.cluster.simulate_sampling import (
     Generation,
     cache_bytes,
     draw_lengths,
@@ -35,14 +30,20 @@ from jaxrl_llm.planning.sampling import (
     mean_context,
     simulate_generation,
 )
-from jaxrl_llm.planning.timeline import (
+from benchmarks.cluster.simulate_steps import (
     StepTimes,
     TrainMesh,
+    WindowSettings,
+    simulate_window,
     step_times,
     sync_seconds,
     train_seconds,
 )
-from jaxrl_llm.planning.window import WindowSettings, simulate_window
+from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
+from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.models.parameters import parameter_count
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.steps import GPUS, LINKS, PER_NODE, USABLE
 
 KS, MIDDLE = (0, 1, 2, 3), 4
 """Values of K, and the steps of which a mean is taken."""

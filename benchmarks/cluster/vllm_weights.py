@@ -31,17 +31,15 @@ import numpy as np
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import compute_dtypes, init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.engine import EngineSettings
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.environment import find_python
-from jaxrl_llm.sharding.cast import cast_tree
+from jaxrl_llm.rollout.vllm.setup import find_python
+from jaxrl_llm.sharding.reshard import cast_tree
 
 VOCABULARY = 4096
 PROMPT, ANSWER, ANSWERS = 32, 64, 64

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
@@ -34,13 +34,11 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.rollout.engine import EngineSettings
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler
+from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
+from jaxrl_llm.rollout.engine import Completion, EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.rollout.rollouts import Rollouts
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 
 MODEL = Path(__file__).parents[2] / "configs" / "agents" / "model"
 TURN_TOKENS, NEW_TOKENS = 12, 200

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from benchmarks.tables import parser_of
 from jaxrl_llm import load_policy
-from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.data.rows import verl_rows
-from jaxrl_llm.evaluation.policy import Policy, as_prompts
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.training.policy import Policy, as_prompts
 
 Answers = list[list[int]]
 

@@ -19,17 +19,14 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import Completion, EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
 

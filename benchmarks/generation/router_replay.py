@@ -22,18 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward_rows, logits
 from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward_rows
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import Completion, EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 
 PROMPT, ANSWER, EXPERTS, TOP, VOCAB = 16, 48, 64, 2, 256
 

@@ -135,9 +135,7 @@ class Probe:
 
         from benchmarks.gpu.ours import draw_params, engine_of, layout_of
         from benchmarks.gpu.specs import spec_of
-        from jaxrl_llm.sharding.layout import Layout
-        from jaxrl_llm.sharding.mesh import make_mesh
-        from jaxrl_llm.sharding.rules import ROLLOUT_RULES
+        from jaxrl_llm.sharding.layout import ROLLOUT_RULES, Layout, make_mesh
 
         self.options, self.spec = options, spec_of(options.shape)
         self.started: defaultdict[str, float] = defaultdict(float)
@@ -173,7 +171,7 @@ class Probe:
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
         """Answer prompts; return the time, and how much of the prompts was read."""
-        from jaxrl_llm.rollout.types import Request, SamplingParams
+        from jaxrl_llm.rollout.engine import Request, SamplingParams
 
         sampling = SamplingParams(max_new_tokens=tokens, top_p=self.options.top_p)
         asked = [Request(tuple(p), sampling, seed) for seed, p in enumerate(prompts)]
@@ -198,8 +196,7 @@ class Probe:
 
     def traced(self, tokens: int) -> dict[str, Any]:
         """Trace an answer to prompts that are in the cache; return the time of each kernel."""
-        from jaxrl_llm.monitoring.profiler import device_timeline, tracing
-        from jaxrl_llm.monitoring.trace_reader import read_trace
+        from jaxrl_llm.monitoring.profiler import device_timeline, read_trace, tracing
 
         with tempfile.TemporaryDirectory() as folder:
             with tracing(Path(folder) / "trace", 1):

@@ -43,11 +43,9 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped import BLOCKED, grouped_matmul
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
@@ -177,10 +175,10 @@ def profile(job: dict[str, Any]) -> dict[str, Any]:
 
     from jaxrl_llm.monitoring.profiler import (  # which read configs, too
         device_timeline,
+        read_trace,
         summarize,
         tracing,
     )
-    from jaxrl_llm.monitoring.trace_reader import read_trace
 
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()

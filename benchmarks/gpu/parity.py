@@ -31,7 +31,7 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.kernels import choose_kernel, this_device
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective

@@ -27,14 +27,14 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.algorithms.logprobs import token_stats
+from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.layers import POLICIES
 from jaxrl_llm.models.parameters import declare, init_params
-from jaxrl_llm.models.remat import POLICIES
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = jax.default_backend() != "cpu"

@@ -15,16 +15,14 @@ from typing import Any
 import jax
 
 import jaxrl_llm
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.compilation import BACKGROUND
-from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

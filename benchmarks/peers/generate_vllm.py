@@ -12,10 +12,9 @@ from pathlib import Path
 from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.rollout.engine import EngineSettings
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.environment import VERSION
+from jaxrl_llm.rollout.vllm.setup import VERSION
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ os.environ |= {
 import jax
 
 from jaxrl_llm import TrainConfig, open_run
-from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.monitoring.logs import quiet_libraries
+from jaxrl_llm.monitoring.writer import quiet_libraries
 
 
 def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -22,12 +22,11 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 import jax
 
-from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.config.load import apply_override, from_tree
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.monitoring.logs import quiet_libraries
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.types import Completion, Request
+from jaxrl_llm.monitoring.writer import quiet_libraries
+from jaxrl_llm.rollout.engine import Completion, Engine, Request
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.loop import run_steps, train_to_the_end

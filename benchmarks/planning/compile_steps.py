@@ -31,7 +31,7 @@ def compile_steps(order: dict) -> None:
 
     from jaxrl_llm.config.load import load
     from jaxrl_llm.config.programs import TrainConfig
-    from jaxrl_llm.planning.memory import plan_shapes
+    from jaxrl_llm.training.compile import plan_shapes
 
     devices = topologies.get_topology_desc(
         platform="cuda",

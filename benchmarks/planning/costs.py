@@ -40,15 +40,14 @@ from jaxlib.version import __version__ as JAXLIB
 from benchmarks.training import workloads
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.data.bin_packing import choose_rows
+from jaxrl_llm.data.packing import choose_rows
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.gpu_compiler import UNMERGED, UNTUNED, gpu_devices
-from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
-from jaxrl_llm.planning.memory import RunShapes, plan_shapes
 from jaxrl_llm.planning.program import count_operations
+from jaxrl_llm.planning.steps import UNMERGED, UNTUNED, gpu_devices
+from jaxrl_llm.training.compile import ENGINE, RunShapes, StepId, StepKind, plan_shapes
 
 FILE = Path(__file__).with_name("costs.yaml")
 TOLERANCE = 0.02

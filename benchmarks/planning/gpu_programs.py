@@ -28,8 +28,8 @@ from benchmarks.tables import markdown_table, parser_of
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.planning.gpu_compiler import UNMERGED, UNTUNED, describe_topology, gpu_devices
 from jaxrl_llm.planning.program import count_operations, list_loops
+from jaxrl_llm.planning.steps import UNMERGED, UNTUNED, describe_topology, gpu_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCUMULATE, DECODE = "actor accumulate", "engine decode"

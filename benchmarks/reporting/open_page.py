@@ -19,7 +19,7 @@ from playwright.sync_api import Browser
 from benchmarks.reporting.browser import open_browser, open_file
 from benchmarks.tables import describe_run, parser_of
 from jaxrl_llm.reporting.page import write_report
-from jaxrl_llm.runs.files import read_run
+from jaxrl_llm.training.run_files import read_run
 
 DRAWN = {
     "curves": ".plot .main-svg",

@@ -15,9 +15,8 @@ from pathlib import Path
 from benchmarks.sandbox.attacks import Attack, read_attacks
 from benchmarks.sandbox.target import Target
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.sandbox.loading import open_interpreter
+from jaxrl_llm.sandbox.interpreter import CodeLimits, CodeResult, Interpreter, open_interpreter
 from jaxrl_llm.sandbox.process import ProcessInterpreter, describe_layers, find_layers
-from jaxrl_llm.sandbox.types import CodeLimits, CodeResult, Interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "sandbox.md"

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from benchmarks.sandbox.attacks import Attack
-from jaxrl_llm.sandbox.types import CodeResult, Interpreter
+from jaxrl_llm.sandbox.interpreter import CodeResult, Interpreter
 from jaxrl_llm.workers.descendants import adopt_orphans, list_descendants
 
 SETTLE_S = 5.0  # for what was killed to be gone

@@ -26,8 +26,8 @@ from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
-from jaxrl_llm.sandbox.loading import open_interpreter
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
+from jaxrl_llm.sandbox.interpreter import open_interpreter
 
 LEVELS = ("expression", "monty", "process")
 WORKERS = 2

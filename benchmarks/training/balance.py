@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.data.balance import VERL_COST, imbalance, sum_by_rank
-from jaxrl_llm.data.bin_packing import best_fit, plan_microbatches
-from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.data.packing import RowShape, best_fit, plan_microbatches, row_shape
 
 MEAN, LENGTH, DRAWS = 512, 4096, 10
 Plan = list[list[list[int]]]

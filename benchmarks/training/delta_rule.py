@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
-from jaxrl_llm.models.delta_rule import gated_delta_rule
+from jaxrl_llm.models.delta import gated_delta_rule
 
 HEADS = [
     "tokens",

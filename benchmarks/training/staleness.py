@@ -42,10 +42,9 @@ import jax
 import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.config.cli import take_huge_pages
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.config.programs import TrainConfig, load_config
-from jaxrl_llm.rollout.engine import Listener, PartialEngine, Stop
-from jaxrl_llm.rollout.types import Completion, Request
+from jaxrl_llm.rollout.engine import Completion, Listener, PartialEngine, Request, Stop
 from jaxrl_llm.training import run as run_module
 from jaxrl_llm.training.run import open_run
 

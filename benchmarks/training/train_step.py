@@ -42,18 +42,15 @@ from benchmarks.training.grpo_tables import RATE_SHAPES
 from benchmarks.training.workloads import MODELS, VOCABULARY, lognormal_lengths
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
+from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.compilation import BACKGROUND
-from jaxrl_llm.config.cli import take_huge_pages
 from jaxrl_llm.data.balance import model_cost
-from jaxrl_llm.data.bin_packing import choose_rows, padding, plan_microbatches
-from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.data.packing import RowShape, choose_rows, padding, plan_microbatches, row_shape
 from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import Layout, make_mesh, shardings
 from jaxrl_llm.training import microbatches
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import takes_long_rows

@@ -40,13 +40,13 @@ VALUES = "jaxrl_llm.algorithms.values"
 PREFERENCES = "jaxrl_llm.algorithms.preferences"
 MODELS = "jaxrl_llm.models.functional"
 REWARD_FUNCTIONS = "jaxrl_llm.rewards.functions"
-TOOLS = "jaxrl_llm.rollout.tools.functions"
-ENVIRONMENTS = "jaxrl_llm.rollout.environments"
-AGENTS = "jaxrl_llm.rollout.agents"
+TOOLS = "jaxrl_llm.rollout.tools.builtin"
+ENVIRONMENTS = "jaxrl_llm.rollout.agents.environments"
+AGENTS = "jaxrl_llm.rollout.agents.agents"
 DATASETS = "jaxrl_llm.data.rows"
 TEACHER_PROMPTS = "jaxrl_llm.data.teacher_prompts"
 PREPARATIONS = "jaxrl_llm.data.prepare"
-TRACKERS = "jaxrl_llm.monitoring.trackers.functions"
+TRACKERS = "jaxrl_llm.monitoring.trackers"
 OPTIMIZERS = SCHEDULES = "optax"
 
 
@@ -260,7 +260,10 @@ def _module_from_file(path: Path, key: str) -> ModuleType:
 
 
 def public_functions(module: ModuleType) -> list[str]:
-    """Return the names of a module's functions, those it takes from its package included."""
+    """Return the names of a module's functions, those it takes from its package included.
+
+    One of this library may choose by `__all__`.
+    """
 
     def own(value: Any) -> bool:
         if isinstance(value, functools.partial):
@@ -268,7 +271,9 @@ def public_functions(module: ModuleType) -> list[str]:
         home = getattr(value, "__module__", None) or ""
         return inspect.isroutine(value) and home.split(".")[0] == module.__name__.split(".")[0]
 
-    return [n for n, v in vars(module).items() if not n.startswith("_") and own(v)]
+    is_ours = module.__name__.startswith("jaxrl_llm.")
+    names = getattr(module, "__all__", vars(module)) if is_ours else vars(module)
+    return [n for n in names if not n.startswith("_") and own(getattr(module, n))]
 
 
 def checked_keywords(

@@ -24,7 +24,7 @@ from jaxrl_llm.config.keys import (
     function_key,
 )
 from jaxrl_llm.config.rules import check
-from jaxrl_llm.workers.answers import finite_number
+from jaxrl_llm.workers.protocol import finite_number
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -625,7 +625,7 @@ class SftBatchConfig(Section):
 
 
 MESH_AXES = ("stage", "expert", "data", "fsdp", "context", "tensor")
-"""As `sharding.mesh.AXES`, here so that a config can be checked without jax."""
+"""As `sharding.layout.AXES`, here so that a config can be checked without jax."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -766,7 +766,7 @@ class LogConfig(Section):
     """What a run says of itself, besides run_dir/metrics.jsonl."""
 
     trackers: Several[Function] = function_key(functions.TRACKERS, (FunctionSpec("tensorboard"),))
-    """list of functions in monitoring.trackers.functions, where each step goes besides; [] has
+    """list of functions in monitoring.trackers, where each step goes besides; [] has
     none"""
     profile_steps: Several[int] = ()
     """steps whose trace and a summary of it go to run_dir/profile/step_<n>, as in [5]"""

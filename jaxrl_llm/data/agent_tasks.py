@@ -12,7 +12,7 @@ from jaxrl_llm.data.code_task import Code
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.search_task import Search
 from jaxrl_llm.data.task_rows import Messages, chat_message, task_row, turn_rows
-from jaxrl_llm.rollout.environments import MOVES, Play, grid, guess_number, moved
+from jaxrl_llm.rollout.agents.environments import MOVES, Play, grid, guess_number, moved
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GRID_SIDE = 4

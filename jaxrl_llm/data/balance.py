@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.delta_rule import CHUNK
+from jaxrl_llm.models.delta import CHUNK
 from jaxrl_llm.models.flops import active_parameters, delta_products
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.spec import ModelSpec

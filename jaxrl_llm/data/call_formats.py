@@ -7,28 +7,179 @@ back with what is wrong with it, for the model to read.
 
 import ast
 import json
+import math
 import re
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jaxrl_llm.data.call_text import (
-    BEGIN,
-    END,
-    INNER,
-    LAST,
-    MIDDLE,
-    BadCall,
-    ToolCall,
-    Tools,
-    attempt,
-    check_value,
-    dump_json,
-    json_call,
-    load_json,
-    quote,
-    read_blocks,
-)
+OPEN, CLOSE, BEGIN, END, INNER, LAST, MIDDLE = (chr(0xD800 + i) for i in range(7))
+"""What stands for markers while an answer is read: surrogates, which no decoded text contains.
+
+The first two are `<think>` and `</think>`, the others a format's markers in order.
+"""
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool as a model wrote it.
+
+    Attributes:
+        name: of the tool; empty where the text has none.
+        arguments: by parameter name.
+        id: by which a tool's message names the call.
+        error: why the text is no call, and what was expected; told to the model.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    error: str | None = None
+
+
+class BadCall(Exception):
+    """Why a text is no call; `name` is the tool's where it could be read."""
+
+    def __init__(self, reason: str, name: str = "") -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+def attempt(read: Callable[[], ToolCall]) -> ToolCall:
+    """Return the call that `read` returns, or one that says why there is none."""
+    try:
+        return read()
+    except BadCall as bad:
+        return ToolCall(bad.name, {}, error=str(bad))
+    except RecursionError:
+        return ToolCall("", {}, error="the call is nested too deep; expected a flatter one")
+
+
+def read_blocks(
+    marked: str, end: str, read: Callable[[str], list[ToolCall]]
+) -> tuple[str, list[ToolCall]]:
+    """Return the text outside of BEGIN … END, and the calls inside.
+
+    The last block of an answer needs no end marker if it can be read, as in vLLM.
+
+    Args:
+        marked: with markers as single characters.
+        end: the marker that ends a block, for the error.
+        read: from a block to its calls.
+    """
+    text, *parts = marked.split(BEGIN)
+    calls = list[ToolCall]()
+    for number, part in enumerate(parts, 1):
+        inside, closed, after = part.partition(END)
+        found = read(inside)
+        if not closed and (number < len(parts) or any(call.error for call in found)):
+            reason = f"the call is not closed: expected {end} after {quote(inside)}"
+            found = [ToolCall("", {}, error=reason)]
+        text, calls = text + after, calls + found
+    return text, calls
+
+
+def load_json(text: str, expected: str) -> Any:
+    """Return the value of a text of JSON in which nothing is doubtful.
+
+    Args:
+        text: one value and nothing after it.
+        expected: what it should look like, for the error.
+
+    Raises:
+        BadCall: it is no JSON, has a key twice, a number that is not finite, or half a character.
+
+    >>> load_json('{"a": 1, "a": 2}', "an object")
+    Traceback (most recent call last):
+    jaxrl_llm.data.call_formats.BadCall: the key 'a' is there twice; expected an object
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict[str, Any]()
+        for key, item in pairs:
+            if key in value:
+                raise BadCall(f"the key {key!r} is there twice; expected {expected}")
+            value[key] = item
+        return value
+
+    try:
+        value = json.loads(text, object_pairs_hook=once)
+        check_value(value, expected)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"no JSON: {error}; expected {expected}") from error
+    return value
+
+
+def check_value(value: Any, expected: str) -> None:
+    """Refuse numbers that are not finite, and texts that no encoding can write.
+
+    Raises:
+        BadCall: there is one in the value.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_value(key, expected)
+            check_value(item, expected)
+    elif isinstance(value, list):
+        for item in value:
+            check_value(item, expected)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise BadCall(f"the number {value} is not finite; expected {expected}")
+    elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise BadCall(f"{value!r} holds half of a surrogate pair; expected {expected}")
+
+
+def quote(value: Any) -> str:
+    """Return the first 80 characters of a value, for an error."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def json_call(value: Any, key: str, optional: Sequence[str] = ()) -> ToolCall:
+    """Return the call of `{"name": ..., key: {...}}`.
+
+    Args:
+        value: of which JSON.
+        key: under which the arguments stand.
+        optional: keys that may be there, too.
+
+    Raises:
+        BadCall: it is another object, or none.
+    """
+    expected = f'{{"name": "...", "{key}": {{...}}}}'
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        raise BadCall(f"got {quote(value)}, expected {expected}")
+    if set(value) - {*optional} != {"name", key}:
+        raise BadCall(f"got the keys {sorted(value)}, expected {expected}", name)
+    if not isinstance(value[key], dict):
+        raise BadCall(f"{key}: got {quote(value[key])}, expected an object", name)
+    return ToolCall(name, value[key])
+
+
+def dump_json(value: Any) -> str:
+    """Return a value as JSON, every letter as itself."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def count_common(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with that are the same."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def joined_contents(one: Any, other: Any) -> Any:
+    """Return the contents of two messages as those of one; parts follow each other.
+
+    >>> joined_contents("a", "b"), len(joined_contents("a", [{"type": "image"}]))
+    ('a\\n\\nb', 2)
+    """
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (one, other))
+    return [part for content in parts for part in content]
+
 
 HERMES = ("<tool_call>", "</tool_call>")
 LLAMA = ("<|python_tag|>",)
@@ -330,3 +481,82 @@ def write_deepseek(calls: Sequence[ToolCall]) -> str:
     begin, end, inner, last, middle = DEEPSEEK
     written = [f"{inner}{c.name}{middle}{dump_json(c.arguments)}{last}" for c in calls]
     return begin + "".join(written) + end
+
+
+HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>")
+FUNCTIONS = "functions."
+_RECIPIENT = re.compile(r"\bto=(\S+)")
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    """Tell whether a tokenizer has the markers of this format as tokens of their own."""
+    return tokenizer.get_added_vocab().keys() >= {*HARMONY}
+
+
+def split_analysis(marked: str) -> tuple[str, str]:
+    """Return what stands in the analysis channel, and the other messages as they are."""
+    reasoning, others = list[str](), list[str]()
+    for piece in re.split(f"(?<=[{INNER}{MIDDLE}])", marked):
+        header, _, body = piece.partition(END)
+        is_analysis = header.rpartition(BEGIN)[2].strip() == "analysis"
+        if BEGIN in header and is_analysis and not _RECIPIENT.search(header):
+            reasoning.append(body.rstrip(INNER).strip())
+        else:
+            others.append(piece)
+    return "\n\n".join(filter(None, reasoning)), "".join(others)
+
+
+def read_harmony(marked: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Read `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`."""
+    texts, calls = list[str](), list[ToolCall]()
+    for piece in re.split(f"[{INNER}{MIDDLE}]", marked):
+        before, begun, rest = piece.partition(BEGIN)
+        header, parted, body = rest.partition(END)
+        text = before.partition(LAST)[0]
+        recipient = _RECIPIENT.search(f"{before} {header}") if begun else None
+        texts.append(_RECIPIENT.sub("", text).strip() if begun else text)
+        if recipient is not None:
+            whole = body if parted else None
+            calls.append(attempt(lambda to=recipient[1], body=whole: _call(to, body)))
+        elif parted:
+            texts.append(body)
+    return "\n\n".join(filter(None, texts)), calls
+
+
+def _call(recipient: str, body: str | None) -> ToolCall:
+    name = recipient.removeprefix(FUNCTIONS)
+    if name == recipient or not name:
+        raise BadCall(f"got a call to {quote(recipient)}, expected to={FUNCTIONS}<name>")
+    if body is None:
+        raise BadCall("the call breaks off; expected <|message|> and its arguments", name)
+    try:
+        arguments = load_json(body, "an object of JSON")
+    except BadCall as bad:
+        raise BadCall(str(bad), name) from bad
+    return json_call({"name": name, "arguments": arguments}, "arguments")
+
+
+def write_harmony(calls: Sequence[ToolCall]) -> str:
+    """Write calls as `read_harmony` reads them; the model itself ends its answer at the first."""
+    channel, message, _, start, end = HARMONY
+    return f"{start}assistant".join(
+        f"{channel}commentary to={FUNCTIONS}{c.name} json{message}{dump_json(c.arguments)}{end}"
+        for c in calls
+    )
+
+
+def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an assistant's message as gpt-oss's template asks for it, reasoning as `thinking`.
+
+    Beside a call it takes either text or reasoning, and writes both in the analysis channel.
+
+    >>> with_thinking({"role": "assistant", "content": "Yes.", "reasoning_content": "Why not?"})
+    {'role': 'assistant', 'content': 'Yes.', 'thinking': 'Why not?'}
+    """
+    told = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if message.get("role") != "assistant":
+        return told
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    if told.get("tool_calls") and isinstance(text := told.get("content"), str):
+        reasoning, told["content"] = f"{reasoning}\n\n{text}".strip(), ""
+    return told | ({"thinking": reasoning} if reasoning else {})

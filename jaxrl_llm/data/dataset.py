@@ -11,11 +11,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.data.chat import Tokenizer
-from jaxrl_llm.data.chat_template import ChatTemplate, Message
+from jaxrl_llm.data.chat import ChatTemplate, Message, Tokenizer
 from jaxrl_llm.data.row_fields import Row, map_rows, normalize_messages
 from jaxrl_llm.data.visuals.rows import RowPictures, RowVisuals
-from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.inputs import Visual
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, load_function
 from jaxrl_llm.config.keys import RENAMED
-from jaxrl_llm.data.files import remove_partials, write_text
+from jaxrl_llm.files import remove_partials, write_text
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.sharding import distributed
 

@@ -4,14 +4,17 @@
 sequences share a row is `bin_packing.py`'s choice.
 """
 
+import bisect
+import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrl_llm.data.balance import VERL_COST, Cost
+from jaxrl_llm.data.balance import VERL_COST, Cost, karmarkar_karp, sum_by_rank
 from jaxrl_llm.models.attention import keys_per_query
 from jaxrl_llm.types import Rows
 
@@ -255,3 +258,296 @@ def unpack(
     inside = jnp.expand_dims(steps < size[:, None], range(2, packed.ndim))
     zero = jnp.zeros((), packed.dtype)
     return jnp.where(inside, packed[row[:, None], column], zero)
+
+
+def plan_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]:
+    """Place sequences into the rows of few micro-batches, so that ranks finish together.
+
+    Places that hold no token take as long as tokens do outside attention, and ranks wait for the
+    slowest in attention. The rows of best-fit-decreasing are cut into micro-batches that leave few
+    of their buckets' places empty. Or else sequences are dealt out to ranks of equal cost by
+    `karmarkar_karp`, in as few micro-batches as that finds room for. The faster plan is taken.
+
+    Args:
+        sizes: tokens of each sequence; one without tokens is in no row.
+        shape: of every micro-batch.
+
+    Returns:
+        For each micro-batch, for each of its rows, the indices of the sequences in it; `in_bucket`
+        finds its shape. With several ranks some rows may be empty, since the i-th rank has the i-th
+        block of rows.
+
+    Raises:
+        ValueError: a sequence longer than a row.
+
+    >>> plan_microbatches(np.array([3, 2, 2, 4]), RowShape(rows=1, length=5, sequences=4))
+    [[[3]], [[0, 1]], [[2]]]
+    >>> plan_microbatches(np.array([3, 2, 2, 4]), RowShape(rows=2, length=7, sequences=4, ranks=2))
+    [[[3, 2], [0, 1]]]
+    """
+    for index, size in enumerate(sizes):
+        if not 0 <= size <= shape.width:
+            raise ValueError(f"sequence {index}: expected 0 to {shape.width} tokens, got {size}")
+    if not sizes.all():
+        held = np.flatnonzero(sizes).tolist()
+        planned = plan_microbatches(sizes[held], shape) if held else []
+        return [[[held[i] for i in row] for row in rows] for rows in planned]
+    costs = shape.cost(sizes)
+    # ranks of equal cost, or else of equal size, which are easier to pack
+    levels = [costs, sizes.astype(np.float64)] if shape.ranks > 1 else [costs]
+    batches = _into_microbatches(sizes, shape)
+    filled = [_over_ranks(batch, costs, shape) for batch in batches]
+    counts = _counts(sizes, len(filled), shape) + [len(filled)] * (shape.ranks > 1)
+    for count, level in itertools.product(counts, levels):
+        if balanced := _deal_out(sizes, level, count, shape):
+            return min((filled, balanced), key=lambda plan: _time(sizes, plan, shape))
+    return filled
+
+
+def choose_rows(sizes: Int[np.ndarray, " B"], shape: RowShape) -> RowShape:
+    """Return the shape of rows, long or short ones, in which these sequences take less time.
+
+    Long rows leave little room empty, whatever the lengths. In short ones XLA's attention computes
+    half the scores, so these are faster unless many sequences have more than half of the longest
+    length, and leave rows empty that can't hold a second one.
+
+    Args:
+        sizes: tokens of each sequence.
+        shape: of micro-batches; rows that are no longer than the longest sequence stay as they are.
+
+    >>> from jaxrl_llm.data.balance import Cost
+    >>> shape = RowShape(rows=1, length=320, sequences=64, longest=32, cost=Cost(1e3, 1e9))
+    >>> [choose_rows(np.full(64, size), shape)[:2] for size in (32, 20, 9)]
+    [(10, 32), (1, 320), (10, 32)]
+    """
+    if shape.longest is None or not sizes.any():
+        return shape
+
+    def time(shape: RowShape) -> float:
+        batches = plan_microbatches(sizes, shape)
+        return sum(in_bucket(sizes, batch, shape)[1].time for batch in batches)
+
+    return min(shape.in_short_rows, shape, key=time)
+
+
+def plan_whole(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[int]]:
+    """Place all sequences into the rows of a single micro-batch.
+
+    Args:
+        sizes: tokens of each sequence.
+        shape: of the micro-batch, with as many rows as there are sequences, or enough.
+
+    Returns:
+        For each row the indices of the sequences in it; `in_bucket` finds its shape.
+
+    >>> plan_whole(np.array([3, 2, 2, 4]), RowShape(rows=4, length=5, sequences=4))
+    [[3], [0, 1], [2]]
+    """
+    return _over_ranks(best_fit(sizes, shape), shape.cost(sizes), shape)
+
+
+def in_bucket(
+    sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShape
+) -> tuple[list[list[int]], RowShape]:
+    """Return the rows of a micro-batch in the smallest bucket that holds them.
+
+    >>> from jaxrl_llm.data.balance import Cost
+    >>> shape = RowShape(rows=4, length=4, sequences=4, cost=Cost(breakeven=24576.0, flops=4e10))
+    >>> in_bucket(np.array([3, 2]), [[0], [1], [], []], shape)[0]
+    [[0], [1]]
+    """
+    batch = batch + [[]] * (shape.rows - len(batch))
+    each = shape.rows // shape.ranks
+    ranks = [[row for row in batch[at : at + each] if row] for at in range(0, shape.rows, each)]
+    rows = max(map(len, ranks)) * shape.ranks
+    length = max(int(sizes[row].sum()) for row in batch if row)
+    bucket = next(b for b in shape.buckets if b.rows >= rows and b.length >= length)
+    own = bucket.rows // bucket.ranks
+    return [row for rank in ranks for row in rank + [[]] * (own - len(rank))], bucket
+
+
+def padding(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
+    """Return the fraction of places that hold no token, in the buckets of all micro-batches.
+
+    >>> padding(np.array([3, 2, 3]), [[[0], [1]], [[2]]], RowShape(rows=2, length=4, sequences=4))
+    0.5
+    """
+    return 1 - int(sizes.sum()) / sum(_places(sizes, batch, shape) for batch in batches)
+
+
+def _places(sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShape) -> int:
+    return in_bucket(sizes, batch, shape)[1].tokens
+
+
+def _time(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
+    """Return the cost of all places of a rank, and that of the slowest ranks' attention."""
+    places = sum(_places(sizes, batch, shape) for batch in batches) / shape.ranks
+    attention = sum_by_rank(shape.cost(sizes) - sizes, batches, shape.ranks)
+    return places + float(attention.max(1).sum())
+
+
+def _counts(sizes: Int[np.ndarray, " B"], limit: int, shape: RowShape) -> list[int]:
+    """Return numbers of micro-batches to try, from the fewest possible to less than `limit`.
+
+    A row has room for no more than k sequences of more than L / (k + 1) tokens.
+    """
+    k = np.arange(1, shape.sequences_per_row + 1)
+    crowded = ((sizes[:, None] * (k + 1) > shape.length).sum(0) / k).max()
+    fewest = max(sizes.sum() / shape.tokens, crowded / shape.rows, len(sizes) / shape.sequences)
+    steps = (math.ceil(fewest) + 2**n - 1 for n in itertools.count())
+    return list(itertools.takewhile(lambda count: count < limit, steps))
+
+
+def _into_microbatches(sizes: Int[np.ndarray, " B"], shape: RowShape) -> list[list[list[int]]]:
+    """Cut the rows of best-fit-decreasing into micro-batches, the rest into small ones."""
+    batches: list[list[list[int]]] = []
+    used = 0
+    for row in best_fit(sizes, shape):
+        if not batches or len(batches[-1]) == shape.rows or used + len(row) > shape.sequences:
+            batches.append([])
+            used = 0
+        batches[-1].append(row)
+        used += len(row)
+    return batches[:-1] + _in_small_buckets(batches[-1], sizes, shape) if batches else []
+
+
+def _in_small_buckets(
+    rows: list[list[int]], sizes: Int[np.ndarray, " B"], shape: RowShape
+) -> list[list[list[int]]]:
+    """Place a micro-batch's sequences in the one or two buckets of fewest places that hold them."""
+    members = np.array([index for row in rows for index in row])
+    ways = [w for k in (1, 2) for w in itertools.combinations_with_replacement(shape.buckets, k)]
+    for way in sorted(ways, key=lambda way: (sum(bucket.tokens for bucket in way), len(way))):
+        lengths = [bucket.length for bucket in way for _ in range(bucket.rows)]
+        if sum(lengths) >= sizes[members].sum():
+            packed = [members[row].tolist() for row in best_fit(sizes[members], shape, lengths)]
+            if len(packed) == len(lengths):
+                return [packed[: way[0].rows], packed[way[0].rows :]][: len(way)]
+    return [rows]
+
+
+def _over_ranks(
+    rows: list[list[int]], costs: Float[np.ndarray, " B"], shape: RowShape
+) -> list[list[int]]:
+    """Order the rows of a micro-batch so that its ranks have equal cost."""
+    if shape.ranks == 1:
+        return [row for row in rows if row]
+    rows = rows + [[]] * (shape.rows - len(rows))
+    each = np.array([costs[row].sum() for row in rows])
+    parts = karmarkar_karp(each, shape.ranks, equal_size=True)
+    return [rows[number] for part in parts for number in part]
+
+
+def _deal_out(
+    sizes: Int[np.ndarray, " B"], costs: Float[np.ndarray, " B"], count: int, shape: RowShape
+) -> list[list[list[int]]] | None:
+    """Place sequences in `count` micro-batches of ranks with equal cost, or find no room."""
+    left = np.argsort(-costs, kind="stable")
+    ranks: list[Int[np.ndarray, " _"]] = []
+    for others in reversed(range(count)):
+        taken = _share(sizes[left], costs[left], others, shape)
+        chosen, left = left[taken], left[~taken]
+        ranks += [chosen[part] for part in karmarkar_karp(costs[chosen], shape.ranks)]
+    rows = _into_rows(ranks, sizes, costs, shape)
+    if rows is None:
+        return None
+    batches = [rows[at : at + shape.rows] for at in range(0, len(rows), shape.rows)]
+    fits = all(sum(map(len, batch)) <= shape.sequences for batch in batches)
+    return [batch for batch in batches if any(batch)] if fits else None
+
+
+def _share(
+    sizes: Int[np.ndarray, " n"], costs: Float[np.ndarray, " n"], others: int, shape: RowShape
+) -> Bool[np.ndarray, " n"]:
+    """Choose a micro-batch's share of the sequences, which descend, when `others` follow it.
+
+    A sequence of more than a rank's mean cost makes the other ranks wait, unless they get as much:
+    then this micro-batch takes more than the others, and one such sequence for each rank. The rest
+    of its share is spread evenly over the smaller sequences.
+    """
+    mean = costs.sum() / (shape.ranks * (others + 1))
+    big = np.flatnonzero(costs[: shape.ranks] > mean)
+    if len(big) == len(sizes):
+        return np.ones(len(sizes), bool)
+    rest = slice(len(big), None)
+    amounts = np.array([sizes[rest].sum(), len(sizes[rest])])
+    room = np.array([shape.tokens, shape.sequences])
+    needed = (max(mean, costs[0]) * shape.ranks - costs[big].sum()) / costs[rest].sum()
+    upper = (room - [sizes[big].sum(), len(big)]) / amounts
+    lower = 1 - others * room / amounts
+    share = min(max(min(needed, *upper), *lower, 0), 1)
+    steps = np.floor(np.arange(len(sizes[rest]) + 1) * share + 0.5)
+    return np.concatenate([np.ones(len(big), bool), np.diff(steps) > 0])
+
+
+def _into_rows(
+    ranks: list[Int[np.ndarray, " _"]],
+    sizes: Int[np.ndarray, " B"],
+    costs: Float[np.ndarray, " B"],
+    shape: RowShape,
+) -> list[list[int]] | None:
+    """Pack each rank's sequences into its rows; what does not fit goes where it delays least."""
+    each = shape.rows // shape.ranks
+    rows, unplaced = [], []
+    for members in ranks:
+        own = [members[row].tolist() for row in _even_rows(sizes[members], each, shape)]
+        rows += own[:each] + [[] for _ in range(each - len(own))]
+        unplaced += [index for row in own[each:] for index in row]
+    tokens = np.array([sizes[row].sum() for row in rows])
+    cost = np.array([costs[row].sum() for row in rows])
+    for index in sorted(unplaced, key=lambda index: -costs[index]):
+        fits = [
+            row
+            for row in np.flatnonzero(tokens + sizes[index] <= shape.length).tolist()
+            if len(rows[row]) < shape.sequences_per_row
+        ]
+        if not fits:
+            return None
+        load = cost.reshape(-1, shape.ranks, each).sum(2)
+        slack = (load.max(1, keepdims=True) - load).ravel()
+        row = max(fits, key=lambda row: slack[row // each])
+        rows[row].append(index)
+        tokens[row] += sizes[index]
+        cost[row] += costs[index]
+    return rows
+
+
+def _even_rows(sizes: Int[np.ndarray, " n"], rows: int, shape: RowShape) -> list[list[int]]:
+    """Place a rank's sequences into equally full rows, which have room for many short ones."""
+    even = karmarkar_karp(sizes.astype(np.float64), rows)
+    fits = all(
+        len(row) <= shape.sequences_per_row and sizes[row].sum() <= shape.length for row in even
+    )
+    return even if fits else best_fit(sizes, shape)
+
+
+def best_fit(
+    sizes: Int[np.ndarray, " B"], shape: RowShape, lengths: Sequence[int] = ()
+) -> list[list[int]]:
+    """Place sequences, longest first, each in the fullest row with room, or else in a new one.
+
+    Args:
+        sizes: tokens of each sequence.
+        shape: of a micro-batch, whose length is that of new rows.
+        lengths: of the rows to begin with.
+
+    Returns:
+        For each row the indices of the sequences in it.
+
+    >>> best_fit(np.array([3, 2, 2, 4]), RowShape(rows=1, length=5, sequences=4))
+    [[3], [0, 1], [2]]
+    """
+    rows: list[list[int]] = [[] for _ in lengths]
+    space = sorted((length, row) for row, length in enumerate(lengths))  # tokens left, row
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[index])
+        at = bisect.bisect_left(space, (size, -1))
+        if at == len(space):
+            rows.append([])
+            left, row = shape.length, len(rows) - 1
+        else:
+            left, row = space.pop(at)
+        rows[row].append(index)
+        if len(rows[row]) < shape.sequences_per_row:
+            bisect.insort(space, (left - size, row))
+    return rows

@@ -4,19 +4,288 @@ A pair is packed as one sequence, in which the rejected answer follows the chose
 of its own, so that both are always in the same micro-batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.chat import Tokenizer
-from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.chat import ChatTemplate, Tokenizer
 from jaxrl_llm.data.dataset import as_answer, check_ids, count_dropped, fits
-from jaxrl_llm.data.preference_rows import REFERENCE_COLUMNS
-from jaxrl_llm.data.row_fields import Row, map_rows, row_name
-from jaxrl_llm.data.steps import check_steps, encode_steps
+from jaxrl_llm.data.row_fields import (
+    Row,
+    as_row,
+    check_columns,
+    check_unicode,
+    field_error,
+    map_rows,
+    normalize_answer,
+    normalize_messages,
+    row_name,
+    with_tool_schemas,
+)
 from jaxrl_llm.types import Batch
+from jaxrl_llm.workers.protocol import finite_number
+
+
+class StepTokens(NamedTuple):
+    """An answer as a process reward model reads it.
+
+    Attributes:
+        tokens: of the steps, with the separator's behind each.
+        ends: index of each step's last token, which is the separator's.
+    """
+
+    tokens: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def normalize_step_row(row: Row, prompt: list[Row]) -> Row:
+    """Return a row whose answer has labelled steps in this library's form.
+
+    Args:
+        row: with `completions`, the texts of the steps, and as many `labels`, each true, false or
+            a number from 0 to 1.
+        prompt: of the row, in one form.
+
+    Returns:
+        `prompt`, `completions` and `labels`, numbers.
+
+    Raises:
+        ValueError: it is another.
+
+    >>> row = {"completions": ["1+1=2", "2*2=5"], "labels": [True, False]}
+    >>> normalize_step_row(row, [{"role": "user", "content": "2(1+1)="}])["labels"]
+    [1.0, 0.0]
+    """
+    steps, labels = row["completions"], row.get("labels")
+    if not isinstance(steps, list) or not steps:
+        raise field_error("completions", steps, "a list of the texts of steps")
+    for number, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise field_error(f"completions[{number}]", step, "the text of a step")
+        check_unicode(step, f"completions[{number}]")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        raise field_error("labels", labels, f"a list of {len(steps)}, one for each step")
+    for number, label in enumerate(labels):
+        if finite_number(label) is None or not 0 <= label <= 1:
+            expected = "true, false or a number from 0 to 1"
+            raise field_error(f"labels[{number}]", label, expected)
+    return {"prompt": prompt, "completions": steps, "labels": [float(label) for label in labels]}
+
+
+def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> StepTokens:
+    """Encode steps, each alone, with the separator behind it.
+
+    So no token spans the border of two steps, and what is scored is always the same token.
+
+    Args:
+        tokenizer: of the process reward model.
+        steps: their texts.
+        separator: a text.
+
+    Raises:
+        ValueError: the separator has no tokens.
+
+    >>> class Bytes:
+    ...     eos_token_id = 0
+    ...     def __call__(self, text, *, add_special_tokens):
+    ...         return {"input_ids": list(text.encode())}
+    ...     def get_chat_template(self): return ""
+    ...     def apply_chat_template(self, conversation, **kwargs): return []
+    >>> encode_steps(Bytes(), ["a", "bc"], "\\n")
+    StepTokens(tokens=(97, 10, 98, 99, 10), ends=(1, 4))
+    """
+    behind = tokenizer(separator, add_special_tokens=False)["input_ids"]
+    if not behind:
+        raise ValueError(f"steps: the tokenizer has no token for the separator {separator!r}")
+    tokens: list[int] = []
+    ends = []
+    for step in steps:
+        tokens += [*tokenizer(step, add_special_tokens=False)["input_ids"], *behind]
+        ends.append(len(tokens) - 1)
+    return StepTokens(tuple(map(int, tokens)), tuple(ends))
+
+
+def check_steps(steps: Sequence[str], separator: str) -> None:
+    """Raise ValueError for a step that holds the separator: an answer's text would be cut there."""
+    for number, step in enumerate(steps):
+        if separator in step:
+            raise ValueError(
+                f"completions[{number}] holds data.step_separator="
+                f"{separator!r}, which ends a step: expected the text of one step without it"
+            )
+
+
+def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
+    r"""Cut an answer into steps; return each with where it ends in the text.
+
+    A step ends behind its separator, the last one at the end of the text. Blank ones are none;
+    where all are blank, the answer is one empty step.
+
+    Args:
+        text: of the answer.
+        separator: that ends a step.
+
+    >>> split_steps("1+1=2\n\n2*2=4\n", "\n")
+    [('1+1=2', 6), ('2*2=4', 13)]
+    >>> split_steps("\n", "\n")
+    [('', 1)]
+    """
+    steps, at = [], 0
+    for part in text.split(separator):
+        end = min(at + len(part) + len(separator), len(text))
+        if part.strip():
+            steps.append((part, end))
+        at = end
+    return steps or [("", len(text))]
+
+
+def last_tokens(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], ends: Sequence[int]
+) -> list[int]:
+    """Return the index of the token with which the text of an answer reaches each of its ends.
+
+    Args:
+        decode: from token ids to the text in which the ends are.
+        tokens: of the answer.
+        ends: lengths of the text, in letters, in rising order. The last one is that of the whole
+            text, whose last token is the answer's, a token that stopped it included.
+
+    >>> last_tokens(lambda ids: "".join("ab\\n"[i] for i in ids), [0, 2, 1, 1], [2, 4])
+    [1, 3]
+    """
+    places = []
+    for end in ends[:-1]:
+        low, high = 0, len(tokens) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if len(decode(tokens[: middle + 1])) >= end:
+                high = middle
+            else:
+                low = middle + 1
+        places.append(low)
+    return [*places, len(tokens) - 1]
+
+
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
+"""Columns of rows that bring log-probs under the reference along."""
+
+
+def normalize_preference_row(row: Any) -> Row:
+    """Return a row in this library's form, from any of the forms that data sets have.
+
+    A pair is `{"prompt", "chosen", "rejected"}`, with answers that are texts, messages of the
+    assistant, or whole chats that begin with the prompt, which need no `prompt` then; optionally
+    `margin`, or `score_chosen` and `score_rejected`, whose difference it is. An answer with a
+    label is `{"prompt", "completion" or "response", "label": bool}`. An answer whose steps have
+    labels is `{"prompt", "completions", "labels"}`; see `normalize_step_row`. A prompt is a list
+    of messages, or a text, which is then the user's. All may have `tools`.
+
+    Args:
+        row: as it is in a file, or as it is returned here.
+
+    Returns:
+        The row with `prompt` as messages, and answers as messages of the assistant, or steps as
+        texts.
+
+    Raises:
+        ValueError: it is none of these.
+
+    >>> chat = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    >>> row = {"chosen": chat, "rejected": [chat[0], {"role": "assistant", "content": "5"}]}
+    >>> made = normalize_preference_row(row)
+    >>> made["prompt"], made["chosen"]["content"], made["rejected"]["content"]
+    ([{'role': 'user', 'content': '2+2='}], '4', '5')
+    """
+    row = as_row(row)
+    check_columns(row)
+    if columns := [name for name in ("images", "videos") if row.get(name)]:
+        raise field_error(columns[0], row[columns[0]], "nothing: preferences are of text")
+    prompt, tools = row.get("prompt"), {"tools": row.get("tools", [])}
+    if isinstance(prompt, str) and prompt:
+        prompt = [{"role": "user", "content": prompt}]
+    if "completions" in row:
+        return with_tool_schemas(
+            normalize_step_row(row, normalize_messages(prompt, "prompt")) | tools
+        )
+    if "chosen" in row or "rejected" in row:
+        made = _pair(row, prompt)
+    else:
+        name = "completion" if "completion" in row else "response"
+        if not isinstance(row.get("label"), bool):
+            raise field_error("label", row.get("label"), "true or false")
+        answer = normalize_answer(row.get(name), name)
+        made = {
+            "prompt": normalize_messages(prompt, "prompt"),
+            "response": answer,
+            "label": row["label"],
+        }
+    return with_tool_schemas(made | tools | _numbers(row))
+
+
+def _pair(row: Row, prompt: Any) -> Row:
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if _is_whole_chat(chosen):
+        if not _is_whole_chat(rejected):
+            raise field_error("rejected", rejected, "a chat that begins as 'chosen' does")
+        chosen, rejected = (normalize_messages(row[n], n) for n in ("chosen", "rejected"))
+        shared = _count_shared(chosen, rejected)
+        if (
+            isinstance(row.get("prompt"), list)
+            and normalize_messages(prompt, "prompt") != (chosen[:shared])
+        ):
+            raise field_error("prompt", prompt, "the messages with which both chats begin, or none")
+        prompt, chosen, rejected = chosen[:shared], chosen[shared], rejected[shared]
+    made = {
+        "prompt": normalize_messages(prompt, "prompt"),
+        "chosen": normalize_answer(chosen, "chosen"),
+        "rejected": normalize_answer(rejected, "rejected"),
+    }
+    if made["chosen"] == made["rejected"]:
+        raise ValueError("chosen and rejected are the same answer: remove such rows")
+    return made
+
+
+def _is_whole_chat(answer: Any) -> bool:
+    """Return whether an answer is a chat with its prompt."""
+    return (
+        isinstance(answer, list)
+        and bool(answer)
+        and isinstance(answer[0], dict)
+        and answer[0].get("role") in ("user", "system", "developer")
+    )
+
+
+def _count_shared(chosen: list[Row], rejected: list[Row]) -> int:
+    """Return with how many messages two chats begin that differ in their last one."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are the same chat: remove such rows")
+    if len(chosen) - shared != 1 or len(rejected) - shared != 1:
+        raise ValueError(
+            f"expected chats that differ in their last message, got {len(chosen)} and "
+            f"{len(rejected)} messages, of which the first {shared} are the same"
+        )
+    return shared
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    numbers = {}
+    for name in ("margin", "score_chosen", "score_rejected", *REFERENCE_COLUMNS):
+        value = row.get(name)
+        if value is None:
+            continue
+        number = None if isinstance(value, bool) else finite_number(value)
+        if number is None:
+            raise field_error(name, value, "a finite number (float32)")
+        numbers[name] = number
+    scores = [numbers.pop(name, None) for name in ("score_chosen", "score_rejected")]
+    if scores[0] is not None and scores[1] is not None:
+        numbers.setdefault("margin", scores[0] - scores[1])
+    return numbers
 
 
 @dataclass(frozen=True)

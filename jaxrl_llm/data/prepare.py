@@ -18,14 +18,11 @@ import yaml
 from jaxrl_llm.data import row_fields
 from jaxrl_llm.data.agent_tasks import agent_task_splits
 from jaxrl_llm.data.arithmetic import Problems, check_problems, draw_problems
-from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
-from jaxrl_llm.data.geometry_rows import geo3k
 from jaxrl_llm.data.picture_task import pictures
+from jaxrl_llm.data.published import dapo_math, geo3k, retool_sft, search_r1, source_rows
 from jaxrl_llm.data.reasoning import TaskPlan
 from jaxrl_llm.data.rows import Row, Written, write_splits
-from jaxrl_llm.data.search_rows import search_r1
 from jaxrl_llm.data.search_task import Search, write_corpus
-from jaxrl_llm.data.source_rows import source_rows
 from jaxrl_llm.data.verifiers_rows import verifiers
 from jaxrl_llm.rewards.functions import last_boxed
 

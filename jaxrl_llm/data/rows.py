@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.data.files import atomic_write
-from jaxrl_llm.data.preference_rows import normalize_preference_row
+from jaxrl_llm.data.preferences import normalize_preference_row
 from jaxrl_llm.data.row_fields import (
     FileRow,
     Row,
@@ -28,6 +27,7 @@ from jaxrl_llm.data.row_fields import (
     with_tool_schemas,
     without_nulls,
 )
+from jaxrl_llm.files import atomic_write
 
 CHATS = ("prompt", "messages", "completion", "completions", "response", "chosen", "rejected")
 """Columns that hold chats, or parts of them."""
@@ -300,3 +300,7 @@ def normalize_example_row(row: Any) -> Row:
     if all(message["role"] != "assistant" for message in made["messages"]):
         raise field_error("messages", made["messages"], "an answer of the assistant among them")
     return with_tool_schemas(made)
+
+
+HUB_TIMEOUT_S = 10.0
+"""Seconds in which the hub must answer, or it is taken for unreachable."""

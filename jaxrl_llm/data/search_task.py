@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.task_rows import Messages, chat_message, task_row
+from jaxrl_llm.files import write_text
 
 SYLLABLES = [consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou"]
 CORPUS = "corpus"

@@ -10,10 +10,36 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data import call_formats as formats
-from jaxrl_llm.data import harmony
-from jaxrl_llm.data.call_text import BEGIN, CLOSE, OPEN, ToolCall, Tools, count_common
-from jaxrl_llm.data.chat_template import PROBE, USER, ChatTemplate
+from jaxrl_llm.data.call_formats import (
+    BEGIN,
+    CLOSE,
+    DEEPSEEK,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    OPEN,
+    PYTHONIC,
+    ToolCall,
+    Tools,
+    count_common,
+    read_deepseek,
+    read_harmony,
+    read_hermes,
+    read_llama3_json,
+    read_mistral,
+    read_pythonic,
+    read_qwen3_coder,
+    split_analysis,
+    write_deepseek,
+    write_harmony,
+    write_hermes,
+    write_llama3_json,
+    write_mistral,
+    write_pythonic,
+    write_qwen3_coder,
+)
+from jaxrl_llm.data.chat import PROBE, USER, ChatTemplate
 from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS, Decode, decode_after, text_decoder
 
 THINK = ("<think>", "</think>")
@@ -190,21 +216,13 @@ NO_CALLS = CallFormat((), lambda text, _: (text, []), lambda _: "")
 """Answers in which no calls are looked for."""
 
 FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat(formats.HERMES, formats.read_hermes, formats.write_hermes),
-    "qwen3_coder": CallFormat(formats.HERMES, formats.read_qwen3_coder, formats.write_qwen3_coder),
-    "llama3_json": CallFormat(
-        formats.LLAMA, formats.read_llama3_json, formats.write_llama3_json, bare="{"
-    ),
-    "pythonic": CallFormat(
-        formats.PYTHONIC, formats.read_pythonic, formats.write_pythonic, bare="["
-    ),
-    "mistral": CallFormat(
-        formats.MISTRAL, formats.read_mistral, formats.write_mistral, first_id="call00000"
-    ),
-    "deepseek": CallFormat(formats.DEEPSEEK, formats.read_deepseek, formats.write_deepseek),
-    "harmony": CallFormat(
-        harmony.HARMONY, harmony.read_harmony, harmony.write_harmony, split=harmony.split_analysis
-    ),
+    "hermes": CallFormat(HERMES, read_hermes, write_hermes),
+    "qwen3_coder": CallFormat(HERMES, read_qwen3_coder, write_qwen3_coder),
+    "llama3_json": CallFormat(LLAMA, read_llama3_json, write_llama3_json, bare="{"),
+    "pythonic": CallFormat(PYTHONIC, read_pythonic, write_pythonic, bare="["),
+    "mistral": CallFormat(MISTRAL, read_mistral, write_mistral, first_id="call00000"),
+    "deepseek": CallFormat(DEEPSEEK, read_deepseek, write_deepseek),
+    "harmony": CallFormat(HARMONY, read_harmony, write_harmony, split=split_analysis),
 }
 """The formats by name."""
 

@@ -9,21 +9,47 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.call_text import count_common
-from jaxrl_llm.data.chat_template import USER, ChatTemplate, Message, read_calls
-from jaxrl_llm.data.harmony import is_harmony
-from jaxrl_llm.data.probes import REPLY, Turn, probe_turns
+from jaxrl_llm.data.call_formats import ToolCall, count_common, is_harmony
+from jaxrl_llm.data.chat import PROBE, USER, ChatTemplate, Message, read_calls
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.data.tool_calls import (
-    FORMATS,
-    NO_CALLS,
-    ParsedAnswer,
-    ToolCall,
-    choose_format,
-)
+from jaxrl_llm.data.tool_calls import FORMATS, NO_CALLS, ParsedAnswer, choose_format
+
+REPLY = "Sure."
+
+Turn = tuple[ParsedAnswer, list[Message]]
+"""An answer and what is told after it."""
+
+
+def probe_turns(*, calls: bool, several: bool) -> Iterator[tuple[str, Turn]]:
+    """Yield turns, each with its name.
+
+    Args:
+        calls: whether some answers are calls of tools.
+        several: whether an answer may be two of them.
+    """
+    if calls:
+        both = [PROBE, PROBE._replace(id="call00001")]
+        yield "one call", _turn("18 degrees", [PROBE])
+        yield "two calls", _turn("18 degrees", both if several else both[:1])
+        yield "no argument", _turn("noon", [ToolCall("clock", {}, PROBE.id)])
+        yield "unicode", _turn("naïve 東京 🙂", [PROBE])
+        yield "code", _turn('def f(x):\n    return {"x": x}\n', [PROBE])
+        yield "an error", _turn("Error: no such place: 'Zürich'", [PROBE])
+        yield "thinking and a call", _turn("18 degrees", [PROBE], "I look it up.")
+    yield "a user turn", _turn("And tomorrow?")
+    yield "thinking", _turn("And tomorrow?", reasoning="That is easy.")
+
+
+def _turn(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> Turn:
+    new: list[Message] = [
+        {"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c in calls
+    ]
+    answer = ParsedAnswer("" if calls else REPLY, tuple(calls), reasoning)
+    return answer, new or [{"role": "user", "content": text}]
+
 
 log = logging.getLogger(__name__)
 

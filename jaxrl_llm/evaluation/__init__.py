@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from jaxrl_llm.lazy import attach
 
 if TYPE_CHECKING:
-    from jaxrl_llm.evaluation.estimators import best_at, interval, majority_at
+    from jaxrl_llm.training.validation import best_at, interval, majority_at
 
 attach(__name__)

@@ -20,12 +20,33 @@ from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.programs import EvaluateConfig
 from jaxrl_llm.config.sections import SftMeshConfig, episodes_have_one_process
 from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
-from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row, write_rows
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
-from jaxrl_llm.evaluation.estimators import (
+from jaxrl_llm.files import write_text
+from jaxrl_llm.models.model import VisionModel, for_length
+from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.monitoring.clock import reporting_compilation
+from jaxrl_llm.monitoring.writer import quiet_libraries
+from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rewards.scoring import check_reward_rows, make_function_scoring
+from jaxrl_llm.rollout.agents.sampler import (
+    EpisodeSampler,
+    check_episode_functions,
+    open_episode_sampler,
+)
+from jaxrl_llm.rollout.agents.verl_agent import check_agent_rows
+from jaxrl_llm.rollout.build import loaded_engine
+from jaxrl_llm.rollout.engine import EngineSettings, SamplingParams
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, answer_seeds, sample
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
+from jaxrl_llm.runs.directory import ending_together, join
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training.dumps import answer_rows
+from jaxrl_llm.training.layouts import all_devices, open_layout
+from jaxrl_llm.training.policy import Policy, load_policy
+from jaxrl_llm.training.validation import (
     LEVEL,
     best_at,
     interval,
@@ -33,27 +54,6 @@ from jaxrl_llm.evaluation.estimators import (
     mean_of_each,
     read_scores,
 )
-from jaxrl_llm.evaluation.policy import Policy, load_policy
-from jaxrl_llm.models.capabilities import VisionModel
-from jaxrl_llm.models.model import for_length
-from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.monitoring.compiling import reporting_compilation
-from jaxrl_llm.monitoring.dumps import answer_rows
-from jaxrl_llm.monitoring.logs import quiet_libraries
-from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import check_reward_rows, make_function_scoring
-from jaxrl_llm.rollout.agent_rows import check_agent_rows
-from jaxrl_llm.rollout.build import loaded_engine
-from jaxrl_llm.rollout.engine import EngineSettings
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.load_agent import check_episode_functions
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
-from jaxrl_llm.rollout.sampling import Rollouts, answer_seeds, sample
-from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.runs.compile_cache import use_compilation_cache
-from jaxrl_llm.runs.together import ending_together, join
-from jaxrl_llm.sharding import distributed
-from jaxrl_llm.training.layouts import all_devices, open_layout
 
 METHOD = "Wilson's at the effective number of prompts, or m ± t·s for scores outside 0 to 1"
 

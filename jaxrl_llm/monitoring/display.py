@@ -18,11 +18,10 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxrl_llm.cluster import context
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import ACTIVITIES
-from jaxrl_llm.monitoring.answers import COLUMNS, answer_cells
-from jaxrl_llm.monitoring.streams import BackgroundFile, Stream
-from jaxrl_llm.monitoring.writer import BackgroundWriter
+from jaxrl_llm.monitoring.tables import COLUMNS, answer_cells
+from jaxrl_llm.monitoring.writer import BackgroundFile, BackgroundWriter, Stream
 from jaxrl_llm.sharding.distributed import is_first
 
 CLOSE_S = 5.0
@@ -164,30 +163,30 @@ class LauncherDisplay(Display):
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         """Show the bar there."""
-        context.call_display("open", title, total, done)
+        job_context.call_display("open", title, total, done)
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
-        context.call_display("line", text)
+        job_context.call_display("line", text)
 
     def advance(self, text: str = "") -> None:
         """Print a step's line, if it has one, and move the bar."""
-        context.call_display("advance", text)
+        job_context.call_display("advance", text)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table."""
-        context.call_display("table", title, columns, rows)
+        job_context.call_display("table", title, columns, rows)
 
     def plot(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step's newest metrics beside the bar there."""
         known = {name for names in BESIDE_BAR.values() for name in names if name in metrics}
         shown = {name: metrics[name] for name in known}
-        context.call_display("plot", step, shown)
+        job_context.call_display("plot", step, shown)
 
     def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print some of a step's answers as a table there."""
-        context.call_display("answers", step, [dict(row) for row in rows])
+        job_context.call_display("answers", step, [dict(row) for row in rows])
 
     def close(self) -> None:
         """Remove the bar."""
-        context.call_display("close")
+        job_context.call_display("close")

@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.cluster import context
-from jaxrl_llm.monitoring.answers import COLUMNS, answer_cells
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.display import Display, LauncherDisplay
-from jaxrl_llm.monitoring.tables import MetricsTable, html_table
+from jaxrl_llm.monitoring.tables import COLUMNS, MetricsTable, answer_cells, html_table
 from jaxrl_llm.sharding.distributed import is_first
 
 PANELS: dict[str, tuple[str, ...]] = {
@@ -191,7 +190,7 @@ def is_in_notebook() -> bool:
 
 def open_display(title: str, total: int, done: int) -> Display:
     """Show a run's progress: here, in a notebook's cell, or where a cluster's job was launched."""
-    kind = Display if context.current() is None else LauncherDisplay
+    kind = Display if job_context.current() is None else LauncherDisplay
     if kind is Display and is_in_notebook() and is_first():
         kind = NotebookDisplay
     return kind(title, total, done)

@@ -1,51 +1,24 @@
 """Memory per device: arrays that a run holds throughout, and those that each phase adds."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.flops import forward_flops, tower_flops
-from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.kernels import DeviceInfo, device_of
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.engine import AbstractEngine, plan_engine
-from jaxrl_llm.planning.lowering import (
+from jaxrl_llm.sharding.layout import Layout, batch_shards
+from jaxrl_llm.training.compile import (
     ENGINE,
+    TEACHER,
     AbstractModel,
+    RunShapes,
     StepId,
     StepKind,
-    abstract_params,
-    abstract_teacher,
-    abstract_tower,
     bytes_per_device,
-    plan_reference,
-    plan_role,
 )
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.training.bind import AlgorithmFunctions, resolve_functions
-from jaxrl_llm.training.layouts import Layouts, open_layouts
-from jaxrl_llm.training.load_model import adapted_spec, model_spec
-
-
-class Allocation(NamedTuple):
-    """Bytes of each device of a layout: of an array of a role's."""
-
-    role: str
-    array: str
-    size: int | float
-    layout: Layout
-
-    @property
-    def label(self) -> str:
-        """Return the name of the array in tables."""
-        return f"{self.role} {self.array}"
 
 
 class PhaseMemory(NamedTuple):
@@ -58,148 +31,6 @@ class PhaseMemory(NamedTuple):
     def total(self) -> int | float:
         """Return the bytes of a device."""
         return sum(self.held.values())
-
-
-class RunShapes(NamedTuple):
-    """A run as the shapes of its arrays.
-
-    Attributes:
-        config: of the run.
-        layouts: where its models stand.
-        spec: the actor.
-        roles: the models that read micro-batches, by name.
-        throughout: arrays that are held in all phases.
-        engine: that samples.
-        trace: traces each step; those that read micro-batches for one of the buckets.
-        gpu: on which the run is planned; None: on this machine's devices.
-    """
-
-    config: TrainConfig
-    layouts: Layouts
-    spec: ModelSpec
-    roles: dict[str, AbstractModel]
-    throughout: list[Allocation]
-    engine: AbstractEngine
-    trace: dict[StepId, Callable[..., Any]]
-    gpu: DeviceInfo | None
-
-    @property
-    def cache(self) -> int:
-        """Return the bytes of a device that the engine's pages and rows take."""
-        return bytes_per_device((self.engine.pages, self.engine.rows))
-
-
-def plan_shapes(
-    config: TrainConfig, devices: Sequence[Any] | None = None, gpu: DeviceInfo | None = None
-) -> RunShapes:
-    """List the models of a run and the bytes of them on each device, from shapes alone.
-
-    Args:
-        config: of the run.
-        devices: that it runs on, which may be those of a topology; by default jax's.
-        gpu: for which jax's own devices stand; those of a topology say it themselves.
-
-    Raises:
-        ConfigError: the run could not be built.
-    """
-    if config.model.function is not None:
-        raise ConfigError(
-            "model.function: nothing can be planned for a model of one's own, only for that of a "
-            "Hugging Face directory"
-        )
-    functions, layouts = resolve_functions(config), open_layouts(config.mesh, devices)
-    gpu = device_of(layouts.rollout) if devices else gpu
-    with config_errors_at("model.path"):
-        base = model_spec(config.model)
-    spec = adapted_spec(base, config.model.lora, config.model.adapter)
-    roles: dict[str, AbstractModel] = {}
-    throughout: list[Allocation] = []
-    trace: dict[StepId, Callable[..., Any]] = {}
-    for name in functions.updates:
-        layout = layouts.of(name)
-        own = spec if name == "actor" else role_spec(config, name, base)
-        role, steps = plan_role(config, functions, name, own, layout)
-        roles[name] = role
-        trace |= steps
-        sizes = {"parameters": role.params, "optimizer": role.optimizer}
-        sizes |= {"base of the adapter": role.frozen} if role.frozen else {}
-        if own.vision_apart and name == "actor":  # the others read its features, too
-            sizes["vision tower"] = abstract_tower(config, own, layout)
-        for array, tree in sizes.items():
-            throughout.append(Allocation(name, array, bytes_per_device(tree), layout))
-    if functions.runs_teacher_in_update and not functions.needs_teacher:
-        weights = abstract_teacher(config, spec, layouts.train).params
-        throughout.append(Allocation(TEACHER, "weights", bytes_per_device(weights), layouts.train))
-    for name, of, where, apart in untrained(config, functions, layouts, base):
-        role, trace[StepId(name, StepKind.INFER)] = plan_reference(
-            config, functions, of, where, apart=apart
-        )
-        roles[name] = role
-        throughout.append(Allocation(name, "weights", bytes_per_device(role.params), where))
-    throughout += own_teacher(config, functions, layouts, roles["actor"], base)
-    if config.reward.classifier:
-        classifier = abstract_params(
-            read_spec(config.reward.classifier), layouts.reward_model, config.model.dtype
-        )
-        size = bytes_per_device(classifier)
-        throughout.append(Allocation("classifier", "weights", size, layouts.reward_model))
-    engine, steps = plan_engine(config, spec, layouts.rollout, gpu)
-    size = bytes_per_device(engine.weights)
-    throughout.append(Allocation(ENGINE, "weights", size, layouts.rollout))
-    trace |= steps
-    return RunShapes(config, layouts, spec, roles, throughout, engine, trace, gpu)
-
-
-def untrained(
-    config: TrainConfig, functions: AlgorithmFunctions, layouts: Layouts, base: ModelSpec
-) -> Iterator[tuple[str, ModelSpec, Layout, bool]]:
-    """Yield name, spec and layout of the reference and the teachers; whether they run apart."""
-    is_adapter = config.model.lora is not None or config.model.adapter is not None
-    if functions.needs_reference and not is_adapter:
-        where = layouts.reference
-        yield "reference", base, where, where is not layouts.train
-    paths = config.teacher.path if functions.needs_teacher else None
-    several = [paths] if isinstance(paths, str) else dict.fromkeys((paths or {}).values())
-    for number, path in enumerate(several, 1):
-        with config_errors_at("teacher.path"):
-            spec = read_spec(path)
-        yield TEACHER if number == 1 else f"{TEACHER} {number}", spec, layouts.teacher, True
-
-
-def own_teacher(
-    config: TrainConfig,
-    functions: AlgorithmFunctions,
-    layouts: Layouts,
-    actor: AbstractModel,
-    base: ModelSpec,
-) -> list[Allocation]:
-    """List what a policy holds to be its own teacher: a float32 average, or its first weights."""
-    weights, where, offload = config.teacher.weights, layouts.teacher, config.offload
-    shares = functions.needs_reference and where is layouts.reference
-    shares &= offload.reference == offload.teacher and not actor.frozen
-    shares &= config.reference.refresh_every is None  # else the reference has a copy of its own
-    if not functions.needs_teacher or weights in ("given", "live"):
-        return []
-    if weights == "initial" and shares:
-        return []
-    if weights == "initial" and not actor.frozen:
-        held = abstract_params(base, where, config.model.dtype)
-    else:
-        held = actor.params if where is layouts.train else abstract_params(base, where)
-    return [Allocation(TEACHER, "weights", bytes_per_device(held), where)]
-
-
-TEACHER = "teacher"
-
-
-def role_spec(config: TrainConfig, name: str, base: ModelSpec) -> ModelSpec:
-    """Return the spec of a critic or of a reward model."""
-    path = getattr(config, name).path
-    with config_errors_at(f"{name}.path"):
-        spec = read_spec(path) if path else base
-    return (
-        dataclasses.replace(spec, value_head=True, reward_head=False) if name == "critic" else spec
-    )
 
 
 def memory_by_phase(shapes: RunShapes, scratch: Mapping[StepId, int | float]) -> list[PhaseMemory]:

@@ -15,13 +15,324 @@ as command buffers is launched together; it does so after this text was printed.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
-from jaxrl_llm.planning.collectives import Collective, exchange_of
-from jaxrl_llm.planning.hlo import Computation, Instruction, Program, parse_program
-from jaxrl_llm.planning.traffic import is_attention_over_pages, kernel_bytes
+
+BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2}
+BYTES |= {"s16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1}
+BYTES |= dict.fromkeys(("f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3"), 1)
+SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*-> .*\{$")
+INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+
+
+class Instruction(NamedTuple):
+    """One line of a program: its result's type, its operation, and the rest."""
+
+    type: str
+    operation: str
+    rest: str
+    is_root: bool = False
+
+    @property
+    def operands(self) -> list[str]:
+        """Return the names of the instructions whose results it takes."""
+        depth = 1
+        for end, letter in enumerate(self.rest):
+            depth += (letter == "(") - (letter == ")")
+            if not depth:
+                return re.findall(r"%([\w.\-]+)", self.rest[:end])
+        return []
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the bytes of each array of its result."""
+        shapes = SHAPE.findall(self.type)
+        return [BYTES.get(kind, 4) * math.prod(parse_ints(dims)) for kind, dims in shapes]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its result."""
+        return sum(self.sizes)
+
+    @property
+    def dims(self) -> list[int]:
+        """Return the shape of its result, of the first one if there are several."""
+        shape = SHAPE.search(self.type)
+        return parse_ints(shape[2]) if shape else []
+
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of a pattern in its attributes; nothing where there is none."""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
+
+
+Computation = dict[str, Instruction]
+
+
+class Program(NamedTuple):
+    """The computations of a program, by name, and the name of the one that runs."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def instructions(self) -> Iterator[tuple[str, Instruction]]:
+        """Yield every instruction with its name."""
+        for computation in self.computations.values():
+            yield from computation.items()
+
+
+def parse_program(text: str) -> Program:
+    """Take a program's text apart.
+
+    >>> text = '''ENTRY %main (a: f32[2,3]) -> f32[3,2] {
+    ...   %a = f32[2,3]{1,0} parameter(0)
+    ...   ROOT %b = f32[3,2]{1,0} transpose(%a), dimensions={1,0}
+    ... }'''
+    >>> program = parse_program(text)
+    >>> program.computations[program.entry]["b"].operands
+    ['a']
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", {}
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            current = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+        elif match := INSTRUCTION.match(line):
+            rest = "" if match[4] == "constant" else match[5]
+            current[match[2]] = Instruction(match[3], match[4], rest, bool(match[1]))
+    return Program(computations, entry)
+
+
+def parse_ints(text: str) -> list[int]:
+    """Return the numbers of a list with commas, which may be empty.
+
+    >>> parse_ints("2,3"), parse_ints("")
+    ([2, 3], [])
+    """
+    return [int(n) for n in text.split(",") if n]
+
+
+PASSES: Mapping[str, int | float] = {  # how often a ring of many devices sends the result's bytes
+    "all-gather": 1,
+    "all-reduce": 2,
+    "reduce-scatter": 1,
+    "all-to-all": 1,
+    "collective-permute": 1,
+    "collective-broadcast": 1,
+    "ragged-all-to-all": 1,
+}
+PART = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
+
+
+class Collective(NamedTuple):
+    """A kind of collective, the mesh axes that it runs over, and whether it leaves a node."""
+
+    kind: str
+    axes: tuple[str, ...]
+    leaves_node: bool
+
+
+class Exchange(NamedTuple):
+    """One collective instruction: what it is, the bytes that a device sends, and its arrays.
+
+    A compiler combines several arrays in one instruction.
+    """
+
+    collective: Collective
+    sent: int | float
+    arrays: int
+
+
+def exchange_of(
+    line: Instruction, computation: Computation, axes: Mapping[str, int], per_node: int
+) -> Exchange | None:
+    """Return the collective that an instruction is or ends, if it sends anything.
+
+    A GPU's compiler splits one into `-start`, whose type holds the operands, too, and `-done`,
+    which has the result's type: it is counted at its end, with the start's attributes.
+
+    Args:
+        line: the instruction.
+        computation: that it is in.
+        axes: sizes of the mesh axes, outermost first; device i of the program is the i-th of them.
+        per_node: devices in a node, neighbours in the mesh.
+
+    Raises:
+        ValueError: a collective ends in another computation than it begins.
+    """
+    kind = line.operation.removesuffix("-done")
+    if kind not in PASSES:
+        return None
+    begun = line
+    if line.operation != kind:
+        start = line.operands[0]
+        if start not in computation:
+            raise ValueError(f"got {line.operation} alone, expected {start} in its computation")
+        begun = computation[start]
+    devices = math.prod(axes.values())
+    if kind == "collective-permute":
+        listed = begun.rest.split("source_target_pairs=")[-1]
+        pairs = re.findall(r"\{(\d+),(\d+)\}", listed)
+        groups = [[int(a), int(b)] for a, b in pairs if a != b]
+        share = len(groups) / devices
+    else:
+        groups = replica_groups(begun.rest, devices)
+        n = len(groups[0])
+        share = PASSES[kind] * (n - 1) / n * (n if kind == "reduce-scatter" else 1)
+    if not share:
+        return None
+    places = np.array([np.unravel_index(g, tuple(axes.values())) for g in groups[:64]])
+    varies = (places != places[:, :, :1]).any(axis=(0, 2))
+    over = tuple(axis for axis, moves in zip(axes, varies, strict=True) if moves)
+    leaves_node = any(len({device // per_node for device in group}) > 1 for group in groups)
+    arrays = len(SHAPE.findall(line.type))
+    return Exchange(Collective(kind, over, leaves_node), line.size * share, arrays)
+
+
+def replica_groups(text: str, devices: int) -> list[list[int]]:
+    """Read the groups of devices of a collective, in any of the three forms that XLA prints.
+
+    Args:
+        text: the instruction's attributes.
+        devices: in all, which form one group where none is named.
+
+    >>> replica_groups("replica_groups={{0,2},{1,3}}, x", 4)
+    [[0, 2], [1, 3]]
+    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0), x", 4)
+    [[0, 2], [1, 3]]
+    >>> replica_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, x", 4)
+    [[0, 2], [1, 3]]
+    """
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?) ?\{([^}]*)\}", text):
+        return _named_groups(*named.groups())
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        return _iota(iota[2], iota[3]).reshape(parse_ints(iota[1])).tolist()
+    if listed := re.search(r"replica_groups=\{(\{[^=]*?\})\}", text):
+        return [parse_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    return [list(range(devices))]
+
+
+def _named_groups(mesh: str, order: str, over: str) -> list[list[int]]:
+    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", mesh), strict=True)
+    shape = [int(s) for s in sizes]
+    ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
+    flat = _iota(ids[1], ids[2]) if ids else np.arange(math.prod(shape))
+    split, grouped = [], []
+    parts = {n: (int(a or 1), int(b or 0)) for n, a, b in re.findall(PART, over)}
+    for name, size in zip(names, shape, strict=True):
+        before, own = parts.get(name, (size, 1))
+        own = own or size // before
+        if name in parts:
+            grouped.append(len(split) + 1)
+        split += [before, own, size // before // own] if name in parts else [size]
+    grid = flat.reshape(split)
+    rest = [i for i in range(grid.ndim) if i not in grouped]
+    width = int(np.prod([grid.shape[i] for i in grouped]))
+    return grid.transpose(rest + grouped).reshape(-1, width).tolist()
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    grid = np.arange(math.prod(parse_ints(shape))).reshape(parse_ints(shape))
+    return (grid.transpose(parse_ints(order)) if order else grid).reshape(-1)
+
+
+VIEWS = ("bitcast", "reshape")
+SLICES = ("dynamic-slice", "slice", "gather")
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that write into their first operand, and which of their operands is written."""
+FUSED = r"calls=%([\w.\-]+)"
+ATTEND_PAGES = re.compile("/attend_pages/pallas_call$")
+"""The kernel of `models.paged_triton`, by its place in the traced program."""
+
+
+def kernel_bytes(line: Instruction, computation: Computation, program: Program) -> int:
+    """Return the bytes that an instruction reads and writes, if it launches a kernel.
+
+    Args:
+        line: the instruction.
+        computation: that it is in, with its operands.
+        program: with the computations that it calls.
+    """
+    operands = [computation[name] for name in line.operands if name in computation]
+    if line.operation == "fusion":
+        inside = program.computations[line.attribute(FUSED)]
+        return _read(inside) + _written(inside)
+    if line.operation.endswith("-start"):
+        return sum(operand.size for operand in operands)
+    if line.operation.endswith("-done"):
+        return line.size
+    if line.attribute(r'custom_call_target="(__cublas)'):  # the rest of its results is workspace
+        return sum(operand.size for operand in operands) + line.sizes[0]
+    if is_attention_over_pages(line):
+        queries, table, *others = operands
+        return queries.size + table.size + _read_by(table, others) + line.size
+    return sum(operand.size for operand in operands) + line.size
+
+
+def is_attention_over_pages(line: Instruction) -> bool:
+    """Tell whether an instruction is the call of `models.paged_triton`.
+
+    Its first operands are queries [B, K, G, H] and a table [B, n] of pages.
+    """
+    source = line.attribute(r'op_name="([^"]*)"')
+    return line.operation == "custom-call" and bool(ATTEND_PAGES.search(source))
+
+
+def _read_by(table: Instruction, arrays: list[Instruction]) -> int:
+    """Return the bytes read of arrays [pages, …] by a table; of vectors those of all."""
+    pages = math.prod(table.dims)
+    return sum(
+        x.size if len(x.dims) == 1 else x.size // x.dims[0] * pages  # one page each time
+        for x in arrays
+    )
+
+
+def _read(inside: Computation) -> int:
+    """Return the bytes that a fused computation reads of its parameters."""
+    users: dict[str, list[tuple[Instruction, int, str]]] = {}
+    for name, line in inside.items():
+        for place, operand in enumerate(line.operands):
+            users.setdefault(operand, []).append((line, place, name))
+
+    def read(name: str, whole: int) -> int:
+        total = 0
+        for line, place, user in users.get(name, ()):
+            if line.operation in VIEWS:
+                total += read(user, whole)
+            elif line.operation in SLICES and place == 0:
+                total += line.size
+            elif line.operation in UPDATES and place == 0:
+                continue
+            else:
+                return whole
+        return min(total, whole)
+
+    return sum(
+        read(name, line.size) for name, line in inside.items() if line.operation == "parameter"
+    )
+
+
+def _written(inside: Computation) -> int:
+    """Return the bytes that a fused computation writes."""
+
+    def written(line: Instruction) -> int:
+        if line.operation == "tuple":
+            return sum(written(inside[name]) for name in line.operands)
+        if line.operation in VIEWS and line.operands[0] in inside:
+            return written(inside[line.operands[0]])
+        if line.operation in UPDATES:
+            update = inside[line.operands[UPDATES[line.operation]]].size
+            return 2 * update if line.operation == "scatter" else update  # it adds to what is there
+        return line.size
+
+    return sum(written(line) for line in inside.values() if line.is_root)
+
 
 CALLED, BODY = r"(?:calls|to_apply)=%([\w.\-]+)", r"body=%([\w.\-]+)"
 CONDITION = r"condition=%([\w.\-]+)"

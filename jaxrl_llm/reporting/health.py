@@ -4,45 +4,45 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxrl_llm.reporting.checks import learning, machinery, updates
-from jaxrl_llm.reporting.history import RunHistory, Sign, read_history
-from jaxrl_llm.runs.files import RunFiles
+from jaxrl_llm.reporting import checks
+from jaxrl_llm.reporting.checks import RunHistory, Sign, read_history
+from jaxrl_llm.training.run_files import RunFiles
 
 PAGE = "health.md"
 
 CHECKS: dict[str, Callable[[RunHistory], Iterator[Sign]]] = {
-    "The run stopped before its last step": machinery.stopped_early,
-    "Nothing to learn from": learning.no_signal,
-    "Updates are skipped": updates.updates_skipped,
-    "The gradient is zero": updates.gradient_zero,
-    "The learning rate is zero": updates.learning_rate_zero,
-    "The score has fallen": learning.score_fell,
-    "The validation has fallen": learning.validation_fell,
-    "Nothing is learned": learning.no_learning,
-    "The loss does not fall": updates.loss_does_not_fall,
-    "Answers are cut off": learning.answers_cut,
-    "Answers have become much shorter": learning.answers_shrank,
-    "Answers have become much longer": learning.answers_grew,
-    "The entropy has collapsed": learning.entropy_collapsed,
-    "The entropy has exploded": learning.entropy_exploded,
-    "The policy is far from the reference": learning.far_from_reference,
-    "Updates change the policy too much": updates.policy_jumps,
-    "Most prompts teach nothing": learning.most_groups_equal,
-    "Most tokens are clipped": updates.much_clipping,
-    "The gradient has spikes": updates.gradient_spikes,
-    "The critic explains nothing": updates.critic_explains_nothing,
-    "Experts are idle": updates.experts_idle,
-    "The reward function fails": machinery.reward_errors,
-    "Episodes are broken": machinery.episodes_broken,
-    "Calls of a tool go wrong": machinery.tools_fail,
-    "The chat template and the stream drift apart": machinery.template_drifts,
-    "Engine and trainer drift apart": machinery.engine_drifts,
-    "Most tokens are rejected": machinery.tokens_rejected,
-    "Answers are too old": machinery.answers_too_old,
-    "Metrics are not finite": machinery.not_finite,
-    "Steps wait for the compiler": machinery.compiles_late,
-    "Log records are missing": machinery.records_dropped,
-    "Processes were restarted": machinery.restarted,
+    "The run stopped before its last step": checks.stopped_early,
+    "Nothing to learn from": checks.no_signal,
+    "Updates are skipped": checks.updates_skipped,
+    "The gradient is zero": checks.gradient_zero,
+    "The learning rate is zero": checks.learning_rate_zero,
+    "The score has fallen": checks.score_fell,
+    "The validation has fallen": checks.validation_fell,
+    "Nothing is learned": checks.no_learning,
+    "The loss does not fall": checks.loss_does_not_fall,
+    "Answers are cut off": checks.answers_cut,
+    "Answers have become much shorter": checks.answers_shrank,
+    "Answers have become much longer": checks.answers_grew,
+    "The entropy has collapsed": checks.entropy_collapsed,
+    "The entropy has exploded": checks.entropy_exploded,
+    "The policy is far from the reference": checks.far_from_reference,
+    "Updates change the policy too much": checks.policy_jumps,
+    "Most prompts teach nothing": checks.most_groups_equal,
+    "Most tokens are clipped": checks.much_clipping,
+    "The gradient has spikes": checks.gradient_spikes,
+    "The critic explains nothing": checks.critic_explains_nothing,
+    "Experts are idle": checks.experts_idle,
+    "The reward function fails": checks.reward_errors,
+    "Episodes are broken": checks.episodes_broken,
+    "Calls of a tool go wrong": checks.tools_fail,
+    "The chat template and the stream drift apart": checks.template_drifts,
+    "Engine and trainer drift apart": checks.engine_drifts,
+    "Most tokens are rejected": checks.tokens_rejected,
+    "Answers are too old": checks.answers_too_old,
+    "Metrics are not finite": checks.not_finite,
+    "Steps wait for the compiler": checks.compiles_late,
+    "Log records are missing": checks.records_dropped,
+    "Processes were restarted": checks.restarted,
 }
 """The checks by what is wrong, which is also the heading of `docs/health.md` about it."""
 

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.worker import Unscored
-from jaxrl_llm.sandbox.limits import read_limits
-from jaxrl_llm.sandbox.loading import open_interpreter
-from jaxrl_llm.sandbox.types import CodeResult, Interpreter
+from jaxrl_llm.sandbox.interpreter import CodeResult, Interpreter, open_interpreter, read_limits
 
 PYTHON = ("py", "py3", "python", "python3")
 """Labels of blocks that hold programs; a block without a label may hold one, too."""

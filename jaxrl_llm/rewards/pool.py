@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.calls import BEAT, BEAT_S, outcomes_in_thread
 from jaxrl_llm.rewards.runner import (
     OnError,
     Outcomes,
@@ -27,6 +26,8 @@ from jaxrl_llm.rewards.runner import (
     chunk_size,
 )
 from jaxrl_llm.rewards.worker import (
+    BEAT,
+    BEAT_S,
     DEFAULT_CALLS,
     FAILURES,
     AsyncCalls,
@@ -36,9 +37,9 @@ from jaxrl_llm.rewards.worker import (
     call_function,
     decode_numbered,
     failed_outcome,
+    outcomes_in_thread,
 )
 from jaxrl_llm.workers import process
-from jaxrl_llm.workers.answers import decode_load_error
 from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
 from jaxrl_llm.workers.process import (
     BAD_OUTPUT,
@@ -48,12 +49,13 @@ from jaxrl_llm.workers.process import (
     WorkerProgram,
     stop_all,
 )
+from jaxrl_llm.workers.protocol import decode_load_error
 
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.5  # in seconds: when Ray interrupts its worker, that ends no system call
 SILENCE_S = 3 * BEAT_S  # in which a worker that calls an async function may be late
-PROGRAM = WorkerProgram("jaxrl_llm.rewards.calls:run_worker", keys="reward.")
+PROGRAM = WorkerProgram("jaxrl_llm.rewards.worker:run_worker", keys="reward.")
 
 
 class WorkerPool:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.servers import ServerError, lock_of, post
-from jaxrl_llm.workers.answers import finite_number, short_repr
+from jaxrl_llm.rollout.servers import ServerError, lock_of, post
+from jaxrl_llm.workers.protocol import finite_number, short_repr
 
 SWITCHES = ("use_activation", "activation")
 """What vLLM calls the key that leaves a score as the model gives it; the newer name first."""
@@ -75,8 +75,10 @@ def _token_ids(path: str, chat: Sequence[dict[str, Any]]) -> list[int]:
 
 @functools.cache
 def _template(path: str) -> Any:
-    from jaxrl_llm.data.chat import load_tokenizer  # transformers: only where it is asked for
-    from jaxrl_llm.data.chat_template import ChatTemplate
+    from jaxrl_llm.data.chat import (
+        ChatTemplate,
+        load_tokenizer,  # transformers: only where it is asked for
+    )
 
     return ChatTemplate(load_tokenizer(path))
 

@@ -14,21 +14,20 @@ from typing import Any, Literal, NamedTuple
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.rewards.calls import is_async
 from jaxrl_llm.rewards.code import check_python_tests, python_tests
 from jaxrl_llm.rewards.judge import check_judge, judge
 from jaxrl_llm.rewards.reward_server import classify
-from jaxrl_llm.rewards.servers import check_client
 from jaxrl_llm.rewards.worker import (
     DEFAULT_CALLS,
-    UNSCORED,
     AsyncCalls,
     Outcome,
     RewardItem,
     RewardJob,
+    is_async,
     load_reward_function,
 )
-from jaxrl_llm.workers.answers import finite_number, shorten
+from jaxrl_llm.rollout.servers import check_client
+from jaxrl_llm.workers.protocol import UNSCORED, finite_number, shorten
 
 log = logging.getLogger(__name__)
 

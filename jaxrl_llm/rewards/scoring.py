@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
 from jaxrl_llm.config.sections import RewardConfig, ScoringConfig
 from jaxrl_llm.data.row_fields import Row, map_rows
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.rewards.functions import check_ground_truth
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
@@ -32,16 +32,14 @@ from jaxrl_llm.rewards.runner import (
 from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import (
     BUILTIN_MODULE,
-    UNSCORED,
     AsyncCalls,
     RewardItem,
     load_reward_function,
 )
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.workers.answers import finite_number, short_repr, shorten
 from jaxrl_llm.workers.limits import Limits, passed_environment
+from jaxrl_llm.workers.protocol import UNSCORED, finite_number, short_repr, shorten
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +201,7 @@ def make_function_scoring(
         parts = distributed.all_gather(
             pool.score(items[own], rows=[prompt.index for prompt in rollouts.prompts[own]])
         )
-        context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
+        job_context.increment("reward_retries", pool.counts.get("retried", 0) - retried_before)
         return [result for part in parts for result in part]
 
     return score
@@ -295,7 +293,7 @@ def stopping(score: Scoring, reward: RewardConfig, function: FunctionSpec) -> Sc
 
 def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
     """Start what calls the reward function: processes here, or tasks on a cluster that scores."""
-    job = context.current()
+    job = job_context.current()
     limits = Limits(reward.memory_gb, reward.max_processes, tuple(reward.pass_env))
     share = max(1, reward.concurrency // distributed.process_count())
     calls = AsyncCalls(share, reward.retries)

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.functions import ConfigError
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import CACHE_TOLERANCE, FP8_TOLERANCE, TOLERANCE, RolloutConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.kernel_choice import choose_cache_kernel, choose_experts
 from jaxrl_llm.models.decoder import Decoder
@@ -17,6 +17,7 @@ from jaxrl_llm.models.functional import FunctionalModel
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
 from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 @activity("starting the engine")
 def make_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path) -> Engine:
     """Build the engine that the config names, here or on nodes of its own."""
-    job = context.current()
+    job = job_context.current()
     if job is not None and job.engine_hosts:
         from jaxrl_llm.rollout.remote import RemoteEngine
 
@@ -171,3 +172,19 @@ def loaded_engine(
         engine.close()
         raise
     return engine
+
+
+def is_low_precision(rollout: RolloutConfig) -> bool:
+    """Return whether an engine holds numbers of fewer bits than the trainer."""
+    return rollout.quantization != "none" or rollout.kv_cache_dtype != "auto"
+
+
+def agreement_tolerance(rollout: RolloutConfig) -> int | float:
+    """Return the largest mean difference of engine's and trainer's log-probs, in nats."""
+    if rollout.logprob_tolerance is not None:
+        return rollout.logprob_tolerance
+    by_part = [
+        FP8_TOLERANCE if rollout.quantization == "fp8" else TOLERANCE,
+        CACHE_TOLERANCE if rollout.kv_cache_dtype != "auto" else TOLERANCE,
+    ]
+    return max(by_part)

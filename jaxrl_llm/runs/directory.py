@@ -1,24 +1,250 @@
 """A run's folder: its lock, its config, and the keys that may change when it is continued."""
 
+import ast
 import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
 import json
 import logging
+import os
+import platform
+import shutil
+import subprocess
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from filelock import FileLock, Timeout
 
-from jaxrl_llm.cluster import context
-from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.keys import Section, with_new_names
-from jaxrl_llm.config.load import PACKAGED, as_tree, changes, read_yaml, to_yaml
+from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
+from jaxrl_llm.config.functions import FunctionSpec, split_name
+from jaxrl_llm.config.keys import Section, group_of, with_new_names
+from jaxrl_llm.config.load import PACKAGED, as_tree, changes, dotted_items, read_yaml, to_yaml
 from jaxrl_llm.config.programs import RunConfig, SftConfig, TrainConfig
-from jaxrl_llm.data.files import write_text
+from jaxrl_llm.files import write_text
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
-from jaxrl_llm.runs.user_functions import UserFunction, user_functions
-from jaxrl_llm.runs.versions import collect_versions
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.version import __version__
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+INSTALLED = ("site-packages", "dist-packages")
+
+
+class UserFunction(NamedTuple):
+    """A function that is none of an installed package.
+
+    Attributes:
+        name: as the config has it.
+        source: its text, and that of what it uses of its module.
+    """
+
+    name: str
+    source: str
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the source."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+
+def user_functions(config: Any, prefix: str = "") -> dict[str, UserFunction]:
+    """Return the users' functions that a config names or holds, by their keys."""
+    functions: dict[str, UserFunction] = {}
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if group_of(type(value)) is not None and not isinstance(value, FunctionSpec):
+            functions |= user_functions(value, f"{key}.")
+        items = enumerate(value) if isinstance(value, tuple) else [("", value)]
+        for number, item in items:
+            source = source_of(item) if isinstance(item, FunctionSpec) else None
+            if source is not None:
+                functions[f"{key}.{number}".rstrip(".")] = UserFunction(item.fn, source)
+    return functions
+
+
+def source_of(spec: FunctionSpec) -> str | None:
+    """Return the source of a user's function, without importing it; None for a package's function.
+
+    >>> source_of(FunctionSpec("grpo")) is None
+    True
+    >>> print(source_of(FunctionSpec.of(lambda scores: scores)).splitlines()[0])
+    # no source; compiled:
+    """
+    if spec.given is not None:
+        return _of_object(spec.given)
+    where, attribute = split_name(spec.fn)
+    if not where:
+        return None
+    path = Path(where) if where.endswith(".py") else _file_of(where)
+    if path is None or not path.is_file() or not set(INSTALLED).isdisjoint(path.parts):
+        return None
+    text = path.read_text(encoding="utf-8")
+    try:
+        top = _top_level(ast.parse(text))
+    except SyntaxError:
+        return text
+    return _reachable(attribute, top.get) or text  # the name may be an import or computed
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module that is no part of this library."""
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        return None
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.has_location else None
+
+
+def _of_object(function: Any) -> str:
+    """Return the source of a function, class or callable object that this process has defined."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, type) and not inspect.isroutine(function):
+        function = type(function)
+    module = inspect.getmodule(function)
+    known = {**vars(module)} if module else {}
+    for method in _functions_of(function):
+        known |= method.__globals__
+        known |= {k: v for k, v in inspect.getclosurevars(method).nonlocals.items()}
+    known[function.__name__] = function
+
+    def text(name: str) -> str | None:
+        value = known.get(name)
+        if isinstance(value, PLAIN) or (
+            isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value)
+        ):
+            return f"{name} = {value!r}" if name in known else None
+        is_own = getattr(value, "__module__", None) == function.__module__
+        if not is_own or not (inspect.isfunction(value) or inspect.isclass(value)):
+            return None
+        try:
+            return _normalized(_text(value))
+        except (OSError, SyntaxError, TypeError):
+            return None
+
+    return _reachable(function.__name__, text) or _compiled(function)
+
+
+def _functions_of(value: Any) -> list[Any]:
+    """Return a function, or the methods that a class defines."""
+    values = vars(value).values() if inspect.isclass(value) else [value]
+    return [v for v in values if inspect.isfunction(v)]
+
+
+def _text(value: Any) -> str:
+    """Return the text of a function or class.
+
+    Raises:
+        OSError, SyntaxError, TypeError: there is none.
+    """
+    try:
+        return textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError):  # of a notebook's class, before Python 3.13
+        cell = ast.parse("".join(inspect.findsource([*_functions_of(value), value][0])[0]))
+    classes = [n for n in cell.body if isinstance(n, ast.ClassDef) and n.name == value.__name__]
+    if not classes:
+        raise OSError(f"no source of {value}")
+    return ast.unparse(classes[-1])
+
+
+def _compiled(function: Callable[..., Any]) -> str:
+    """Return what there is of a function whose source is not known, as that of a lambda."""
+    codes = [code] if (code := getattr(function, "__code__", None)) else []
+    parts = [function.__qualname__]
+    while codes:
+        code = codes.pop()
+        inner = [c for c in code.co_consts if inspect.iscode(c)]
+        values = [c for c in code.co_consts if not inspect.iscode(c)]
+        parts += [code.co_code.hex(), repr((code.co_names, values))]
+        codes += inner
+    return "\n".join(["# no source; compiled:", *(f"# {part}" for part in parts)]) + "\n"
+
+
+def _top_level(module: ast.Module) -> Mapping[str, str]:
+    """Return the functions, classes and plain values of a module, normalized, by name."""
+    texts = {}
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            texts[node.name] = ast.unparse(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                value = repr(ast.literal_eval(node.value))
+            except ValueError:
+                value = ast.unparse(node.value)
+            texts[node.targets[0].id] = f"{node.targets[0].id} = {value}"
+    return texts
+
+
+def _normalized(text: str) -> str:
+    (node,) = ast.parse(text).body
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        raise SyntaxError("a lambda, which stands somewhere in a line")
+    return ast.unparse(node)
+
+
+def _reachable(name: str, text_of: Callable[[str], str | None]) -> str:
+    """Return the text of a name, and of all names that it uses; empty where it has none."""
+    texts: dict[str, str] = {}
+    names = [name]
+    while names:
+        text = text_of(one) if (one := names.pop()) not in texts else None
+        if text is not None:
+            texts[one] = text
+            names += {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+        elif one == name:
+            return ""
+    others = sorted(n for n in texts if n != name)
+    return "\n\n\n".join(texts[n] for n in (*others, name)) + "\n"
+
+
+PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "grain", "numpy")
+"""Packages whose versions change a run's results."""
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of this library, of Python and of `PACKAGES`."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"jaxrl_llm": __version__, "python": platform.python_version(), **versions}
+
+
+def collect_versions(seed: int) -> dict[str, Any]:
+    """Return what a run can be repeated by.
+
+    Versions of packages, devices, git commit, seed, and the flags of XLA: those of the environment,
+    and for each task those that the run adds (`compiler_options`).
+    """
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str | None:
+        if not (root / ".git").exists() or not shutil.which("git"):
+            return None
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    return {
+        **package_versions(),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changed_files": git("status", "--porcelain"),
+        "devices": [d.device_kind for d in jax.devices()],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compiler_options": {task: compiler_options(task, jax.devices()) or {} for task in Task},
+        "processes": distributed.process_count(),
+        "seed": seed,
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +341,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """
     # a file server may hold the lock of a node that is lost for a while, and who looks whether a
     # run goes on (`is_held`) has it for a moment
-    timeout = LEASE_S if context.is_restarted() else READER_S
+    timeout = LEASE_S if job_context.is_restarted() else READER_S
     lock = FileLock(folder / ".lock", timeout, poll_interval=0.1, fallback_to_soft=False)
     ours = [folder / ".lock", folder / "checkpoints", folder, *folder.parents]
     ours = [path for path in ours if not path.exists()]
@@ -262,3 +488,72 @@ def _given_keys(section: Any, prefix: str = "") -> dict[str, Any]:
         elif value != default:
             given[key] = as_tree(value)
     return given
+
+
+SHOWN = 3  # keys that differ
+
+
+def join(config: Any, *rules: Callable[[Any, int], Iterator[str]]) -> None:
+    """Join the other processes of a run, if there are any, and compare what they run.
+
+    Each process compiles its own config: where a key differs, they train one model in two ways.
+
+    Args:
+        config: of the run.
+        rules: yield a line for each key that this number of processes can't have.
+
+    Raises:
+        ConfigError: a config, a user's function or a version differs, or the processes can't
+            make up a run; in all of them.
+        RunError: they did not all come.
+    """
+    try:
+        distributed.initialize()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except TimeoutError as error:
+        raise RunError(str(error)) from error
+    functions = {f"{key}: source": f.digest[:12] for key, f in user_functions(config).items()}
+    program = {"program": type(config).__name__}
+    ours = {**program, **dict(dotted_items(as_tree(config))), **functions, **package_versions()}
+    everyone = distributed.all_gather(ours)
+    for number, theirs in enumerate(everyone):
+        if differing := _differences(theirs, everyone[0], number):
+            shown = "; ".join(differing[:SHOWN])
+            more = f"; {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+            raise ConfigError(f"{shown}{more}: all processes of a run need the same")
+    if lines := [line for rule in rules for line in rule(config, len(everyone))]:
+        raise ConfigError(*lines)
+
+
+def _differences(theirs: Mapping[str, Any], first: Mapping[str, Any], number: int) -> list[str]:
+    return [
+        f"process {number} has {key}={theirs.get(key)}, process 0 has {first.get(key)}"
+        for key in {**first, **theirs}
+        if theirs.get(key) != first.get(key)
+    ]
+
+
+def check_same_data(key: str, sequences: Iterable[Sequence[int]]) -> None:
+    """Compare the tokens of the data that each process has read.
+
+    Raises:
+        ConfigError: they differ; in all processes.
+    """
+    if distributed.process_count() == 1:
+        return
+    digest = hashlib.sha256()
+    for tokens in sequences:
+        digest.update(np.array([len(tokens), *tokens], np.int64).tobytes())
+    everyone = distributed.all_gather(digest.hexdigest())
+    for number, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ConfigError(
+                f"{key}: process {number} reads other rows than process 0; give all processes the "
+                "same files"
+            )
+
+
+def ending_together() -> contextlib.AbstractContextManager[None]:
+    """End all processes of a run when this one fails, with the status that it has."""
+    return distributed.abort_together((Preempted,), exit_status)

@@ -6,6 +6,8 @@ notice (`reached_preemption_sync_point`) needs its distributed runtime, which on
 """
 
 import contextlib
+import faulthandler
+import math
 import os
 import select
 import signal
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from jaxrl_llm.cluster import context
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.sharding import distributed
 
 KILLED = 128 + signal.SIGTERM
@@ -42,7 +44,7 @@ class Preemption:
     def __enter__(self) -> "Preemption":
         """Begin to listen."""
         in_main = threading.current_thread() is threading.main_thread()
-        self._listens = in_main and context.current() is None
+        self._listens = in_main and job_context.current() is None
         if self._listens:
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
@@ -66,7 +68,7 @@ class Preemption:
 
     def requested(self) -> bool:
         """Return whether any process of the run was told to end; all of them ask together."""
-        return any(distributed.all_gather(self.is_told() or context.is_stop_requested()))
+        return any(distributed.all_gather(self.is_told() or job_context.is_stop_requested()))
 
     def _take(self) -> None:
         """Take signals until `close`, or until the grace is over."""
@@ -131,3 +133,64 @@ def interrupted_between_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if told:
         raise KeyboardInterrupt
+
+
+STDERR = 2
+BACKUP_S = 30.0  # after which faulthandler ends a process whose interpreter lock is never free
+
+
+class Watchdog:
+    """Prints the stacks of all threads and ends the process when there is no progress for long.
+
+    Args:
+        limit_s: seconds from one `beat` to the next; None watches nothing.
+
+    >>> with Watchdog(60.0) as watchdog:
+    ...     watchdog.beat()
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        """Don't watch yet."""
+        self._limit_s = limit_s
+        self._closed = threading.Event()
+        self._last = 0.0
+
+    def __enter__(self) -> "Watchdog":
+        """Begin to watch."""
+        self.beat()
+        if self._limit_s is not None:
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Watch no more."""
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def beat(self) -> None:
+        """Note progress."""
+        self._last = time.monotonic()
+        if self._limit_s is not None:
+            faulthandler.dump_traceback_later(self._limit_s + BACKUP_S, exit=True, file=STDERR)
+
+    def rest(self) -> None:
+        """Expect no progress until the next `beat`, as between two steps of a notebook."""
+        self._last = math.inf
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        assert self._limit_s is not None
+        while not self._closed.wait(self._left(self._limit_s)):
+            if time.monotonic() - self._last < self._limit_s:
+                continue
+            faulthandler.dump_traceback(STDERR, all_threads=True)
+            text = (
+                f"error: there was no step for {self._limit_s:g} s (stall_timeout_s); the threads' "
+                "stacks are above; the same command continues from the newest checkpoint\n"
+            )
+            os.write(STDERR, text.encode())
+            os._exit(1)
+
+    def _left(self, limit_s: float) -> float:
+        """Return the seconds until there is something to look at."""
+        return min(limit_s, max(0.0, self._last + limit_s - time.monotonic()))

@@ -5,24 +5,293 @@ and below that the one that runs code. When the first two or whoever has asked f
 ended, or the code breaks a limit, all that is below this process is killed.
 """
 
+import ast
+import atexit
+import builtins
+import io
 import json
+import linecache
+import math
 import os
 import signal
+import stat
 import sys
+import threading
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm.sandbox import jail
-from jaxrl_llm.sandbox.runner import serve_code
-from jaxrl_llm.sandbox.watch import Usage, WatchedLimits
 from jaxrl_llm.workers.descendants import (
     adopt_orphans,
     end_descendants,
     ignore_signals,
+    list_descendants,
     poll_for,
     reap,
 )
+
+STDIN_FILE = ".stdin"
+MAX_REASON_CHARS = 300
+Outcome = tuple[str | None, str]  # the failure, and its reason
+
+
+def serve_code(requests: int, answers: int, *, keep_state: bool) -> NoReturn:
+    """Run code as it is asked for, until nobody asks any more.
+
+    Args:
+        requests: descriptor of the pipe on which lines of JSON come.
+        answers: descriptor of the pipe for the answers.
+        keep_state: whether the code finds the names that earlier code has bound.
+    """
+    own, runs = os.getpid(), 0
+    builtins.exit = builtins.quit = sys.exit  # which the module `site` would define
+    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    with os.fdopen(requests, "rb") as lines:
+        for line in lines:
+            request, runs = json.loads(line), runs + 1
+            name = f"<run {runs}>" if keep_state else "<code>"
+            failure, reason = _run(request, name, names, finish=not keep_state)
+            if os.getpid() != own:  # a child that the code has forked
+                os._exit(0)
+            answer = {"nonce": request["nonce"], "failure": failure, "reason": reason}
+            os.write(answers, json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+def _open_streams() -> None:
+    """Let the code write text of any kind to descriptors 1 and 2."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(  # noqa: SIM115
+            fd, "w", encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _open_stdin(text: str) -> None:
+    """Let the code read its input from descriptor 0, which may be a file without a name."""
+    opened = os.open(STDIN_FILE, os.O_RDWR | os.O_CREAT, 0o600) if text else os.open("/dev/null", 0)
+    if text:
+        os.unlink(STDIN_FILE)  # noqa: PTH108
+    os.dup2(opened, 0)
+    os.close(opened)
+    data = memoryview(text.encode("utf-8", "surrogatepass"))
+    while data:
+        data = data[os.write(0, data) :]
+    if text:
+        os.lseek(0, 0, os.SEEK_SET)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
+def _run(request: dict[str, str], name: str, names: dict[str, Any], *, finish: bool) -> Outcome:
+    """Run code, show the value of its last expression, and tell what came of it."""
+    _open_streams()
+    outcome = _outcome(lambda: _open_stdin(request["stdin"]))  # its folder may be full
+    outcome = outcome if outcome[0] else _outcome(lambda: _execute(request["code"], name, names))
+    if finish:
+        ended = _outcome(_finish)
+        outcome = outcome if outcome[0] else ended
+    flushed = _outcome(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+    return outcome if outcome[0] else flushed
+
+
+def _outcome(act: Callable[[], object]) -> Outcome:
+    try:
+        act()
+    except SystemExit as error:
+        return _exit_outcome(error.code)
+    except BaseException as error:  # Ctrl-C of the code's own included
+        return _failure(error)
+    return None, ""
+
+
+def _exit_outcome(code: object) -> Outcome:
+    if code is None or code == 0:
+        return None, ""
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201
+    return "error", f"SystemExit: {code}"[:MAX_REASON_CHARS]
+
+
+def _failure(error: BaseException) -> Outcome:
+    kind = "memory" if isinstance(error, MemoryError) else "error"
+    try:
+        frames = _frames_of_code(error.__traceback__)
+        traceback.print_exception(type(error), error, frames)
+        reason = traceback.format_exception_only(type(error), error)[-1].strip()
+    except BaseException:  # an exception of the code's own that can't be shown; or no memory
+        return kind, type(error).__name__
+    return kind, reason.encode("utf-8", "replace").decode()[:MAX_REASON_CHARS]
+
+
+def _frames_of_code(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without our own frames."""
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _execute(code: str, name: str, names: dict[str, Any]) -> None:
+    linecache.cache[name] = (len(code), None, io.StringIO(code, newline=None).readlines(), name)
+    tree = ast.parse(code, name)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(_compile(tree, name), names)
+        return
+    tree.body.pop()
+    exec(_compile(tree, name), names)
+    value = eval(_compile(ast.Expression(last.value), name), names)
+    if value is not None:
+        print(repr(value))  # noqa: T201
+
+
+def _compile(tree: ast.Module | ast.Expression, name: str) -> CodeType:
+    kind = "eval" if isinstance(tree, ast.Expression) else "exec"
+    return compile(tree, name, kind, dont_inherit=True)
+
+
+def _finish() -> None:
+    """Do what an interpreter does at its end, which code may count on."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+
+
+MAX_FOLDER_FILES = 4096
+MB = 10**6
+TICKS = os.sysconf("SC_CLK_TCK")
+Breach = dict[str, Any]
+
+
+class WatchedLimits(NamedTuple):
+    """What a session may take.
+
+    Attributes:
+        cpu_s: seconds of processor time of a run, of all its processes.
+        memory_bytes: that all of them may hold.
+        processes: processes and threads at once.
+        file_bytes: of the files in its folder.
+    """
+
+    cpu_s: float
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+
+
+class Usage:
+    """Looks at what is below this process.
+
+    Args:
+        first: the first process of the jail, which is not the code's.
+        limits: of the code.
+        folder: of the code, to be looked at; None where the kernel bounds it.
+    """
+
+    def __init__(self, first: int, limits: WatchedLimits, folder: str | None) -> None:
+        self._first = first
+        self._limits = limits
+        self._folder = folder
+        self._seen: dict[int, float] = {}
+        self._spent_s = 0.0
+        self._own_bytes = _read_memory(os.getpid())  # the interpreter's, which is a copy of ours
+
+    def begin_run(self) -> None:
+        """Let the processor time of the next run begin."""
+        self._spent_s = 0.0
+
+    def breach(self) -> Breach | None:
+        """Return which limit is broken, as a report; None if none is."""
+        processes, threads, memory = [p for p in list_descendants() if p != self._first], 0, 0
+        seen: dict[int, float] = {}
+        for pid in processes:
+            with suppress(OSError):  # it has ended meanwhile
+                spent, count = _read_stat(pid)
+                memory += _read_memory(pid)
+                threads += count
+                seen[pid] = spent
+                self._spent_s += max(0.0, spent - self._seen.get(pid, 0.0))
+        self._seen = seen
+        limits = self._limits
+        if self._spent_s > limits.cpu_s:
+            return _report("timeout", f"took more than {limits.cpu_s:g} s of processor time")
+        if threads > limits.processes:
+            return _report("killed", f"had more than {limits.processes} processes and threads")
+        most = limits.memory_bytes + self._own_bytes
+        if memory > most and sum(map(_shared_out, processes)) > most:
+            megabytes = limits.memory_bytes // MB
+            return _report("memory", f"took more than {megabytes} MB of memory")
+        if self._folder is not None and _folder_bytes(self._folder, processes) > limits.file_bytes:
+            megabytes = limits.file_bytes // MB
+            return _report("killed", f"its files took more than {megabytes} MB, or were too many")
+        return None
+
+
+def _report(failure: str, reason: str) -> Breach:
+    return {"failure": failure, "reason": reason}
+
+
+def _read_stat(pid: int) -> tuple[float, int]:
+    """Return the seconds of processor time of a process, and its threads."""
+    with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        fields = file.read().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS, int(fields[17])
+
+
+def _read_memory(pid: int) -> int:
+    """Return the bytes of a process's memory that are no files; shared ones count in each."""
+    with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
+        rows = [row.split() for row in file if row.startswith((b"RssAnon", b"RssShmem"))]
+    return sum(int(row[1]) for row in rows) * 1024
+
+
+def _shared_out(pid: int) -> int:
+    """Return the same, but of what is shared a fair part."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123
+            rows = [row.split() for row in file if row.startswith((b"Pss_Anon", b"Pss_Shmem"))]
+    except OSError:
+        return 0  # it has ended
+    return sum(int(row[1]) for row in rows) * 1024
+
+
+def _folder_bytes(folder: str, processes: list[int]) -> float:
+    """Return the bytes in a folder and in removed files that are still open; inf if uncountable."""
+    files: dict[tuple[int, int], int] = {}
+    folders = [folder]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except FileNotFoundError:
+            continue
+        except OSError:  # too deep, or closed to its own user
+            return math.inf
+        for entry in entries:
+            with suppress(OSError):
+                _count(files, entry.stat(follow_symlinks=False))
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+        if len(files) > MAX_FOLDER_FILES:
+            return math.inf
+    for pid in processes:
+        with suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+                with suppress(OSError):
+                    status = os.stat(f"/proc/{pid}/fd/{fd}")  # noqa: PTH116
+                    if status.st_nlink == 0:
+                        _count(files, status)
+    return sum(files.values())
+
+
+def _count(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+        files[status.st_dev, status.st_ino] = status.st_blocks * 512
+
 
 RUN_POLL_S = 0.05  # between two looks at what a run takes
 IDLE_POLL_S = 1.0  # the same, between two runs

@@ -16,9 +16,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox.output import BoundedOutput
-from jaxrl_llm.sandbox.types import CodeLimits, CodeResult, Failure
-from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.sandbox.interpreter import BoundedOutput, CodeLimits, CodeResult, Failure
+from jaxrl_llm.workers.protocol import shorten
 
 MAX_RECURSION = 500
 MAX_INPUT_LINES = 1_000_000

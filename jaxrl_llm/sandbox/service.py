@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox.output import shorten_output
-from jaxrl_llm.sandbox.types import CodeLimits, CodeResult, Failure
-from jaxrl_llm.workers.answers import shorten
+from jaxrl_llm.sandbox.interpreter import CodeLimits, CodeResult, Failure, shorten_output
+from jaxrl_llm.workers.protocol import shorten
 from jaxrl_llm.workers.retries import wait_before_retry
 
 PATH = "/run_code"

@@ -4,32 +4,260 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
-from jaxrl_llm.rollout.engine import EngineError, ScoringEngine
-from jaxrl_llm.serving.fields import APIError, parse_body
-from jaxrl_llm.serving.limits import (
-    AdmissionLimiter,
-    Disconnected,
-    all_answers,
-    all_pieces,
-    while_connected,
+from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Request, ScoringEngine
+from jaxrl_llm.rollout.openai_api.requests import (
+    APIError,
+    GenerationRequest,
+    ServedModel,
+    parse_body,
+    parse_chat,
+    parse_completion,
 )
-from jaxrl_llm.serving.metrics import MeasuredEngine, ServerMetrics
-from jaxrl_llm.serving.requests import GenerationRequest, ServedModel, parse_chat, parse_completion
-from jaxrl_llm.serving.responses import Envelope, ResponseChoice, event, prompt_logprobs
-from jaxrl_llm.serving.responses_api import ResponseEnvelope, chat_request
+from jaxrl_llm.rollout.openai_api.responses import Envelope, ResponseChoice, event, prompt_logprobs
+from jaxrl_llm.rollout.openai_api.responses_api import ResponseEnvelope, chat_request
+
+T = TypeVar("T")
+
+
+class Disconnected(Exception):
+    """The client has gone: nobody reads the answer."""
+
+
+class AdmissionLimiter:
+    """Lets so many requests in at once, makes some others wait, and refuses the rest.
+
+    Args:
+        running: requests at once.
+        waiting: requests that wait.
+
+    >>> async def two():
+    ...     limiter = AdmissionLimiter(1, 0)
+    ...     async with limiter:
+    ...         limiter.check()
+    >>> asyncio.run(two())
+    Traceback (most recent call last):
+    jaxrl_llm.rollout.openai_api.requests.APIError: 1 requests run and 0 wait: try again later
+    """
+
+    def __init__(self, running: int, waiting: int) -> None:
+        """Begin empty."""
+        self._most, self._free = waiting, asyncio.Semaphore(running)
+        self.running = self.waiting = 0
+
+    def check(self) -> None:
+        """Refuse a request where there is no room for it.
+
+        Raises:
+            APIError: with status 429.
+        """
+        if self._free.locked() and self.waiting >= self._most:
+            raise APIError(
+                f"{self.running} requests run and {self.waiting} wait: try again later",
+                status=429,
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+
+    async def __aenter__(self) -> None:
+        """Wait until there is room."""
+        self.check()
+        self.waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        """Make room."""
+        self.running -= 1
+        self._free.release()
+
+
+async def while_connected(
+    work: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]], deadline: float
+) -> T:
+    """Do work as long as its client is there; cancel it when its time is over.
+
+    Args:
+        work: what is done.
+        receive: of ASGI, with the request's body read to its end.
+        deadline: on the event loop's clock.
+
+    Raises:
+        Disconnected: the client has gone.
+        APIError: with status 504, out of time.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    try:
+        left = deadline - asyncio.get_running_loop().time()
+        done, _ = await asyncio.wait(
+            tasks, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+        )
+        if tasks[0] in done:
+            return tasks[0].result()
+        if done:
+            raise Disconnected
+        raise APIError("the request took too long and was given up", status=504, code="timeout")
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_answers(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Return the answers to several requests; when one fails, all are given up."""
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+
+
+async def all_pieces(
+    engine: Engine, requests: Sequence[Request]
+) -> AsyncGenerator[tuple[int, Completion], None]:
+    """Yield the pieces of several answers as they come, each with its request's index.
+
+    When one fails, or when this iterator is closed, all are given up.
+    """
+    pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
+
+    async def pump(index: int, request: Request) -> None:
+        try:
+            async for piece in engine.stream(request):
+                pieces.put_nowait((index, piece))
+        finally:
+            pieces.put_nowait((index, None))
+
+    tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+    try:
+        left = len(tasks)
+        while left:
+            index, piece = await pieces.get()
+            if piece is not None:
+                yield index, piece
+                continue
+            await tasks[index]  # raises what it failed with
+            left -= 1
+    finally:
+        await cancel_all(tasks)
+
+
+NAMESPACE = "jaxrl_llm"
+GAUGES = {
+    "running": "answers that are decoded",
+    "waiting": "answers that wait to be decoded",
+    "cached_tokens": "tokens in the cache",
+    "cache_tokens": "tokens that the cache can hold",
+    "cached_states": "states of linear attention in use",
+    "cache_states": "states of linear attention that the cache can hold",
+}
+COUNTERS = {
+    "prompt_tokens": "tokens of prompts",
+    "generated_tokens": "tokens sampled",
+    "reused_tokens": "tokens of prompts that the cache held already",
+    "preemptions": "answers put back to make room in the cache",
+}
+LATENCY_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+
+prometheus_client.disable_created_metrics()  # a time for each sample, which nobody reads
+
+
+@runtime_checkable
+class MeasuredEngine(Engine, Protocol):
+    """An engine that counts what it does."""
+
+    def stats(self) -> Any:
+        """Return a named tuple with the fields in `GAUGES` and `COUNTERS`."""
+        ...
+
+
+class EngineCollector(Collector):
+    """Reads the state of the engine and of the queue before it, whenever metrics are asked for."""
+
+    def __init__(self, engine: MeasuredEngine, limiter: AdmissionLimiter) -> None:
+        """Read nothing yet."""
+        self._engine, self._limiter = engine, limiter
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one metric after the other."""
+        stats = self._engine.stats()._asdict()
+        for name, meaning in GAUGES.items():
+            yield GaugeMetricFamily(f"{NAMESPACE}_engine_{name}", meaning, stats[name])
+        for name, meaning in COUNTERS.items():
+            yield CounterMetricFamily(f"{NAMESPACE}_engine_{name}", meaning, stats[name])
+        limiter = self._limiter
+        yield GaugeMetricFamily(
+            f"{NAMESPACE}_requests_running", "requests at work", limiter.running
+        )
+        yield GaugeMetricFamily(f"{NAMESPACE}_requests_waiting", "requests queued", limiter.waiting)
+
+
+class ServerMetrics:
+    """Counts and latencies of responses, beside the state of the engine.
+
+    Args:
+        engine: that samples.
+        limiter: of the requests at once.
+    """
+
+    def __init__(self, engine: MeasuredEngine, limiter: AdmissionLimiter) -> None:
+        """Count from zero, in a registry of its own."""
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(EngineCollector(engine, limiter))
+        self._responses = prometheus_client.Counter(
+            "responses",
+            "responses, by path and status",
+            ("path", "status"),
+            namespace=NAMESPACE,
+            registry=self._registry,
+        )
+        self._seconds = prometheus_client.Histogram(
+            "response_seconds",
+            "time until responses ended",
+            ("path",),
+            namespace=NAMESPACE,
+            registry=self._registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+
+    def record(self, path: str, status: int, seconds: float) -> None:
+        """Count a response that has ended."""
+        self._responses.labels(path, status).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return prometheus_client.generate_latest(self._registry)
+
 
 AnyEnvelope = Envelope | ResponseEnvelope
 CLIENT_GONE = 499
@@ -56,7 +284,7 @@ class Server:
         self.limiter = AdmissionLimiter(limits.max_running, limits.max_waiting)
         self.recorder = ServerMetrics(engine, self.limiter)
 
-    async def generate(self, request: Request) -> Any:
+    async def generate(self, request: HttpRequest) -> Any:
         """Answer `/v1/completions`, `/v1/chat/completions` or `/v1/responses`."""
         deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
         self.limiter.check()
@@ -75,7 +303,7 @@ class Server:
             stack.pop_all()
         return EventStream(replies, deadline)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: HttpRequest) -> bytes:
         """Read a request's body.
 
         Raises:
@@ -175,7 +403,7 @@ class Server:
                         yield envelope.chunk(shown, first=first)
         yield envelope.end(sum(choice.tokens for choice in choices))
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: HttpRequest) -> Response:
         """Answer `/v1/models`, and `/v1/models/NAME`."""
         model = {
             "id": self._served.name,
@@ -193,11 +421,11 @@ class Server:
             )
         return JSONResponse(model if name else {"object": "list", "data": [model]})
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: HttpRequest) -> Response:
         """Answer `/health`: the server runs."""
         return JSONResponse({"status": "ok"})
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: HttpRequest) -> Response:
         """Answer `/metrics` in Prometheus' text format."""
         media_type = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.recorder.text(), media_type=media_type)
@@ -348,7 +576,7 @@ def make_app(
         Route("/metrics", server.metrics),
     ]
 
-    async def refuse(request: Request, error: Exception) -> Response:
+    async def refuse(request: HttpRequest, error: Exception) -> Response:
         if isinstance(error, APIError):
             return error_response(error)
         if isinstance(error, HTTPException):

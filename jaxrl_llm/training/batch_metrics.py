@@ -1,5 +1,6 @@
 """Metrics of a training step: its batch, how well engine and trainer agree, and the machine."""
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,18 +10,18 @@ import numpy as np
 
 from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.algorithms.stats import LARGEST_LOG_RATIO
-from jaxrl_llm.cluster import context
+from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.data.balance import imbalance
-from jaxrl_llm.data.bin_packing import choose_rows, in_bucket, plan_microbatches
-from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.packing import RowShape, choose_rows, in_bucket, plan_microbatches
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.clock import memory_metrics, summary
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.episode import NOT_DRAWN
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.rollouts import NOT_DRAWN, Rollouts
+from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.training.microbatches import sequence_sizes
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.answers import finite_number
+from jaxrl_llm.workers.protocol import finite_number
 
 OVER_UPDATES = {"divergence/max": np.max, "divergence/min": np.min}
 """How the metrics of a step's updates become one number; all others are means."""
@@ -338,7 +339,7 @@ def throughput_metrics(step_s: float, batch: Batch) -> dict[str, float]:
     total = int(batch.sequence_lengths.sum())
     return {
         **memory_metrics(),
-        **context.metrics(),
+        **job_context.metrics(),
         "perf/total_num_tokens": total,
         "perf/throughput": total / step_s / device_count(),
     }
@@ -346,5 +347,55 @@ def throughput_metrics(step_s: float, batch: Batch) -> dict[str, float]:
 
 def device_count() -> int:
     """Return the devices of all training processes, and of engines on nodes of their own."""
-    job = context.current()
+    job = job_context.current()
     return jax.device_count() + (job.engine_devices if job else 0)
+
+
+log = logging.getLogger(__name__)
+
+STEPS_WITHOUT_SPREAD = 3
+"""Steps in a row whose advantages are all zero, after which the run warns."""
+
+
+class StepWarnings:
+    """Looks at the metrics of each step.
+
+    Args:
+        optims: of the models that are trained, by role.
+        total_steps: steps in all.
+    """
+
+    def __init__(self, optims: Mapping[str, OptimConfig], total_steps: int) -> None:
+        """Look at nothing yet."""
+        self._optims, self._without_spread, self._warned = optims, 0, False
+        self._limit = min(STEPS_WITHOUT_SPREAD, total_steps)
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log what is wrong with a step, in the first process."""
+        if is_first():
+            self._warn_of_skipped(step, metrics)
+            self._warn_of_no_spread(metrics)
+
+    def _warn_of_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        for role, optim in self._optims.items():
+            skipped = metrics.get(f"{role}/skipped", 0)
+            if skipped:
+                log.warning(
+                    "step %d: %d update(s) skipped, for the %s's gradient was not finite; more "
+                    "than %s.max_skipped=%d in a row stop the run",
+                    *(step, skipped, role.replace("_", " ")),
+                    *("optim" if role == "actor" else f"{role}.optim", optim.max_skipped),
+                )
+
+    def _warn_of_no_spread(self, metrics: Mapping[str, float]) -> None:
+        extremes = [metrics.get(f"critic/advantages/{end}") for end in ("min", "max")]
+        self._without_spread = self._without_spread + 1 if extremes == [0, 0] else 0
+        if self._without_spread >= self._limit and not self._warned:
+            self._warned = True
+            low, high = (metrics[f"critic/score/{end}"] for end in ("min", "max"))
+            log.warning(
+                "all advantages of the last %d step(s) are zero, so nothing was learned from them: "
+                "the answers to each prompt have equal scores (from %g to %g in this step). Look "
+                "at reward.function, take other prompts, or raise rollout.samples_per_prompt",
+                *(self._without_spread, low, high),
+            )

@@ -59,11 +59,11 @@ from jaxrl_llm.config.sections import (
     TeacherConfig,
 )
 from jaxrl_llm.data.teacher_prompts import TOLD
-from jaxrl_llm.monitoring.trackers.loading import check_trackers
+from jaxrl_llm.monitoring.metrics_log import check_trackers
 from jaxrl_llm.rewards.scoring import check_scoring
-from jaxrl_llm.rollout.load_agent import check_episode_functions
-from jaxrl_llm.rollout.precision import is_low_precision
-from jaxrl_llm.rollout.vllm.environment import find_python
+from jaxrl_llm.rollout.agents.sampler import check_episode_functions
+from jaxrl_llm.rollout.build import is_low_precision
+from jaxrl_llm.rollout.vllm.setup import find_python
 from jaxrl_llm.training.experience import (
     check_marks,
     check_pairs,

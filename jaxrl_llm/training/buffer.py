@@ -31,11 +31,15 @@ from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import CountingEngine, Stop
-from jaxrl_llm.rollout.episode import NOT_DRAWN, Episode
-from jaxrl_llm.rollout.sampling import EpisodeState, Rollouts, answer_seeds
-from jaxrl_llm.rollout.seeds import turn_seed
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.rollout.engine import Completion, CountingEngine, Stop
+from jaxrl_llm.rollout.rollouts import (
+    NOT_DRAWN,
+    Episode,
+    EpisodeState,
+    Rollouts,
+    answer_seeds,
+    turn_seed,
+)
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.loop import Metrics

@@ -14,10 +14,10 @@ from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
-from jaxrl_llm.rollout.sampling import without_lone
+from jaxrl_llm.rollout.rollouts import without_lone
 from jaxrl_llm.training.objectives import LossError, per_token
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.answers import finite_number, short_repr
+from jaxrl_llm.workers.protocol import finite_number, short_repr
 
 Function = Callable[..., Any]
 

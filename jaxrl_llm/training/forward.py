@@ -18,18 +18,14 @@ from jaxrl_llm.algorithms.logprobs import (
 )
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.capabilities import RoutedModel
-from jaxrl_llm.models.gather import SplitMatrix
-from jaxrl_llm.models.inputs import RowInputs
+from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualTokens
 from jaxrl_llm.models.kernels import Kernel
-from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.moe.balance import RouterStats
+from jaxrl_llm.models.linear import SplitMatrix
+from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.models.moe.grouped import GroupedKernels
+from jaxrl_llm.models.moe.routing import RouterStats
 from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.models.vision.inputs import VisualTokens
-from jaxrl_llm.models.vision.rows import PatchRows
-from jaxrl_llm.sharding.layout import TOKENS, Layout
-from jaxrl_llm.sharding.rules import DEFAULT_RULES, Rules
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, TOKENS, Layout, Rules
 from jaxrl_llm.training.visuals import VisualPacker
 from jaxrl_llm.types import ROUTES, Rows
 

@@ -15,10 +15,9 @@ from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.moe.balance import RouterStats, balance_weights
-from jaxrl_llm.models.moe.routing import NO_ROUTE
+from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, balance_weights
 from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.layout import replicated
 from jaxrl_llm.training.forward import (
     ForwardConfig,
     hidden_states_and_routes,

@@ -21,9 +21,15 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import AXES, batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import DEFAULT_RULES, ROLLOUT_RULES, Rules
+from jaxrl_llm.sharding.layout import (
+    AXES,
+    DEFAULT_RULES,
+    ROLLOUT_RULES,
+    Layout,
+    Rules,
+    batch_shards,
+    make_mesh,
+)
 from jaxrl_llm.training.forward import ForwardConfig
 
 CHEAP_ATTENTION = 0.1

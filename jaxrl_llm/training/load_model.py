@@ -20,8 +20,7 @@ from jaxrl_llm.kernel_choice import (
     choose_experts,
     choose_tower_attention,
 )
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.heads import with_reward_head, with_value_head
+from jaxrl_llm.models.decoder import Decoder, with_reward_head, with_value_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_arrays, load_params
@@ -39,10 +38,8 @@ from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, UNSPLIT, Layout, batch_shards, fallbacks
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.sharding.rules import DEFAULT_RULES, UNSPLIT, fallbacks
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.visuals import FrozenTower, VisualPacker, vision_of
 

@@ -17,7 +17,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import jax
 import numpy as np
 
-from jaxrl_llm.cluster import context
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
 from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
 from jaxrl_llm.config.load import as_tree
@@ -30,24 +29,23 @@ from jaxrl_llm.config.programs import (
 )
 from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.data.dataset import batches
-from jaxrl_llm.evaluation.validation import headline
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
-from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due, reporting_compilation
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.logs import quiet_libraries
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.profiler import Profiler
+from jaxrl_llm.monitoring.writer import quiet_libraries
 from jaxrl_llm.runs.checkpoint import Checkpoints, Saved
-from jaxrl_llm.runs.preemption import Preemption
-from jaxrl_llm.runs.summary import opening_lines
-from jaxrl_llm.runs.together import ending_together, join
-from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.runs.directory import ending_together, join
+from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.layouts import all_devices
+from jaxrl_llm.training.run_files import opening_lines
 from jaxrl_llm.training.update import Learner, TrainableModel, TrainState
+from jaxrl_llm.training.validation import headline
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +275,7 @@ def restore_or_start(
     if checkpoints.latest() is None:
         begun = {name: m.learner.init(m.model.params) for name, m in models.items()}
         return Saved(0, {**begun, **extra_states}, {})
-    if resume == "never" and not context.is_restarted():
+    if resume == "never" and not job_context.is_restarted():
         raise ConfigError(
             f"checkpoint.resume=never, but {str(checkpoints.directory)!r} holds step "
             f"{checkpoints.latest()}: set it to auto, or name another run_dir"
@@ -325,7 +323,7 @@ def compile_on_demand(stack: contextlib.ExitStack) -> None:
 
 def open_watchdog(config: RunConfig) -> Watchdog:
     """Return the watchdog that ends a run that hangs; on a cluster the launcher does it."""
-    return Watchdog(config.stall_timeout_s if context.current() is None else None)
+    return Watchdog(config.stall_timeout_s if job_context.current() is None else None)
 
 
 def _title_and_size(config: TrainConfig | SftConfig | PreferConfig) -> tuple[str, int]:

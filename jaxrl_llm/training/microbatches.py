@@ -10,12 +10,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_all, compiles_ahead
-from jaxrl_llm.data.bin_packing import choose_rows, in_bucket, plan_microbatches, plan_whole
-from jaxrl_llm.data.packing import RowShape, pack_rows
+from jaxrl_llm.data.packing import (
+    RowShape,
+    choose_rows,
+    in_bucket,
+    pack_rows,
+    plan_microbatches,
+    plan_whole,
+)
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.vision.positions import placeholders
+from jaxrl_llm.models.vision.tower import placeholders
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.mesh import over_batch, replicated
+from jaxrl_llm.sharding.layout import over_batch, replicated
 from jaxrl_llm.training.visuals import VisualPacker
 from jaxrl_llm.types import ROUTES, VISUALS, Batch, Rows
 

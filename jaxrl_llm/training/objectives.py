@@ -30,7 +30,7 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.moe.balance import RouterStats
+from jaxrl_llm.models.moe.routing import RouterStats
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.forward import (
     ForwardConfig,

@@ -22,9 +22,9 @@ from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.programs import PreferConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.generated import prepare_files
-from jaxrl_llm.data.preference_rows import normalize_preference_row
 from jaxrl_llm.data.preferences import (
     Preference,
+    normalize_preference_row,
     preference_batch,
     rotate_answers,
     tokenize_preferences,
@@ -35,14 +35,12 @@ from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
-from jaxrl_llm.monitoring.trackers.loading import check_trackers
+from jaxrl_llm.monitoring.metrics_log import check_trackers
 from jaxrl_llm.runs.checkpoint import Saved
-from jaxrl_llm.runs.directory import RunFolder, run_folder
-from jaxrl_llm.runs.export import check_export, export_trained, scoring_of
-from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import check_same_data, ending_together
-from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.runs.directory import RunFolder, check_same_data, ending_together, run_folder
+from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.inference import Inference, logprob_pass
 from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
@@ -80,6 +78,7 @@ from jaxrl_llm.training.objectives import (
     split_sums,
 )
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped, router_hooks
 from jaxrl_llm.types import Batch
 

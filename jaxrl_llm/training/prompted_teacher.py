@@ -10,12 +10,12 @@ import numpy as np
 from jaxrl_llm.config.errors import RowError, RunError
 from jaxrl_llm.config.fields import call, name_of
 from jaxrl_llm.config.functions import described_failure
-from jaxrl_llm.data.chat_template import Message
+from jaxrl_llm.data.chat import Message
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.row_fields import naming_row
 from jaxrl_llm.data.teacher_prompts import ScoredAnswer
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
+from jaxrl_llm.rollout.rollouts import Rollouts, lay_out
 from jaxrl_llm.training.teachers import without_teacher
 from jaxrl_llm.types import Batch
 

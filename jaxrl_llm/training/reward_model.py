@@ -16,11 +16,10 @@ from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
-from jaxrl_llm.data.chat import VOCABULARIES, load_tokenizer
-from jaxrl_llm.data.chat_template import USER, ChatTemplate, Message
+from jaxrl_llm.data.chat import USER, VOCABULARIES, ChatTemplate, Message, load_tokenizer
 from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.steps import encode_steps, last_tokens, split_steps
+from jaxrl_llm.data.preferences import encode_steps, last_tokens, split_steps
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
@@ -29,7 +28,7 @@ from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import ModelScores
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard

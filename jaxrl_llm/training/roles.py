@@ -15,18 +15,16 @@ from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.fields import call, fields_of_model
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ReferenceConfig
-from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.chat import ChatTemplate
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.heads import with_value_head
+from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.layout import Layout, replicated
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec

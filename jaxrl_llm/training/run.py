@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jaxrl_llm.cluster import context
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import SftConfig, TrainConfig, processes_can_train
@@ -20,24 +19,26 @@ from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts, tokenize_prom
 from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.evaluation.policy import Policy
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.scoring import check_reward_rows
-from jaxrl_llm.rollout.agent_rows import check_agent_rows
+from jaxrl_llm.rollout.agents.sampler import EpisodeSampler, open_episode_sampler
+from jaxrl_llm.rollout.agents.verl_agent import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler, open_episode_sampler
-from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.runs.directory import RunFolder, recipe_of, run_folder
-from jaxrl_llm.runs.files import RunFiles
+from jaxrl_llm.rollout.engine import SamplingParams
+from jaxrl_llm.rollout.rollouts import Rollouts
+from jaxrl_llm.runs.directory import (
+    RunFolder,
+    check_same_data,
+    ending_together,
+    recipe_of,
+    run_folder,
+)
 from jaxrl_llm.runs.preemption import interrupted_between_steps
-from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import check_same_data, ending_together
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.bind import (
     AlgorithmFunctions,
@@ -46,6 +47,8 @@ from jaxrl_llm.training.bind import (
     resolve_functions,
 )
 from jaxrl_llm.training.buffer import Buffer, open_schedule
+from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
+from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.loop import (
@@ -60,9 +63,10 @@ from jaxrl_llm.training.loop import (
     train_to_the_end,
     validate_before,
 )
-from jaxrl_llm.training.precompile import compile_first_step, compiling_ahead
+from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
 from jaxrl_llm.training.roles import open_models
+from jaxrl_llm.training.run_files import RunFiles, closing_lines
 from jaxrl_llm.training.sampler import PolicyWeights, Sampler
 from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.sft import run_sft
@@ -354,7 +358,7 @@ def _build(
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
     stack.enter_context(ending_together())
-    stack.enter_context(context.reporting_failure())
+    stack.enter_context(job_context.reporting_failure())
     with compiling_ahead(config, folder.path) as wait:
         trainer = open_trainer(config, functions, folder.path, stack)
         wait()

@@ -13,15 +13,14 @@ from jaxrl_llm.config.sections import RolloutConfig, ValidationConfig
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.models.capabilities import QuantizableModel
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
-from jaxrl_llm.models.model import Model, base_model
+from jaxrl_llm.models.model import Model, QuantizableModel, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.rollout.engine import Engine, EngineError, Stop
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler
-from jaxrl_llm.rollout.sampling import (
+from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
+from jaxrl_llm.rollout.engine import Engine, EngineError, SamplingParams, Stop
+from jaxrl_llm.rollout.rollouts import (
     EpisodeState,
     OnEnd,
     Rollouts,
@@ -29,13 +28,12 @@ from jaxrl_llm.rollout.sampling import (
     begin_episodes,
     sample_states,
 )
-from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.runs.journals import Journals
-from jaxrl_llm.sharding.cast import cast_tree
 from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.run_files import Journals
 
 TRAINING, VALIDATION, GREEDY, CANARY = range(4)
 """The use of sampled answers, as a part of their seeds."""

@@ -12,7 +12,7 @@ from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import make_scoring
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
+from jaxrl_llm.rollout.rollouts import Rollouts, lay_out
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.experience import (

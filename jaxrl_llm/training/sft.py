@@ -21,14 +21,12 @@ from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
-from jaxrl_llm.monitoring.trackers.loading import check_trackers
+from jaxrl_llm.monitoring.metrics_log import check_trackers
 from jaxrl_llm.runs.checkpoint import Saved
-from jaxrl_llm.runs.directory import RunFolder, run_folder
-from jaxrl_llm.runs.export import check_export, export_trained
-from jaxrl_llm.runs.summary import closing_lines
-from jaxrl_llm.runs.together import check_same_data, ending_together
+from jaxrl_llm.runs.directory import RunFolder, check_same_data, ending_together, run_folder
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.bind import check_divergence, find_divergence
+from jaxrl_llm.training.export import check_export, export_trained
 from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_model import forward_config, open_model
 from jaxrl_llm.training.loop import (
@@ -46,6 +44,7 @@ from jaxrl_llm.training.loop import (
 from jaxrl_llm.training.microbatches import Fields
 from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.teachers import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped, router_hooks
 from jaxrl_llm.training.visuals import check_room, row_visuals

@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, align_bytes
-from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
+from jaxrl_llm.data.token_bytes import UNALIGNED, Alignment, Vocabulary, align_bytes, text_decoder
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.rollout.episode import Episode
+from jaxrl_llm.rollout.rollouts import Episode
 
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
 """The end of a prompt after which an answer begins inside its reasoning."""

@@ -22,7 +22,7 @@ from jaxrl_llm.data.chat import (
     load_policy_tokens,
 )
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, spread_logprobs
+from jaxrl_llm.data.token_bytes import UNALIGNED, Alignment, spread_logprobs
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.hub import resolve
@@ -30,9 +30,8 @@ from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.rollout.types import LEAST_LOGPROB, ScoredTokens
+from jaxrl_llm.rollout.engine import LEAST_LOGPROB, ScoredTokens
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
@@ -278,7 +277,7 @@ def open_server_teacher(
     """
     if find_spec("httpx2") is None:
         raise ConfigError("teacher.url needs httpx2; pip install 'jaxrl_llm[client]'")
-    from jaxrl_llm.serving.client import RequestLimits, ScoringClient
+    from jaxrl_llm.rollout.openai_api.client import RequestLimits, ScoringClient
 
     asked, top = config.teacher, config.teacher.top_k or 0
     retokenize = None if own is None else open_retokenizer(config, own, tokens)

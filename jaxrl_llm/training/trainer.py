@@ -19,20 +19,17 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import AlgorithmConfig, OffloadConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.evaluation.policy import Policy
-from jaxrl_llm.evaluation.validation import validation_metrics
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock, is_due, stage_label
-from jaxrl_llm.monitoring.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
-from jaxrl_llm.monitoring.step_warnings import StepWarnings
 from jaxrl_llm.monitoring.tables import SHOWN, AnswerTable
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.precision import agreement_tolerance
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.build import agreement_tolerance
+from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.sharding.offload import copy_on_device, on_device, to_device, to_host
 from jaxrl_llm.training.batch_metrics import (
+    StepWarnings,
     batch_metrics,
     check_agreement,
     check_difference,
@@ -44,6 +41,7 @@ from jaxrl_llm.training.batch_metrics import (
 )
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.buffer import Buffer
+from jaxrl_llm.training.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
 from jaxrl_llm.training.experience import (
     Selected,
     advantage_step,
@@ -60,12 +58,14 @@ from jaxrl_llm.training.experience import (
     with_ages,
 )
 from jaxrl_llm.training.loop import Metrics, OpenFiles, Trainer
+from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.prompted_teacher import add_prompted_logprobs
 from jaxrl_llm.training.roles import REFERENCE, Models, Role
 from jaxrl_llm.training.sampler import Sampler
 from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
+from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import Batch
 
 log = logging.getLogger(__name__)

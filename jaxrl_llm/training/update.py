@@ -27,9 +27,8 @@ from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss, router_metrics, update_bias
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.models.moe.routing import RouterStats, load_balance_loss, router_metrics, update_bias
+from jaxrl_llm.sharding.layout import Layout, replicated
 from jaxrl_llm.sharding.offload import on_device, to_device
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig

@@ -17,19 +17,23 @@ from jaxtyping import Int
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import DataConfig, ModelConfig, SftDataConfig
-from jaxrl_llm.data.bin_packing import best_fit
-from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.packing import RowShape, best_fit
 from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.capabilities import VisionModel
-from jaxrl_llm.models.vision.inputs import Visual, VisualFeatures
-from jaxrl_llm.models.vision.positions import placeholders
-from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows, frame_bounds, patch_rows
+from jaxrl_llm.models.inputs import (
+    FrameBounds,
+    PatchRows,
+    Visual,
+    VisualFeatures,
+    frame_bounds,
+    patch_rows,
+)
+from jaxrl_llm.models.model import VisionModel
 from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.vision.tower import placeholders
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import batch_shards, over_batch
+from jaxrl_llm.sharding.layout import Layout, batch_shards, over_batch
 from jaxrl_llm.types import Batch, VisualRows
 
 LEAST_TOKENS = 256

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.workers import cgroup
+from jaxrl_llm.workers import descendants
 from jaxrl_llm.workers.limits import DEFAULT_LIMITS, MAX_LINE_BYTES, Limits, passed_environment
 from jaxrl_llm.workers.supervisor import SupervisorOptions
 
@@ -131,7 +131,7 @@ class WorkerProcess:
     ) -> None:
         ours, answers = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
-        self._group = cgroup.new_group_path()
+        self._group = descendants.new_group_path()
         limits = launch.limits
         options = SupervisorOptions(
             answers=answers.fileno(),
@@ -218,7 +218,7 @@ class WorkerProcess:
             os.killpg(self._supervisor.pid, signal.SIGKILL)
             self._supervisor.wait()
         if self._group is not None:
-            cgroup.discard(self._group)
+            descendants.discard(self._group)
         self.channel.connection.close()
         self._lifeline.close()
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.workers import cgroup
+from jaxrl_llm.workers import descendants
 from jaxrl_llm.workers.descendants import (
     POLL_INTERVAL_S,
     adopt_orphans,
@@ -88,7 +88,7 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
     """Start the worker and watch it; return in the worker's process, once it has served."""
     memory_bytes = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     adopts = adopt_orphans()
-    group = cgroup.create_group(options.group, memory_bytes, options.max_processes)
+    group = descendants.create_group(options.group, memory_bytes, options.max_processes)
     supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -107,7 +107,7 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
             os.write(options.lifeline, json.dumps(report).encode())
     _end_all(worker, group, adopts)
     if group is not None:
-        cgroup.discard(str(group))
+        descendants.discard(str(group))
     os._exit(0)  # there is nothing to clean up, and the pool waits
 
 
@@ -134,7 +134,7 @@ def _become_worker(supervisor: int, group: Path | None, memory_bytes: int | None
     if os.getppid() != supervisor:
         os._exit(1)
     if group is not None:
-        cgroup.enter(group)
+        descendants.enter(group)
     if memory_bytes is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard != resource.RLIM_INFINITY:
@@ -165,7 +165,7 @@ def _watch(
 
 
 def _reason(options: SupervisorOptions, group: Path | None) -> str | None:
-    if group is None or not cgroup.ran_out_of_memory(group):
+    if group is None or not descendants.ran_out_of_memory(group):
         return None
     key = f"{options.keys}memory_gb"
     return f"took more than {options.memory_gb:g} GB with all it started ({key})"
@@ -174,5 +174,5 @@ def _reason(options: SupervisorOptions, group: Path | None) -> str | None:
 def _end_all(worker: int, group: Path | None, adopts: bool) -> None:
     """Kill everything below this process, and wait until it has ended."""
     if group is not None:
-        cgroup.kill(group)
+        descendants.kill(group)
     end_descendants(worker, adopts)

@@ -32,8 +32,7 @@ from jaxrl_llm.models.hf.files import (
 )
 from jaxrl_llm.models.hf.save import host_arrays
 from jaxrl_llm.models.lora import split_adapter, without_adapter
-from jaxrl_llm.models.lora_arrays import PEFT_PREFIX, adaptable
-from jaxrl_llm.models.parameters import declare
+from jaxrl_llm.models.parameters import PEFT_PREFIX, adaptable, declare
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.sharding.distributed import fetch
 

@@ -12,11 +12,77 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.moe.dispatch import dispatch, take_or_zero
 from jaxrl_llm.models.moe.grouped import Interleaved
 from jaxrl_llm.models.moe.routing import Routing
-from jaxrl_llm.sharding.layout import TOKENS, Layout
-from jaxrl_llm.sharding.rules import partition_spec
+from jaxrl_llm.sharding.layout import TOKENS, Layout, partition_spec
+
+
+def dispatch(
+    x: Float[Array, "T D"],
+    routing: Routing,
+    experts: Callable[[Array, Array], Array],
+) -> Float[Array, "T D"]:
+    r"""Send each token to its experts and add what they return, $\sum_{e} w_e\, f_e(x)$.
+
+    Tokens are sorted by expert, so no expert has a capacity and no token is dropped. Sorting and
+    its inverse are gathers, in the backward pass too, so the result does not depend on the order
+    in which a device adds.
+
+    Args:
+        x: Tokens.
+        routing: Their experts and weights; the number of experts stands for none, of a token that
+            is zeros.
+        experts: `(rows [M D], sizes [E]) -> [M D]`, f of consecutive groups of rows, one per
+            expert, with `sizes` rows each, and zeros of zeros after them.
+
+    Returns:
+        The weighted sums, taken in float32, in the dtype of `x`.
+
+    >>> routing = Routing(jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)) / 2)
+    >>> dispatch(jnp.array([[4.0]]), routing, lambda rows, sizes: rows).tolist()
+    [[3.0]]
+    """
+    tokens, top = routing.experts.shape
+    choices = routing.experts.reshape(-1)
+    order = jnp.argsort(choices)
+    inverse = jnp.argsort(order)
+    sizes = jnp.bincount(choices, length=routing.probabilities.shape[1])
+    out = experts(take_or_zero(jnp.repeat(x, top, axis=0), order, inverse), sizes)
+    returned = take_or_zero(out, inverse, order).reshape(tokens, top, -1)
+    weighted = returned.astype(jnp.float32) * routing.weights[:, :, None]
+    return weighted.sum(axis=1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def take_or_zero(
+    x: Float[Array, "N D"], index: Int[Array, " M"], inverse: Int[Array, " N"]
+) -> Float[Array, "M D"]:
+    """Gather rows, zeros where `index` is outside; the gradient is a gather by `inverse`.
+
+    Args:
+        x: Rows.
+        index: For each result its row; no row twice.
+        inverse: For each row its place in the result, outside where it has none.
+
+    Returns:
+        The rows x[index].
+
+    >>> take_or_zero(jnp.array([[5.0], [6.0]]), jnp.array([1, 2]), jnp.array([2, 0])).tolist()
+    [[6.0], [0.0]]
+    """
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _take_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, Array]:
+    return take_or_zero(x, index, inverse), inverse
+
+
+def _take_backward(inverse: Array, gradient: Array) -> tuple[Array, None, None]:
+    return gradient.at[inverse].get(mode="fill", fill_value=0), None, None
+
+
+take_or_zero.defvjp(_take_forward, _take_backward)
+
 
 SPARE = 1.25
 """Room for tokens that a device sends to another in a round, over what it sends when balanced."""
@@ -83,7 +149,7 @@ def expert_parallel_mixture(
     Raises:
         ValueError: The devices of the axis can't share the experts evenly.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
     >>> routing = Routing(jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)) / 2)
     >>> choose, same = lambda weights, x, routes: routing, lambda weights, rows, sizes: rows

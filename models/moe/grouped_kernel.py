@@ -59,7 +59,7 @@ def grouped_shapes(spec: ModelSpec, layout: Layout) -> GroupedShapes:
         layout: Where it runs.
 
     >>> from jaxrl_llm.models.moe.spec import MoeSpec
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> spec = tiny_spec(hidden_size=8, moe=MoeSpec(experts=4, experts_per_token=2, ff_width=6))
     >>> grouped_shapes(spec, Layout(make_mesh({}, jax.devices()[:1]))).widths
     ((8, 6), (6, 8))
@@ -192,7 +192,7 @@ def choose_grouped_kernels(
         ValueError: triton is asked for and not possible.
 
     >>> from jaxrl_llm.models.moe.spec import MoeSpec
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> spec = tiny_spec(moe=MoeSpec(experts=4, experts_per_token=2, ff_width=6))
     >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 10, 2))
     >>> choose_grouped_kernels("auto", spec, layout, "bfloat16", device=cpu)

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.moe.balance import RouterStats, router_stats
-from jaxrl_llm.models.moe.dispatch import dispatch
-from jaxrl_llm.models.moe.expert_parallel import expert_parallel_mixture
+from jaxrl_llm.models.moe.expert_parallel import dispatch, expert_parallel_mixture
 from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels, group_rows, grouped_matmul
-from jaxrl_llm.models.moe.routing import NO_ROUTE, Routing
+from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, Routing, router_stats
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import Layout
 

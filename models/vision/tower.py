@@ -7,30 +7,89 @@ used.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from jaxrl_llm.models.arrays import ArrayDecl, Params
-from jaxrl_llm.models.attention import attend
+from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.context import attend_pieces
-from jaxrl_llm.models.kernels import MOST_SEGMENTS
-from jaxrl_llm.models.layers import ACTIVATION_FUNCTIONS, rms_norm
+from jaxrl_llm.models.inputs import FrameBounds, PatchRows, Visual, VisualFeatures, VisualTokens
+from jaxrl_llm.models.kernels import (
+    MOST_SEGMENTS,
+    DeviceInfo,
+    Heads,
+    Kernel,
+    KernelChoice,
+    attend_cudnn,
+    choose_for_heads,
+)
+from jaxrl_llm.models.layers import ACTIVATION_FUNCTIONS, rematerialize, rms_norm
 from jaxrl_llm.models.linear import Sharded, project
-from jaxrl_llm.models.remat import rematerialize
 from jaxrl_llm.models.rope import Rotation, rotate, rotation
-from jaxrl_llm.models.vision.inputs import VisualFeatures
-from jaxrl_llm.models.vision.kernel import WHOLE_FRAMES
 from jaxrl_llm.models.vision.parameters import BLOCKS, MERGERS, declare_vision
-from jaxrl_llm.models.vision.rows import FrameBounds, PatchRows
 from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, VisionSpec
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import BATCH
+from jaxrl_llm.sharding.layout import BATCH, Layout
+
+WHOLE_FRAMES = Attending(causal=False)
+
+
+def tower_heads_on(spec: VisionSpec, layout: Layout) -> Heads | str:
+    """Return what a device of a layout is asked to do, or why a kernel can't stand there.
+
+    >>> import jax
+    >>> from jaxrl_llm.sharding.layout import make_mesh
+    >>> spec = tiny_vision(hidden_size=16)
+    >>> tower_heads_on(spec, Layout(make_mesh({}, jax.devices()[:1])))[:3]
+    (2, 2, 8)
+    """
+    parts = layout.mesh.shape["tensor"] * layout.pieces
+    if spec.heads % parts:
+        return f"{spec.heads} heads can't be split over {parts} devices"
+    heads = spec.heads // parts
+    return Heads(heads, heads, spec.head_dim, WHOLE_FRAMES)
+
+
+def choose_tower_kernel(
+    asked: str,
+    spec: VisionSpec,
+    layout: Layout,
+    dtype: DTypeLike,
+    *,
+    device: DeviceInfo,
+    kernel: Kernel = attend_cudnn,
+) -> KernelChoice:
+    """Decide how a vision tower attends within frames, as `models.kernels.choose_kernel`.
+
+    It is decided for the tower alone: where cuDNN is asked for and can serve the decoder only, the
+    tower takes XLA.
+
+    Args:
+        asked: xla, cudnn or auto.
+        spec: The tower.
+        layout: Where it runs.
+        dtype: Of the computation.
+        device: The devices.
+        kernel: What is tried.
+
+    >>> import jax
+    >>> from jaxrl_llm.sharding.layout import make_mesh
+    >>> spec = tiny_vision(hidden_size=16)
+    >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
+    >>> cpu = DeviceInfo("cpu", (), (0, 11, 2))
+    >>> choose_tower_kernel("auto", spec, layout, "bfloat16", device=cpu).reason
+    'the devices are cpu, not cuda'
+    """
+    if asked == "xla":
+        return KernelChoice("xla", "it was asked for")
+    return choose_for_heads(tower_heads_on(spec, layout), dtype, device=device, kernel=kernel)
+
 
 _ANY = FrameBounds()
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
@@ -54,11 +113,11 @@ def encode(
         spec: The tower.
         rows: What `patch_rows` makes.
         dtype: Of the computation, whatever the parameters' dtype.
-        layout: How rows are split over a mesh, as for `models.transformer.forward`. Rows are whole,
+        layout: How rows are split over a mesh, as for `models.decoder.forward`. Rows are whole,
             also where several devices share each; then its patches must be a multiple of theirs.
             A kernel in it is taken where rows have few frames, as `bounds` says; it must be one
             that `choose_tower_kernel` has found to serve.
-        remat: Policy of `models.remat`: what of a block is stored for the backward pass.
+        remat: Policy of `models.layers`: what of a block is stored for the backward pass.
         bounds: What is known of the frames of all rows.
 
     Returns:
@@ -68,8 +127,8 @@ def encode(
         ValueError: Devices can't share a row's tokens.
 
     >>> import numpy as np
-    >>> from jaxrl_llm.models.vision.inputs import Visual
-    >>> from jaxrl_llm.models.vision.rows import patch_rows
+    >>> from jaxrl_llm.models.inputs import Visual
+    >>> from jaxrl_llm.models.inputs import patch_rows
     >>> spec = tiny_vision()
     >>> params = {name: jnp.zeros(decl.shape) for name, decl in declare_vision(spec).items()}
     >>> rows = patch_rows(spec, [[Visual(np.zeros((8, 24), np.uint8), (1, 2, 4), 2, b"")]], 12)
@@ -232,7 +291,7 @@ def tower_layout(spec: VisionSpec, layout: Layout) -> Layout:
     Where devices share rows, each attends with some of the heads, or, if heads can't be divided so,
     with some of the queries. A kernel stays where each device has whole heads.
 
-    >>> from jaxrl_llm.sharding.mesh import make_mesh
+    >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> spec = tiny_vision()
     >>> tower_layout(spec, Layout(make_mesh({}, jax.devices()[:1]), "ring")).context
     'heads'
@@ -373,3 +432,173 @@ def _whole(
         features = layout.merge_context(features)
         features = jax.lax.with_sharding_constraint(features, layout.sharding(BATCH))
     return features if order is None else jnp.take_along_axis(features, order[..., None], axis=1)
+
+
+def with_features(
+    x: Float[Array, "R L D"], visual: VisualTokens, layout: Layout | None = None
+) -> Float[Array, "R L D"]:
+    """Put features in place of the embeddings of placeholder tokens.
+
+    Args:
+        x: Embeddings.
+        visual: Which tokens have which features.
+        layout: How rows are split over a mesh; where several devices share each, x and the index
+            are in pieces, as `Layout.split_context` makes them.
+
+    >>> from jaxrl_llm.models.inputs import VisualFeatures
+    >>> visual = VisualTokens(jnp.array([[-1, 1]]), VisualFeatures(jnp.array([[[5.0], [6.0]]])))
+    >>> with_features(jnp.array([[[2.0], [3.0]]]), visual).ravel().tolist()
+    [2.0, 6.0]
+    """
+    features = _gather(visual.given.features, visual.feature, layout)
+    return jnp.where(visual.feature[..., None] >= 0, features.astype(x.dtype), x)
+
+
+def deepened(
+    x: Float[Array, "R L D"],
+    visual: VisualTokens,
+    layer: Int[Array, ""] | int,
+    layout: Layout | None = None,
+) -> Float[Array, "R L D"]:
+    """Add to the residual stream what DeepStack has for the tokens of images after a layer.
+
+    A scan over layers has one program for all of them, which branches by the layer's number: no
+    layer without features pays for them.
+
+    Args:
+        x: The residual stream after the layer.
+        visual: Which tokens have which features.
+        layer: The layer's number.
+        layout: As for `with_features`.
+
+    >>> from jaxrl_llm.models.inputs import VisualFeatures
+    >>> given = VisualFeatures(jnp.zeros((1, 2, 1)), jnp.array([[[[5.0], [6.0]]]]))
+    >>> visual = VisualTokens(jnp.array([[-1, 1]]), given)
+    >>> [deepened(jnp.ones((1, 2, 1)), visual, jnp.array(n)).ravel().tolist() for n in (0, 1)]
+    [[1.0, 7.0], [1.0, 1.0]]
+    """
+    deep = visual.given.deep
+    if deep is None:
+        return x
+
+    def add(x: Array) -> Array:
+        features = jax.lax.dynamic_index_in_dim(deep, layer, axis=1, keepdims=False)
+        return x + _gather(features, visual.feature, layout).astype(x.dtype)
+
+    if isinstance(layer, int):
+        return add(x) if layer < deep.shape[1] else x
+    return jax.lax.cond(layer < deep.shape[1], add, lambda x: x, x)
+
+
+def rest_of_image(index: Int[Array, "R L"]) -> Int[Array, "R L"]:
+    """Return how many tokens of its image come after each token; 0 for text.
+
+    Args:
+        index: For each token its feature, -1 for text, as in `VisualTokens`. Text stands between
+            images.
+
+    >>> rest_of_image(jnp.array([[-1, 0, 1, 2, -1, 3]])).tolist()
+    [[0, 2, 1, 0, 0, 0]]
+    """
+    places = jnp.arange(index.shape[1])
+    is_text = index < 0
+    ends = jax.lax.cummin(jnp.where(is_text, places, index.shape[1]), axis=1, reverse=True)
+    return jnp.where(is_text, 0, ends - 1 - places)
+
+
+def _gather(
+    features: Float[Array, "R V D"], index: Int[Array, "P l"], layout: Layout | None
+) -> Float[Array, "P l D"]:
+    """Return the feature of each token; 0 for text, from which the features get no gradient."""
+    count = features.shape[1]
+    in_pieces = layout is not None and layout.pieces > 1
+    index = layout.merge_context(index) if layout and in_pieces else index
+    # not -1, which would be the last; one past the end is dropped from the gradient's scatter
+    index = jnp.where(index < 0, count, index)
+    of_row = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))
+    gathered = of_row(features, index)
+    return layout.split_context(gathered) if layout and in_pieces else gathered
+
+
+def rotary_positions(
+    spec: VisionSpec, tokens: Int[np.ndarray, " T"], visuals: Sequence[Visual]
+) -> tuple[Int[np.ndarray, "T 3"], int]:
+    """Return time, height and width of each token of a prompt (https://arxiv.org/abs/2409.12191).
+
+    A token of text is at the same number in all three, the next of its sequence. One of an image
+    is at its row and column from there on, and what follows is one further than the furthest of
+    them. The frames of a video have times if `spec.tokens_per_second` is set; else each is placed
+    as an image, and text between them tells the time.
+
+    Args:
+        spec: The tower.
+        tokens: Ids of the prompt, with a placeholder for each token of an image.
+        visuals: What the placeholders stand for, in order.
+
+    Returns:
+        The positions; and what is added to the index of a later token to get its position.
+
+    Raises:
+        ValueError: There are not as many placeholders as the visuals have tokens, or other tokens
+            stand between those of an image.
+
+    >>> spec = tiny_vision(image_id=9)
+    >>> image = Visual(np.zeros((8, 24), np.uint8), (1, 4, 2), 2, b"")
+    >>> positions, offset = rotary_positions(spec, np.array([5, 9, 9, 5]), [image])
+    >>> positions.tolist(), offset
+    ([[0, 0, 0], [1, 1, 1], [1, 2, 1], [3, 3, 3]], 0)
+    """
+    places = np.flatnonzero(np.isin(tokens, placeholders(spec)))
+    needed = sum(visual.tokens for visual in visuals)
+    if len(places) != needed:
+        raise ValueError(
+            f"a prompt with {len(places)} placeholder tokens, for images and videos of "
+            f"{needed} tokens"
+        )
+    parts, index, following, used = list[np.ndarray](), 0, 0, 0
+    for block in _blocks(spec, visuals):
+        start, end = places[used], places[used] + len(block)
+        if places[used + len(block) - 1] != end - 1:
+            raise ValueError(
+                f"tokens of an image from {start} on are not next to each other; expected "
+                f"{len(block)} placeholders"
+            )
+        text = following + np.arange(start - index)
+        first = following + len(text)
+        parts += [np.stack([text] * 3, axis=1), first + block]
+        index, following, used = end, first + int(block.max()) + 1, used + len(block)
+    rest = following + np.arange(len(tokens) - index)
+    parts.append(np.stack([rest] * 3, axis=1))
+    return np.concatenate(parts).astype(np.int32), int(following - index)
+
+
+def placeholders(spec: VisionSpec) -> list[int]:
+    """Return the ids of the tokens that stand for those of images and videos."""
+    return [spec.image_id] if spec.video_id is None else [spec.image_id, spec.video_id]
+
+
+def _blocks(spec: VisionSpec, visuals: Sequence[Visual]) -> Iterator[Int[np.ndarray, "N 3"]]:
+    """Yield the positions within each run of tokens, from 0."""
+    for visual in visuals:
+        frames, height, width = visual.grid
+        size = frames, height // visual.merge, width // visual.merge
+        block = np.indices(size).reshape(3, -1).T
+        if spec.tokens_per_second is not None:
+            times = _times(spec.tokens_per_second, visual)
+            yield np.column_stack([times[block[:, 0]], block[:, 1:]])
+        else:
+            block[:, 0] = 0
+            yield from np.split(block, frames)
+
+
+def _times(per_second: float | int, visual: Visual) -> Int[np.ndarray, " t"]:
+    """Return the time of each frame, from 0, in float32 as the families' code.
+
+    A step is the same between all frames; it is rounded before it is narrowed, since differences of
+    seconds are not exact.
+    """
+    frames = np.arange(visual.grid[0])
+    if len(frames) == 1 or not visual.is_video:
+        return frames
+    step = np.float32(per_second * round(visual.seconds[1] - visual.seconds[0], 9))
+    return (frames.astype(np.float32) * step).astype(np.int64)

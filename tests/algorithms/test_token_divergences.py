@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms.divergences import (
     reverse_kl_divergence,
 )
 from jaxrl_llm.algorithms.logprobs import HeadProjection, token_stats
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import make_mesh
 
 X, D, E, K = 10, 6, 8, 3
 OURS, THEIRS, VOCAB = 11, 14, 9  # vocabularies, and the tokens that both have

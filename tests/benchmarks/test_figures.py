@@ -47,7 +47,7 @@ def known_options(module):
         path = ROOT / name.replace(".", "/")
         files += path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
     if module.name.startswith("jaxrl_llm."):
-        files.append(ROOT / "jaxrl_llm/config/cli.py")
+        files.append(ROOT / "jaxrl_llm/cli.py")
     return {option for f in files for option in re.findall(r'"(--[\w-]+)"', f.read_text())}
 
 

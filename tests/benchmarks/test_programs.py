@@ -150,7 +150,7 @@ def test_every_script_of_a_peer_is_started_by_a_program():
 @pytest.mark.parametrize("name", LACKING)
 def test_what_is_missing_is_said_in_one_line(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jaxrl_llm.rollout.vllm.environment.HOME", tmp_path / "nowhere")
+    monkeypatch.setattr("jaxrl_llm.rollout.vllm.setup.HOME", tmp_path / "nowhere")
     monkeypatch.setattr("benchmarks.real_model.PACKAGE", "no_such_package")
     words, said = LACKING[name]
     with pytest.raises(SystemExit) as end:
@@ -283,7 +283,7 @@ def test_greedy(program, work):
 
 
 @pytest.mark.slow
-@pytest.mark.guards(*ENGINE, "models/int8.py", "benchmarks/generation/")
+@pytest.mark.guards(*ENGINE, "models/attention.py", "benchmarks/generation/")
 def test_kv_cache_dtype(program, tmp_path):
     workloads.make_model(tmp_path / "m", workloads.MODELS["tiny"], workloads.make_tokenizer())
     words = [tmp_path / "m", "--prompt-tokens", "32", "--new-tokens", "8"]
@@ -492,7 +492,7 @@ def test_throughput(program):
 
 @pytest.mark.slow
 @pytest.mark.guards(
-    "jaxrl_llm/data/balance.py", "jaxrl_llm/data/bin_packing.py", "benchmarks/training/"
+    "jaxrl_llm/data/balance.py", "jaxrl_llm/data/packing.py", "benchmarks/training/"
 )
 def test_balance(program):
     rows = program("training.balance", "--sequences", "256")
@@ -511,7 +511,7 @@ def test_checkpoint(program, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("models/delta_rule.py", "benchmarks/training/")
+@pytest.mark.guards("models/delta.py", "benchmarks/training/")
 def test_delta_rule(program):
     """It fails where a scan or torch has other reads or gradients."""
     words = ["--lengths", "80", "--heads", "2", "--width", "16", "--repeats", "1"]

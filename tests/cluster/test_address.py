@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from jaxrl_llm.cluster import address as module
-from jaxrl_llm.cluster.address import PREFACE, SETTINGS, check_answers, check_joins
+from jaxrl_llm.cluster import launch as module
+from jaxrl_llm.cluster.launch import PREFACE, SETTINGS, check_answers, check_joins
 from jaxrl_llm.config.errors import ConfigError
 
 

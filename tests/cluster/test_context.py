@@ -9,12 +9,11 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from jaxrl_llm.cluster import context
-from jaxrl_llm.cluster.actors import exiting_on_device_error
-from jaxrl_llm.cluster.context import JobContext
-from jaxrl_llm.cluster.coordinator import Coordinator
+from jaxrl_llm.cluster.actors import Coordinator, exiting_on_device_error
 from jaxrl_llm.config.errors import ConfigError, RunError
+from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.display import LauncherDisplay
+from jaxrl_llm.monitoring.job_context import JobContext
 from jaxrl_llm.monitoring.notebook import open_display
 
 
@@ -40,7 +39,7 @@ def coordinator(monkeypatch):
     """The coordinator of a job whose only process this is."""
     handle = Handle()
     job = JobContext(handle, (), 2, 0, engine_devices=0, reward_tasks=3, max_retries=1)
-    monkeypatch.setattr(context, "_contexts", [job])
+    monkeypatch.setattr(job_context, "_contexts", [job])
     monkeypatch.setattr(ray, "get", lambda value: value)
     return handle
 
@@ -57,7 +56,7 @@ def coordinator(monkeypatch):
     ids=lambda error: type(error).__name__,
 )
 def test_the_launcher_learns_of_errors_that_are_no_other_processs(coordinator, error, told):
-    with pytest.raises(type(error)), context.reporting_failure():
+    with pytest.raises(type(error)), job_context.reporting_failure():
         raise error
     assert coordinator.get_failure.remote() == told
 
@@ -70,9 +69,9 @@ def test_display_calls_and_counters_reach_the_coordinator(coordinator):
         ("open", ("training", 5, 2)),
         ("advance", ("step 3",)),
     ]
-    context.increment("reward_retries", 0)
-    context.increment("reward_retries", 4)
-    assert context.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 5.0}
+    job_context.increment("reward_retries", 0)
+    job_context.increment("reward_retries", 4)
+    assert job_context.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 5.0}
 
 
 def test_an_object_of_the_first_process_is_kept_until_the_others_have_it(coordinator):
@@ -87,11 +86,11 @@ def test_an_object_of_the_first_process_is_kept_until_the_others_have_it(coordin
 
 
 def test_engines_that_replace_others_are_counted(coordinator, monkeypatch):
-    job = context.current()._replace(engine_hosts=("first", "second"))
-    monkeypatch.setattr(context, "_contexts", [job])
+    job = job_context.current()._replace(engine_hosts=("first", "second"))
+    monkeypatch.setattr(job_context, "_contexts", [job])
     for index, process in ((0, "a"), (1, "b"), (0, "c")):
         coordinator.register_engine.remote(index, process)
-    assert context.metrics()["cluster/engine_restarts"] == 1.0
+    assert job_context.metrics()["cluster/engine_restarts"] == 1.0
     assert coordinator.get_engines.remote() == ["c", "b"]
 
 

@@ -13,11 +13,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from jaxrl_llm.cluster import launch, watch
+from jaxrl_llm.cluster import launch
 from jaxrl_llm.cluster.actors import ProcessInfo
-from jaxrl_llm.cluster.job import RayJob, query_job
-from jaxrl_llm.cluster.resources import LostError
-from jaxrl_llm.cluster.watch import check_exit
+from jaxrl_llm.cluster.launch import LostError, RayJob, check_exit, query_job
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
@@ -57,7 +55,7 @@ def ended(monkeypatch):
         return None
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(watch, "REPORT_GRACE_S", 0.0)
+    monkeypatch.setattr(launch, "REPORT_GRACE_S", 0.0)
 
     def run(*tasks, failure=None):
         check_exit(RayJob(Coordinator(failure), [], list(tasks)), tasks[0], list(tasks))
@@ -168,7 +166,7 @@ def launched(monkeypatch):
 
         monkeypatch.setattr(launch, "ray_connection", lambda *_: contextlib.nullcontext())
         monkeypatch.setattr(launch, "running_job", running_job)
-        monkeypatch.setattr(launch, "watch", watch)
+        monkeypatch.setattr(launch, "watch", launch)
         monkeypatch.setattr("time.sleep", waits.append)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
         tree |= {"cluster": {"restarts": restarts, "backoff_s": 3}}

@@ -5,14 +5,14 @@ import math
 import pytest
 import ray
 
-from jaxrl_llm.cluster import resources
+from jaxrl_llm.cluster import launch
 from jaxrl_llm.cluster.actors import ProcessInfo
-from jaxrl_llm.cluster.address import check_answers
-from jaxrl_llm.cluster.launch import ray_connection
-from jaxrl_llm.cluster.resources import (
+from jaxrl_llm.cluster.launch import (
+    check_answers,
     check_same_versions,
     compute_requirements,
     max_gpus_per_node,
+    ray_connection,
     wait_for_nodes,
 )
 from jaxrl_llm.config.errors import ConfigError
@@ -56,7 +56,7 @@ def test_nodes_that_join_late_are_waited_for(monkeypatch):
     """Else a head without GPUs, which is there first, would have the job train on its CPUs."""
     joined = iter([[HEAD], [HEAD, NODE | {"Alive": False}], [HEAD, NODE]])
     monkeypatch.setattr(ray, "nodes", lambda: next(joined))
-    monkeypatch.setattr(resources, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.0)
     assert max_gpus_per_node(wait_for_nodes(2, math.inf)) == 8
     monkeypatch.setattr(ray, "nodes", lambda: [HEAD])
     assert wait_for_nodes(2, until=0.0) == [HEAD]

@@ -8,13 +8,13 @@ import pytest
 import ray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.cluster import weights
-from jaxrl_llm.cluster.coordinator import Coordinator
-from jaxrl_llm.cluster.weights import Piece, assemble, own_pieces, own_shards, plan_transfer
+from jaxrl_llm.cluster.actors import Coordinator
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout import remote
 from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.rollout.remote import Piece, assemble, own_pieces, own_shards, plan_transfer
+from jaxrl_llm.sharding.layout import make_mesh
 
 SPEC = ModelSpec(
     vocab_size=96,
@@ -43,7 +43,7 @@ def test_pieces_of_any_layout_make_boxes_of_any_other(source, target, turn):
     assert sum(piece.values.size for piece in pieces) == whole.size  # each number once
     expected = NamedSharding(mesh, PartitionSpec(*target)).addressable_devices_indices_map((8, 12))
     for index in expected.values():
-        bounds = weights.bounds_of(index, whole.shape)
+        bounds = remote.bounds_of(index, whole.shape)
         box = assemble(pieces, bounds, np.dtype(np.float32), "w")
         np.testing.assert_array_equal(box, whole[index])
 
@@ -74,7 +74,7 @@ def test_what_does_not_come_is_an_error(pieces):
 
 
 def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(monkeypatch):
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
+    monkeypatch.setattr(remote, "BUCKET_BYTES", 10_000)
     plan = plan_transfer(SPEC, "bfloat16")
     assert [i for bucket in plan.buckets for i in bucket] == list(range(len(plan.shapes)))
     assert plan.dtypes == jax.tree.leaves(compute_dtypes(SPEC, "bfloat16"))
@@ -117,7 +117,7 @@ class Remote:
 def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
     monkeypatch.setattr(ray, "put", Reference)
     monkeypatch.setattr(ray, "get", lambda reference: reference.value)
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 10_000)
+    monkeypatch.setattr(remote, "BUCKET_BYTES", 10_000)
     coordinator, plan = Remote(Coordinator(1, {})), plan_transfer(SPEC, "bfloat16")
     mesh = make_mesh({"data": 2, "fsdp": 4})
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -125,12 +125,12 @@ def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
         lambda a: jax.device_put(a, split if a.ndim and a.shape[0] % 4 == 0 else None),
         init_params(SPEC, key=jax.random.key(0)),
     )
-    held = weights.publish(coordinator, params, plan, sync=0, process=0)
+    held = remote.publish(coordinator, params, plan, sync=0, process=0)
     assert len(held) == len(plan.buckets)
     like = declare(SPEC)
     home = NamedSharding(mesh, PartitionSpec())
     for shardings in (None, jax.tree.map(lambda _: home, like)):
-        collected, total = weights.collect(coordinator, plan, shardings, sync=0, like=like)
+        collected, total = remote.collect(coordinator, plan, shardings, sync=0, like=like)
         kinds = compute_dtypes(SPEC, "bfloat16")
         jax.tree.map(
             lambda a, b, kind: np.testing.assert_array_equal(np.asarray(a), b.astype(kind)),

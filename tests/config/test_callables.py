@@ -12,7 +12,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import LOSSES, FunctionSpec, load_function, renamed_functions
 from jaxrl_llm.config.load import as_tree, from_tree, load, read_yaml, to_yaml
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.runs.user_functions import source_of, user_functions
+from jaxrl_llm.runs.directory import source_of, user_functions
 
 NOTEBOOK = """
 import functools

@@ -7,8 +7,8 @@ import sys
 import pytest
 import yaml
 
-from jaxrl_llm.config import cli
-from jaxrl_llm.config.cli import config_main
+from jaxrl_llm import cli
+from jaxrl_llm.cli import config_main
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import describe, load
 from jaxrl_llm.config.programs import SftConfig, TrainConfig

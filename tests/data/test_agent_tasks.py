@@ -17,11 +17,10 @@ from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
 from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
-from jaxrl_llm.rollout.environments import MOVES, grid, guess_number, moved
+from jaxrl_llm.rollout.agents.environments import MOVES, grid, guess_number, moved
 from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
-from jaxrl_llm.rollout.tools.code import told_result
-from jaxrl_llm.rollout.tools.functions import look_up, search
-from jaxrl_llm.sandbox.loading import open_interpreter
+from jaxrl_llm.rollout.tools.builtin import look_up, search, told_result
+from jaxrl_llm.sandbox.interpreter import open_interpreter
 
 TASKS = sorted(AGENT_TASKS)
 FEW = {"people": 60, "cities": 50, "lands": 50}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.chat import ChatTemplate
 from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.preferences import tokenize_preferences
 from jaxrl_llm.data.tool_calls import ParsedAnswer, ToolCall

@@ -8,12 +8,12 @@ import pytest
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.competition_rows import dapo_math, retool_sft
+from jaxrl_llm.data.published import dapo_math, retool_sft
 from jaxrl_llm.data.rows import sft_rows, verl_rows, write_rows
 from jaxrl_llm.data.tool_calls import FORMATS
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.rollout.tools.code import python
-from jaxrl_llm.rollout.tools.signature import tool_schema
+from jaxrl_llm.rollout.tools.builtin import python
+from jaxrl_llm.rollout.tools.tool import tool_schema
 from tests.data.real_templates import build
 
 CONFIGS = Path(__file__).parents[2] / "configs/agents"

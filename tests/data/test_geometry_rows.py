@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from jaxrl_llm.data import geometry_rows
-from jaxrl_llm.data.geometry_rows import INSTRUCTION
+from jaxrl_llm.data import published
 from jaxrl_llm.data.prepare import DATASETS
+from jaxrl_llm.data.published import INSTRUCTION
 from jaxrl_llm.data.rows import read_rows, verl_rows, write_rows
 
 DRAWING = Image.new("RGB", (9, 7), (10, 200, 30))
@@ -60,7 +60,7 @@ def test_a_copy_of_the_hub_keeps_its_files(tmp_path):
 
 def test_pictures_that_the_reader_has_opened_become_files(tmp_path, monkeypatch):
     opened = PROBLEM | {"images": [DRAWING]}
-    monkeypatch.setattr(geometry_rows, "source_rows", lambda *_: [opened])
+    monkeypatch.setattr(published, "source_rows", lambda *_: [opened])
     (path, _) = DATASETS["geo3k"](tmp_path)
     (image,) = read_rows(path)[0]["images"]
     with Image.open(io.BytesIO(image["bytes"])) as again:
@@ -77,6 +77,6 @@ def test_pictures_that_the_reader_has_opened_become_files(tmp_path, monkeypatch)
     ],
 )
 def test_other_rows_are_refused(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr(geometry_rows, "source_rows", lambda *_: [PROBLEM | changes])
+    monkeypatch.setattr(published, "source_rows", lambda *_: [PROBLEM | changes])
     with pytest.raises(ValueError, match=message):
         DATASETS["geo3k"](tmp_path)

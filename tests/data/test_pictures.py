@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from jaxrl_llm.data.visuals import videos
-from jaxrl_llm.data.visuals.pictures import MAX_PIXELS, PictureError, read_picture, read_size
-from jaxrl_llm.data.visuals.videos import open_video
+from jaxrl_llm.data.visuals import pictures
+from jaxrl_llm.data.visuals.pictures import (
+    MAX_PIXELS,
+    PictureError,
+    open_video,
+    read_picture,
+    read_size,
+)
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
 
@@ -366,7 +371,7 @@ def test_what_is_refused_of_videos(name, tmp_path):
 
 
 def test_large_animations_are_refused_before_they_are_read(monkeypatch):
-    monkeypatch.setattr(videos, "MAX_VIDEO_PIXELS", 3 * 8 * 6)
+    monkeypatch.setattr(pictures, "MAX_VIDEO_PIXELS", 3 * 8 * 6)
     assert open_video({"bytes": animated("GIF", 3)}).size == (8, 6)
     with pytest.raises(PictureError, match="expected at most 144 pixels in all frames, got 4 of 8"):
         open_video({"bytes": animated("GIF", 4)})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.data.token_alignment import UNALIGNED, Alignment, align_bytes, spread_logprobs
+from jaxrl_llm.data.token_bytes import UNALIGNED, Alignment, align_bytes, spread_logprobs
 
 TEXTS = st.text("ab é世🙂", max_size=8).map(str.encode)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.data import tool_calls
-from jaxrl_llm.data.chat_template import ChatTemplate
+from jaxrl_llm.data.chat import ChatTemplate
 from jaxrl_llm.data.tool_calls import FORMATS, ToolCall, choose_format
 from tests.data.real_templates import build
 

@@ -12,9 +12,7 @@ import torch
 from PIL import Image
 
 from jaxrl_llm.data.visuals.pictures import PictureError
-from jaxrl_llm.data.visuals.placeholders import Placeholders
-from jaxrl_llm.data.visuals.processor import VisualProcessor
-from jaxrl_llm.data.visuals.resizing import Area, fit_area
+from jaxrl_llm.data.visuals.processor import Area, Placeholders, VisualProcessor, fit_area
 from tests.data.vision_checkpoints import FAMILIES, VIDEO, make_tokenizer, write_checkpoint
 
 SIZES = [(50, 70), (333, 777), (31, 29), (15, 900), (641, 479)]

@@ -12,8 +12,8 @@ import pytest
 
 from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.reporting.health import check_run
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.runs.files import read_run
+from jaxrl_llm.rollout.rollouts import Episode
+from jaxrl_llm.training.run_files import read_run
 from tests.e2e.conftest import SHRUNK
 from tests.guarded import RUN
 

@@ -15,7 +15,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from jaxrl_llm.runs.export import export_model
+from jaxrl_llm.training.export import export_model
 from tests.guarded import NATIVE, RUN
 
 pytestmark = pytest.mark.guards(*RUN, *NATIVE)

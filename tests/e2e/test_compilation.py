@@ -12,10 +12,9 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.training import layouts
-from jaxrl_llm.training.precompile import compile_steps
+from jaxrl_llm.training.compile import compile_steps, plan_shapes
 from tests.guarded import MODEL, NATIVE, RUN
 
 pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE, "jaxrl_llm/planning/")

@@ -7,11 +7,10 @@ import shutil
 import jax
 import pytest
 
-from jaxrl_llm.data.chat_template import ChatTemplate
-from jaxrl_llm.evaluation.policy import load_policy
+from jaxrl_llm.data.chat import ChatTemplate
 from jaxrl_llm.sft import main as sft_main
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
+from jaxrl_llm.training.policy import load_policy
 
 TEMPLATE = (
     "{% if tools %}<|system|>{{ tools[0].function.name }}<|end|>{% endif %}"

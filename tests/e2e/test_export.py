@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import export
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.runs import push
 from jaxrl_llm.train import main as train_main
+from jaxrl_llm.training import export as exporting
 from tests.runs.hub_server import HubServer
 
 TOKENS = np.array([[5, 9, 77, 31, 200, 258, 3]])
@@ -78,7 +77,7 @@ def test_an_sft_run_can_be_exported(workshop, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/runs/export.py", "jaxrl_llm/export.py", "models/hf")
+@pytest.mark.guards("jaxrl_llm/training/export.py", "jaxrl_llm/export.py", "models/hf")
 def test_training_goes_on_from_an_export(run, finished, tmp_path):
     out = tmp_path / "model"
     assert export.main([str(finished.run_dir), str(out)]) == 0
@@ -118,7 +117,7 @@ DOWNLOAD = """if True:
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/runs/export.py", "jaxrl_llm/export.py", "models/hf")
+@pytest.mark.guards("jaxrl_llm/training/export.py", "jaxrl_llm/export.py", "models/hf")
 def test_a_pushed_model_is_the_same_when_it_is_downloaded(finished, tmp_path):
     torch = pytest.importorskip("torch")
     import transformers
@@ -158,11 +157,11 @@ def test_without_a_directory_only_what_was_not_pushed_stays(
         assert (folder / "config.json").exists()
         assert (repo_id, private) == ("ours/adder", False)
         if not is_pushed:
-            raise push.PushError(f"the model is in {folder}")
+            raise exporting.PushError(f"the model is in {folder}")
         return "https://hub/ours/adder"
 
-    monkeypatch.setattr(push, "check_push", lambda repo_id: None)
-    monkeypatch.setattr(push, "push_model", push_model)
+    monkeypatch.setattr(exporting, "check_push", lambda repo_id: None)
+    monkeypatch.setattr(exporting, "push_model", push_model)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     status = export.main([str(finished.run_dir), "--push-to", "ours/adder"])
     printed = capsys.readouterr()
@@ -175,7 +174,7 @@ def test_without_a_directory_only_what_was_not_pushed_stays(
 
 
 def test_without_a_directory_a_failed_export_leaves_none(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(push, "check_push", lambda repo_id: None)
+    monkeypatch.setattr(exporting, "check_push", lambda repo_id: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert export.main(["/no/run", "--push-to", "ours/adder"]) == 2
     assert "'/no/run' is not a run" in capsys.readouterr().err

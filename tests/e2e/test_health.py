@@ -6,8 +6,8 @@ Each is a real run of the tiny model. Faults that take longer are in tests/repor
 import pytest
 
 from jaxrl_llm.reporting.health import check_run
-from jaxrl_llm.runs.files import read_run
 from jaxrl_llm.sft import main as sft_main
+from jaxrl_llm.training.run_files import read_run
 
 FAST = "optim.schedule.value=0.02"
 FLIPPED = "{{fn: '{mine}:loss', weight: -1.0}}"

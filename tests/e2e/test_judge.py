@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.evaluate import main as evaluate_main
-from jaxrl_llm.reporting.answers import KeptAnswers
-from jaxrl_llm.runs.files import RunFiles
+from jaxrl_llm.reporting.data import KeptAnswers
+from jaxrl_llm.training.run_files import RunFiles
 from tests.guarded import RUN
 from tests.judge_server import JudgeServer
 

@@ -14,11 +14,10 @@ from jaxrl_llm import export
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.evaluate import main as evaluate_main
-from jaxrl_llm.evaluation.policy import load_policy
 from jaxrl_llm.sft import main as sft_main
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.train import train
+from jaxrl_llm.training.policy import load_policy
 
 pytest.importorskip("flax")  # an extra, which dev has
 

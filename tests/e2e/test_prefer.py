@@ -13,11 +13,11 @@ import transformers
 import yaml
 
 from jaxrl_llm import export
-from jaxrl_llm.config.cli import PREEMPTED
+from jaxrl_llm.cli import PREEMPTED
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.prefer import main as prefer_main
-from jaxrl_llm.runs.files import read_run
 from jaxrl_llm.training.prefer import PreferTrainer
+from jaxrl_llm.training.run_files import read_run
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/runs/")
@@ -177,8 +177,11 @@ def prefer_scores(result, workshop):
 
     from jaxrl_llm.data.chat import load_tokenizer
     from jaxrl_llm.data.packing import pack_rows, row_shape
-    from jaxrl_llm.data.preference_rows import normalize_preference_row
-    from jaxrl_llm.data.preferences import preference_batch, tokenize_preferences
+    from jaxrl_llm.data.preferences import (
+        normalize_preference_row,
+        preference_batch,
+        tokenize_preferences,
+    )
     from jaxrl_llm.models.hf.load import load_params
     from jaxrl_llm.models.model import model_of
 

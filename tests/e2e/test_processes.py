@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxrl_llm.config.cli import PREEMPTED
+from jaxrl_llm.cli import PREEMPTED
 from tests.guarded import RUN
 from tests.listening import serving_model
 

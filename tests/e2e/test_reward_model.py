@@ -13,9 +13,8 @@ from jaxrl_llm import export
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import ModelScores, combine_scores
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.training.experience import with_scores
 from tests.guarded import MODEL, UPDATE
 

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.cli import PREEMPTED
+from jaxrl_llm.cli import PREEMPTED
 from tests.guarded import MODEL, NATIVE, RUN
 
 pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE, "algorithms/")

@@ -16,9 +16,9 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.runs.files import read_run
 from jaxrl_llm.train import train
 from jaxrl_llm.training.run import open_run
+from jaxrl_llm.training.run_files import read_run
 from jaxrl_llm.training.trainer import RLTrainer
 from tests.guarded import MODEL, NATIVE, RUN
 
@@ -161,7 +161,7 @@ def test_a_run_is_read_without_a_device(finished):
     """Of a machine whose accelerator can't be used; what was written is all there."""
     program = """
 import sys
-from jaxrl_llm.runs.files import read_run
+from jaxrl_llm.training.run_files import read_run
 
 run = read_run(sys.argv[1])
 print(run.metrics.curve("critic/score/mean")[0], run.checkpoints, run.best_checkpoint)

@@ -14,9 +14,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.teachers import (
     Teacher,

@@ -16,7 +16,7 @@ import transformers
 
 from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.rewards.reward_server import classify
-from jaxrl_llm.rollout.vllm.environment import environment, find_python
+from jaxrl_llm.rollout.vllm.setup import environment, find_python
 from tests.e2e.test_reward_model import make_reward_model
 
 pytestmark = [

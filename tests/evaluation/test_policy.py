@@ -23,15 +23,14 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.evaluation.policy import _token_logprobs, load_policy
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.rollout.sampling import lay_out
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.rollout.rollouts import lay_out
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.load_model import like_of
 from jaxrl_llm.training.objectives import PolicyObjective
+from jaxrl_llm.training.policy import _token_logprobs, load_policy
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, NATIVE
@@ -129,7 +128,7 @@ def test_a_step_by_hand_is_the_trainers(stepped):
 
 
 @pytest.mark.slow
-@pytest.mark.guards(*MODEL, *NATIVE, "jaxrl_llm/evaluation/policy.py", "docs/by_hand.md")
+@pytest.mark.guards(*MODEL, *NATIVE, "jaxrl_llm/training/policy.py", "docs/by_hand.md")
 def test_eight_devices_split_weights_and_moments_and_give_the_same(stepped, directory, monkeypatch):
     eight = jax.local_devices()
     monkeypatch.setattr("jax.devices", lambda: eight)

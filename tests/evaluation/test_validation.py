@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.evaluation.validation import headline, validation_metrics
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.training.validation import headline, validation_metrics
 
 
 def prompt(source):

@@ -28,13 +28,10 @@ from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.quantization import quantize_matrix, quantized_product
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated, shardings
 from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
-from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective

@@ -13,8 +13,7 @@ from jaxrl_llm.models.moe.grouped_kernel import choose_grouped_kernels
 from jaxrl_llm.models.moe.grouped_triton import multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 
 pytestmark = pytest.mark.gpu
 

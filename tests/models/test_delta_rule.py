@@ -14,9 +14,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from jaxrl_llm.models import delta_rule
-from jaxrl_llm.models.delta_rule import causal_conv, gated_delta_rule
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.models import delta
+from jaxrl_llm.models.delta import causal_conv, gated_delta_rule
+from jaxrl_llm.sharding.layout import make_mesh
 
 KEY_HEADS, VALUE_HEADS, KEYS, VALUES = 2, 6, 8, 5
 LENGTH = 200
@@ -96,7 +96,7 @@ def test_equals_transformers(length):
 
 
 def test_packed_equals_alone_with_gradients(monkeypatch):
-    monkeypatch.setattr(delta_rule, "GROUP", 2)
+    monkeypatch.setattr(delta, "GROUP", 2)
     rng = np.random.default_rng(0)
     kinds = [*KINDS, "repeated", "plain"]
     arrays = [

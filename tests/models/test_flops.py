@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.delta_rule import gated_delta_rule
+from jaxrl_llm.models.decoder import forward, logits
+from jaxrl_llm.models.delta import DeltaSpec, gated_delta_rule
 from jaxrl_llm.models.flops import (
     active_parameters,
     causal_pairs,
@@ -16,14 +16,11 @@ from jaxrl_llm.models.flops import (
     tower_flops,
     update_flops,
 )
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.inputs import FrameBounds, Visual, patch_rows
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.models.vision.inputs import Visual
 from jaxrl_llm.models.vision.parameters import declare_vision
-from jaxrl_llm.models.vision.rows import FrameBounds, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import encode
 

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.gather import lookup, split_matrix
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import DEFAULT_RULES
+from jaxrl_llm.models.linear import lookup, split_matrix
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, Layout, make_mesh
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from jaxrl_llm.models.moe.grouped import grouped_matmul
 from jaxrl_llm.models.moe.grouped_triton import cut_tiles, multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.sharding.layout import TOKENS, Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import TOKENS, Layout, make_mesh
 
 SIZES = ([3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [200, 1, 90, 9], [1] * 7)
 

@@ -28,8 +28,7 @@ from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training import load_model
 
 AMPERE = DeviceInfo("cuda", (8, 0), (0, 10, 2))

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.heads import logits, token_values, with_value_head
+from jaxrl_llm.models.decoder import forward, logits, token_values, with_value_head
 from jaxrl_llm.models.parameters import compute_dtypes, declare
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import shardings
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxrl_llm.models.heads import with_value_head
+from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.convert import from_hf, hf_arrays
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import COMPANION_FILES, save_params
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import shardings
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

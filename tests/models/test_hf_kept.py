@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.heads import with_value_head
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.files import find_arrays

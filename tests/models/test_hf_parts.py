@@ -25,7 +25,7 @@ from jaxrl_llm.models.hf.save import host_arrays, joined, save_arrays, save_para
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import shardings
 from tests.specs import tiny_spec
 
 DELTA = DeltaSpec(key_heads=2, value_heads=4, key_width=3, value_width=5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm.models.heads import with_value_head
+from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params
@@ -21,8 +21,8 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.rollout.vllm.environment import language_model
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.rollout.vllm.setup import language_model
+from jaxrl_llm.sharding.layout import shardings
 from tests.quantize import FP8, quantize_fp8
 from tests.specs import tiny_spec
 

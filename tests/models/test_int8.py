@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.attention import quantize
 from jaxrl_llm.models.cache import init_cache
-from jaxrl_llm.models.int8 import quantize
 from jaxrl_llm.models.mla import LatentSpec
 from tests.specs import tiny_spec
 

@@ -27,11 +27,9 @@ from jaxrl_llm.models.kernels import (
 )
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.kernel import choose_tower_kernel
 from jaxrl_llm.models.vision.spec import VisionSpec
-from jaxrl_llm.models.vision.tower import tower_layout
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.models.vision.tower import choose_tower_kernel, tower_layout
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training import load_model
 
 HOPPER = DeviceInfo("cuda", (9, 0), (0, 11, 2))

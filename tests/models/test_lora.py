@@ -16,7 +16,7 @@ import transformers
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec, save_adapter
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -32,10 +32,8 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.cast import cast_tree
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import make_mesh, shardings
+from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective

@@ -9,12 +9,11 @@ import pytest
 
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.cache import init_cache
-from jaxrl_llm.models.decoding import extend
+from jaxrl_llm.models.decoder import extend, forward
 from jaxrl_llm.models.mla import LatentSpec, absorb, expand, mixed_values
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.rope import rotation
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
-from jaxrl_llm.models.transformer import forward
 
 LENGTH, WIDTH, HEADS = 6, 7, 3
 LATENT = LatentSpec(query_rank=5, kv_rank=8, nope_width=4, rope_width=2, value_width=3)

@@ -9,16 +9,19 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from jaxrl_llm.models.moe.balance import (
+from jaxrl_llm.models.moe.grouped import group_rows, grouped_matmul
+from jaxrl_llm.models.moe.mixture import mixture
+from jaxrl_llm.models.moe.routing import (
     RouterStats,
+    SigmoidRouter,
+    SoftmaxRouter,
     load_balance_loss,
+    route_sigmoid,
+    route_softmax,
     router_metrics,
     router_stats,
     update_bias,
 )
-from jaxrl_llm.models.moe.grouped import group_rows, grouped_matmul
-from jaxrl_llm.models.moe.mixture import mixture
-from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter, route_sigmoid, route_softmax
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 
 TOKENS, EXPERTS, TOP = 9, 8, 3

@@ -8,8 +8,7 @@ import pytest
 
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.paged_attention import Pages, attend_gathered, attend_in_turn
-from jaxrl_llm.models.paged_blocks import Blocks, choose_blocks
-from jaxrl_llm.models.paged_triton import attend_pages
+from jaxrl_llm.models.paged_triton import Blocks, attend_pages, choose_blocks
 from tests.guarded import NATIVE
 
 PAGE, PAGES = 16, 6

@@ -18,8 +18,7 @@ from jaxrl_llm.models.paged_kernel import (
     paged_heads,
 )
 from jaxrl_llm.models.paged_triton import attend_pages
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.specs import tiny_spec
 
 HOPPER = DeviceInfo("cuda", (9, 0), (0, 11, 2))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_llm.models.remat import POLICIES
-from jaxrl_llm.models.transformer import forward
+from jaxrl_llm.models.decoder import forward
+from jaxrl_llm.models.layers import POLICIES
 
 
 def loss_of(spec, rows, policy):
@@ -34,7 +34,7 @@ def test_gradients_are_the_same(spec, params, rows):
 
 
 def test_what_is_stored(spec, draw, rows):
-    """The table of `models.remat`, from the residuals that jax keeps of one more layer."""
+    """The table of `models.layers`, from the residuals that jax keeps of one more layer."""
 
     def stored(policy, layers):
         deep = dataclasses.replace(spec, layers=layers)

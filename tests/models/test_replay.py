@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from jaxrl_llm.models.moe.balance import router_stats
 from jaxrl_llm.models.moe.mixture import mixture
-from jaxrl_llm.models.moe.routing import NO_ROUTE, SigmoidRouter, SoftmaxRouter, route_softmax
+from jaxrl_llm.models.moe.routing import (
+    NO_ROUTE,
+    SigmoidRouter,
+    SoftmaxRouter,
+    route_softmax,
+    router_stats,
+)
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 
 TOKENS, WIDTH, FF, EXPERTS, TOP = 8, 6, 5, 8, 3
 ROUTERS = {

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from jaxrl_llm.models import ring
+from jaxrl_llm.models import context
 from jaxrl_llm.models.attention import NO_WINDOW, PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.planning.program import count_operations
-from jaxrl_llm.sharding.layout import TOKENS, Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import TOKENS, Layout, make_mesh
 
 HEADS, KEYS, WIDTH = 4, 2, 8
 SINKS = jnp.array([-2.0, 0.5, 1.0, 3.0])
@@ -92,7 +91,7 @@ def run_on(layout, options):
 )
 def test_a_ring_equals_one_matrix_of_scores(sizes, piece, options, monkeypatch):
     """Values and gradients, with segments and windows that cross pieces, and padding."""
-    monkeypatch.setattr(ring, "LARGEST_BLOCK", 2)
+    monkeypatch.setattr(context, "LARGEST_BLOCK", 2)
     given = draw(sizes["context"] * piece)
     run = run_on(layout_of(sizes), options)
     for segments in segments_of(given[0].shape[1]):
@@ -138,7 +137,7 @@ def compiled(devices, by, length):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(ring, "LARGEST_BLOCK", 64)
+    monkeypatch.setattr(context, "LARGEST_BLOCK", 64)
 
 
 def test_no_device_holds_a_row(small_blocks):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.sharding.rules import DEFAULT_RULES, Fallback, fallbacks, partition_spec, shardings
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, Fallback, fallbacks, partition_spec, shardings
 
 
 def abstract_mesh(**axes):

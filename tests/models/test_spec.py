@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.models.arrays import NORMAL, ArrayDecl
 from jaxrl_llm.models.parameters import declare, init_params, parameter_count
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import shardings
 
 
 def paths(tree):

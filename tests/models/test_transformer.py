@@ -7,17 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.decoder import forward, head_matrix, logits
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.heads import head_matrix, logits
 from jaxrl_llm.models.layers import rms_norm
 from jaxrl_llm.models.linear import linear
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.rope import rotate, rotation
 from jaxrl_llm.models.spec import LoraSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import Layout, make_mesh, shardings
 
 LENGTHS = [4, 1, 5]
 

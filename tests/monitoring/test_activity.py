@@ -10,8 +10,7 @@ import pytest
 from jaxrl_llm.compilation import PendingProgram
 from jaxrl_llm.monitoring import activity as module
 from jaxrl_llm.monitoring.activity import ACTIVITIES, Activities, Activity, activity
-from jaxrl_llm.monitoring.clock import Clock, Pace
-from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.clock import Clock, Pace, reporting_compilation
 from tests.waiting import wait_until
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.compilation import CompileQueue, PendingProgram
 from jaxrl_llm.monitoring.activity import ACTIVITIES
-from jaxrl_llm.monitoring.compiling import CompileProgress, reporting_compilation
+from jaxrl_llm.monitoring.clock import CompileProgress, reporting_compilation
 from tests.waiting import wait_until
 
 

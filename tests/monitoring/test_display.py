@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from jaxrl_llm.compilation import PendingProgram
-from jaxrl_llm.monitoring.answers import answer_cells, choose_answers, printable
-from jaxrl_llm.monitoring.compiling import reporting_compilation
+from jaxrl_llm.monitoring.clock import reporting_compilation
 from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.tables import answer_cells, choose_answers, printable
 from tests.waiting import wait_until
 
 

@@ -7,10 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.monitoring.dumps import dump_rollouts
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.episode import Episode, EpisodePiece
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
+from jaxrl_llm.training.dumps import dump_rollouts
 from jaxrl_llm.types import Batch
 
 

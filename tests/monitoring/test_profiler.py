@@ -13,15 +13,19 @@ from jax.profiler import ProfileData
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.profiler import Profiler, device_timeline, phases_of, summarize, tracing
-from jaxrl_llm.monitoring.trace_reader import (
+from jaxrl_llm.monitoring.profiler import (
     GROUPS,
     Operation,
+    Profiler,
     Span,
     Trace,
+    device_timeline,
     operation_group,
+    phases_of,
     read_programs,
     read_trace,
+    summarize,
+    tracing,
 )
 
 DEVICES = 2

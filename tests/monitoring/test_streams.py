@@ -16,8 +16,7 @@ import pytest
 
 from jaxrl_llm.monitoring import display as module
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.streams import StderrHandler, Stream, log_to_stderr
-from jaxrl_llm.monitoring.writer import BackgroundWriter
+from jaxrl_llm.monitoring.writer import BackgroundWriter, StderrHandler, Stream, log_to_stderr
 from tests.waiting import wait_until
 
 SOON_S = 20.0  # what takes longer hangs
@@ -26,7 +25,7 @@ LINES = 2000
 PROGRAM = f"""
 import logging, sys
 from jaxrl_llm.monitoring import display as module
-from jaxrl_llm.monitoring.streams import StderrHandler
+from jaxrl_llm.monitoring.writer import StderrHandler
 logging.basicConfig(handlers=[StderrHandler()])
 module.CLOSE_S = 0.2
 print("before", flush=True)

@@ -20,16 +20,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.monitoring.trackers import functions
-from jaxrl_llm.monitoring.trackers.records import (
+from jaxrl_llm.monitoring import trackers
+from jaxrl_llm.monitoring.trackers import (
     TrackedRun,
     TrackedStep,
     as_table,
     distribution,
+    is_reachable,
+    markdown_table,
     plain_rows,
 )
-from jaxrl_llm.monitoring.trackers.services import is_reachable
-from jaxrl_llm.monitoring.trackers.tensorboard import markdown_table
 from tests.monitoring.test_trackers import events
 
 CONFIG = {"seed": 1, "model": {"path": "m", "lora": None}}
@@ -151,7 +151,7 @@ def run(folder):
 
 
 def test_tensorboard_shows_distributions_and_answers(tmp_path, tracked):
-    tracked(functions.tensorboard(run(tmp_path)))
+    tracked(trackers.tensorboard(run(tmp_path)))
     (event,) = (event for event in events(tmp_path / "tensorboard") if event.step == 3)
     values = {value.tag: value for value in event.summary.value}
     assert {"loss", "val-core/a/mean_1", "histograms/score", "answers/text_summary"} == set(values)
@@ -203,7 +203,7 @@ def wandb(installed):
 
 def test_weights_and_biases(tmp_path, tracked, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
-    tracked(functions.wandb(run(tmp_path), project="p", entity="e"))
+    tracked(trackers.wandb(run(tmp_path), project="p", entity="e"))
     (settings,) = wandb.client.of("init")
     assert {k: settings[k] for k in ("project", "entity", "name", "dir", "config", "resume")} == {
         "project": "p",
@@ -265,7 +265,7 @@ def test_weights_and_biases_without_key_or_network(
     if is_up:
         wandb.setup.settings.base_url = server
     caplog.set_level(logging.WARNING)
-    tracked(functions.wandb(run(tmp_path)))
+    tracked(trackers.wandb(run(tmp_path)))
     assert [call["mode"] for call in wandb.client.of("init")] == [mode]
     later = f"to send the run later: wandb sync {tmp_path}/wandb/offline-run-*"
     expected = [f"Weights & Biases is offline, as {why}; {later}"] if why else []
@@ -273,7 +273,7 @@ def test_weights_and_biases_without_key_or_network(
 
 
 def test_a_mode_that_is_asked_for_is_taken(tmp_path, tracked, wandb, caplog):
-    tracked(functions.wandb(run(tmp_path), mode="offline"))
+    tracked(trackers.wandb(run(tmp_path), mode="offline"))
     assert [call["mode"] for call in wandb.client.of("init")] == ["offline"]
     assert caplog.messages == []
 
@@ -302,7 +302,7 @@ def test_mlflow(tmp_path, tracked, installed):
     )
     entities = client.made("Metric", "Param")
     installed("mlflow", entities=entities, MlflowClient=client.call("MlflowClient", store))
-    tracked(functions.mlflow(run(tmp_path), tracking_uri="http://mine"))
+    tracked(trackers.mlflow(run(tmp_path), tracking_uri="http://mine"))
     assert client.of("MlflowClient") == [{"tracking_uri": "http://mine"}]
     params, metrics = client.of("log_batch")
     assert [(one.key, one.value) for one in params["params"]] == [
@@ -323,9 +323,9 @@ def test_mlflow_in_the_folder_needs_a_database(tmp_path, installed, monkeypatch)
     installed("mlflow")
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     with pytest.raises(ConfigError, match=r"'mlflow' needs the package sqlalchemy: .*\[mlflow\]'"):
-        functions.mlflow(run(tmp_path))
+        trackers.mlflow(run(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine")
-    functions.mlflow(run(tmp_path))
+    trackers.mlflow(run(tmp_path))
 
 
 def test_a_tracker_whose_package_is_broken(tmp_path, tmp_path_factory, monkeypatch):
@@ -334,14 +334,14 @@ def test_a_tracker_whose_package_is_broken(tmp_path, tmp_path_factory, monkeypat
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     with pytest.raises(ConfigError, match=r"'trackio' can't import trackio: .*ZeroDivisionError"):
-        functions.trackio(run(tmp_path))
+        trackers.trackio(run(tmp_path))
 
 
 def test_trackio(tmp_path, tracked, installed):
     client = Client("trackio")
     session = client.made("log", "finish")
     installed("trackio", **vars(client.made("Table", "Histogram", init=session)))
-    tracked(functions.trackio(run(tmp_path), project="p"))
+    tracked(trackers.trackio(run(tmp_path), project="p"))
     (settings,), (logged,) = client.of("init"), client.of("log")
     assert settings["project"] == "p" and settings["resume"] == "allow"
     assert settings["name"].startswith(f"{tmp_path.name}-")
@@ -362,7 +362,7 @@ def test_swanlab(tmp_path, tracked, installed, monkeypatch, caplog, key, mode):
     )
     made = vars(client.made(init=session))
     installed("swanlab", Settings=lambda: known, echarts=echarts, **made)
-    tracked(functions.swanlab(run(tmp_path)))
+    tracked(trackers.swanlab(run(tmp_path)))
     (settings,), (logged,) = client.of("init"), client.of("log")
     assert settings["mode"] == mode and settings["id"] == run(tmp_path).id
     assert logged["step"] == 3 and logged["data"].items() >= STEP.metrics.items()
@@ -381,7 +381,7 @@ def test_comet(tmp_path, tracked, installed, caplog):
         get_config=lambda: {"comet.api_key": None, "comet.url_override": None},
         **vars(made),
     )
-    tracked(functions.comet(run(tmp_path), project="p"))
+    tracked(trackers.comet(run(tmp_path), project="p"))
     (started,) = client.of("start")
     assert started["online"] is False and started["project_name"] == "p"
     assert started["experiment_config"].offline_directory == str(tmp_path / "comet")

@@ -22,13 +22,12 @@ from tensorboardX.record_writer import masked_crc32c
 from jaxrl_llm.config.sections import LogConfig
 from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.dumps import RolloutDumps
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.monitoring.trackers.records import TrackedRun, TrackedStep
-from jaxrl_llm.monitoring.trackers.tensorboard import TensorBoard
+from jaxrl_llm.monitoring.trackers import TensorBoard, TrackedRun, TrackedStep
 from jaxrl_llm.monitoring.writer import BackgroundWriter
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.rollouts import Rollouts
+from jaxrl_llm.training.dumps import RolloutDumps
 from jaxrl_llm.types import Batch
 from tests.waiting import wait_until
 

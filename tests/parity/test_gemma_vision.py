@@ -15,11 +15,10 @@ from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.inputs import patch_rows
 from jaxrl_llm.models.kernels import heads_on
 from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.models.vision.rows import patch_rows
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.parity.vision import END, IMAGE, START, draw_visual, load_seeing, make_gemma
 
 pytestmark = pytest.mark.guards("models/hf/", "models/vision/", "models/context.py")

@@ -14,11 +14,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from jaxrl_llm.models.heads import head_matrix, sequence_scores, token_values, with_value_head
+from jaxrl_llm.models.decoder import (
+    forward,
+    head_matrix,
+    sequence_scores,
+    token_values,
+    with_value_head,
+)
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.transformer import forward
 
 pytestmark = pytest.mark.guards("models/")
 

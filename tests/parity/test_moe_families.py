@@ -14,21 +14,17 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import init_cache
-from jaxrl_llm.models.decoding import extend
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import extend, forward, forward_with_router, logits
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.moe.balance import RouterStats, load_balance_loss
+from jaxrl_llm.models.moe.routing import RouterStats, load_balance_loss
 from jaxrl_llm.models.moe.spec import ClippedSwiglu
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.models.transformer import forward, forward_with_router
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")

@@ -25,19 +25,17 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm.data.call_text import count_common
+from jaxrl_llm.data.call_formats import count_common
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
-from jaxrl_llm.data.preference_rows import normalize_preference_row
-from jaxrl_llm.data.preferences import tokenize_preferences
+from jaxrl_llm.data.preferences import normalize_preference_row, tokenize_preferences
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.evaluation.policy import load_policy
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.serving.answers import AnswerStream
-from jaxrl_llm.serving.length import text_limit
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.rollout.engine import Request, SamplingParams
+from jaxrl_llm.rollout.openai_api.requests import text_limit
+from jaxrl_llm.rollout.openai_api.responses import AnswerStream
+from jaxrl_llm.sharding.layout import Layout, make_mesh
+from jaxrl_llm.training.policy import load_policy
 from tests.data.real_templates import find_template
 from tests.parity.reference import randomize
 

@@ -16,16 +16,16 @@ import torch
 import transformers
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.heads import with_value_head
+from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.decode import DecodeState, decode, gather_pages, make_pool
-from jaxrl_llm.rollout.native.prefill import PrefillChunk, prefill
+from jaxrl_llm.rollout.native.page_pool import StateSlots
+from jaxrl_llm.rollout.native.programs import PrefillChunk, prefill
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.native.states import StateSlots
 from tests.parity.reference import (
     assert_near,
     batch,

@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from jaxrl_llm.models.cache import PageTables
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.heads import NEVER
-from jaxrl_llm.models.inputs import RowInputs
+from jaxrl_llm.models.decoder import NEVER, Decoder, forward_rows
+from jaxrl_llm.models.inputs import RowInputs, VisualTokens
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.models.transformer import forward_rows
-from jaxrl_llm.models.vision.inputs import VisualTokens
-from jaxrl_llm.models.vision.positions import rotary_positions
-from jaxrl_llm.models.vision.tower import encode
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.models.vision.tower import encode, rotary_positions
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.parity.reference import assert_near
 from tests.parity.vision import (
     IMAGE,
@@ -35,7 +30,7 @@ from tests.parity.vision import (
     their_output,
 )
 
-pytestmark = pytest.mark.guards("models/vision/", "models/transformer.py", "models/decoding.py")
+pytestmark = pytest.mark.guards("models/vision/", "models/decoder.py", "models/decoder.py")
 
 TURNING = ["Qwen3VL", "Qwen2_5_VL", "Qwen3_5"]
 """Families with M-RoPE."""

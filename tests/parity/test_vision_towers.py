@@ -10,13 +10,11 @@ import torch
 import transformers
 
 from jaxrl_llm.models.hf.convert import from_hf
-from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.inputs import FrameBounds, Visual, frame_bounds, patch_rows
 from jaxrl_llm.models.vision.parameters import declare_vision
-from jaxrl_llm.models.vision.rows import FrameBounds, frame_bounds, patch_rows
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import encode, tower_layout
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.parity.reference import assert_near, randomize
 
 pytestmark = pytest.mark.guards("models/vision/")

@@ -10,10 +10,15 @@ import transformers
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.inputs import PackedTokens, RowInputs
-from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
-from jaxrl_llm.models.vision.positions import rotary_positions
-from jaxrl_llm.models.vision.rows import PatchRows, patch_rows
+from jaxrl_llm.models.inputs import (
+    PackedTokens,
+    PatchRows,
+    RowInputs,
+    Visual,
+    VisualTokens,
+    patch_rows,
+)
+from jaxrl_llm.models.vision.tower import rotary_positions
 from tests.parity.reference import randomize
 
 WORDS = 56

@@ -23,7 +23,7 @@ from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
-from jaxrl_llm.planning.lowering import StepKind
+from jaxrl_llm.training.compile import StepKind
 
 CALL = re.compile(r"custom_call @([\w$.]+)")
 TENSOR = r"tensor<((?:\d+x)*)(\w+)>"

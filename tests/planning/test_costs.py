@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planning import costs
 from benchmarks.planning.costs import Cost, Row
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.planning.gpu_compiler import gpu_devices
+from jaxrl_llm.planning.steps import gpu_devices
 from tests.guarded import MODEL, NATIVE, UPDATE
 
 ROOT = Path(__file__).resolve().parents[2]

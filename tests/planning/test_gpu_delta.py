@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.models.delta_rule import gated_delta_rule
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
+from jaxrl_llm.models.delta import gated_delta_rule
+from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards("models/delta_rule.py")]
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards("models/delta.py")]
 
 OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3.5-4B

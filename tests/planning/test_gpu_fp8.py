@@ -10,9 +10,8 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
-from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
-from jaxrl_llm.planning.memory import plan_shapes
+from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL, NATIVE
 
 pytestmark = [

@@ -12,12 +12,10 @@ from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
 from jaxrl_llm.models.moe.grouped_triton import TRITON, multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
-from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
-from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.planning.program import count_operations, list_loops
-from jaxrl_llm.sharding.layout import TOKENS, Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.sharding.layout import TOKENS, Layout, make_mesh
+from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL
 from tests.planning.stablehlo import GROUPED, configure, lower, spec_of
 

@@ -12,13 +12,11 @@ from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.models.paged_triton import attend_pages
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
-from jaxrl_llm.planning.hlo import parse_program
+from jaxrl_llm.planning.program import parse_program
+from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT_RULES
+from jaxrl_llm.sharding.layout import ROLLOUT_RULES, Layout, make_mesh
 from tests.guarded import MODEL, NATIVE
 from tests.specs import tiny_spec
 

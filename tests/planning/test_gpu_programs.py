@@ -20,13 +20,17 @@ from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.collectives import Collective
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
-from jaxrl_llm.planning.hlo import parse_program
-from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device
-from jaxrl_llm.planning.memory import plan_shapes
-from jaxrl_llm.planning.program import count_operations, list_loops, product_flops
-from jaxrl_llm.planning.traffic import is_attention_over_pages, kernel_bytes
+from jaxrl_llm.planning.program import (
+    Collective,
+    count_operations,
+    is_attention_over_pages,
+    kernel_bytes,
+    list_loops,
+    parse_program,
+    product_flops,
+)
+from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, bytes_per_device, plan_shapes
 from tests.guarded import MODEL, NATIVE, UPDATE
 
 pytestmark = [

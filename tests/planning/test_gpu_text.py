@@ -2,9 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.planning.collectives import Collective
-from jaxrl_llm.planning.hlo import parse_program
-from jaxrl_llm.planning.program import count_operations, list_loops
+from jaxrl_llm.planning.program import Collective, count_operations, list_loops, parse_program
 
 AXES = {"data": 2, "fsdp": 4}
 LT = 'custom_call_target="__cublas$lt$matmul"'

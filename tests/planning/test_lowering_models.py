@@ -15,13 +15,10 @@ from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped_triton import TRITON
 from jaxrl_llm.models.paged_triton import attend_pages
-from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind
-from jaxrl_llm.planning.memory import plan_shapes
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT_RULES
+from jaxrl_llm.sharding.layout import ROLLOUT_RULES, Layout, make_mesh
+from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.planning.stablehlo import (
     DENSE,
     DONATES,

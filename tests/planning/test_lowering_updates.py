@@ -18,19 +18,19 @@ from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import LoraSpec
-from jaxrl_llm.planning.lowering import (
+from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated
+from jaxrl_llm.training import load_model
+from jaxrl_llm.training.bind import abstract_fields, resolve_functions
+from jaxrl_llm.training.compile import (
     StepId,
     StepKind,
     abstract_microbatch,
     abstract_params,
     plan_role,
+    plan_shapes,
+    role_spec,
     with_shardings,
 )
-from jaxrl_llm.planning.memory import plan_shapes, role_spec
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.training import load_model
-from jaxrl_llm.training.bind import abstract_fields, resolve_functions
 from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.objectives import PolicyObjective

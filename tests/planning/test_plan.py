@@ -14,29 +14,33 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm import plan as planner
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.kernels import cuda_device
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.planning import gpu_compiler
-from jaxrl_llm.planning.advice import advise, scale_scratch
-from jaxrl_llm.planning.collectives import Collective, replica_groups
-from jaxrl_llm.planning.estimate import GPUS
-from jaxrl_llm.planning.lowering import ENGINE, StepId, StepKind, bytes_per_device, with_float16
-from jaxrl_llm.planning.memory import memory_by_phase, plan_shapes, workload
-from jaxrl_llm.planning.program import count_operations
-from jaxrl_llm.planning.steps import analyze_step
+from jaxrl_llm.planning import steps
+from jaxrl_llm.planning.memory import memory_by_phase, workload
+from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
+from jaxrl_llm.planning.report import advise, scale_scratch
+from jaxrl_llm.planning.steps import GPUS, analyze_step
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.sizes import PAGE
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import make_mesh
 from jaxrl_llm.training.bind import resolve_functions
+from jaxrl_llm.training.compile import (
+    ENGINE,
+    StepId,
+    StepKind,
+    bytes_per_device,
+    plan_shapes,
+    with_float16,
+)
 from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.load_model import open_model
 from jaxrl_llm.training.microbatches import pack_microbatches
@@ -402,7 +406,7 @@ def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(
     configure, capsys, tmp_path, monkeypatch
 ):
     configure()
-    monkeypatch.setattr(gpu_compiler, "PLUGINS", ("jax_plugins.no_such_plugin",))
+    monkeypatch.setattr(steps, "PLUGINS", ("jax_plugins.no_such_plugin",))
     command = ["--config", str(tmp_path / "run.yaml"), "--compile-for", "H200", "--devices"]
     assert planner.main([*command, "8"]) == 2
     assert "pip install 'jaxrl_llm[gpu-compiler]'" in capsys.readouterr().err

@@ -9,19 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cluster import scaling
-from jaxrl_llm.config.load import load
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import parameter_count
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.estimate import COMPUTE, GPUS
-from jaxrl_llm.planning.gpu_compiler import UNTUNED, gpu_devices
-from jaxrl_llm.planning.lowering import StepId, StepKind, with_float16
-from jaxrl_llm.planning.memory import plan_shapes
-from jaxrl_llm.planning.program import count_operations
-from jaxrl_llm.planning.sampling import (
+from benchmarks.cluster.simulate_sampling import (
     EngineSpeed,
     Generation,
     assign_engines,
@@ -32,7 +20,7 @@ from jaxrl_llm.planning.sampling import (
     simulate_engine,
     simulate_generation,
 )
-from jaxrl_llm.planning.timeline import (
+from benchmarks.cluster.simulate_steps import (
     StepTimes,
     TrainMesh,
     bytes_sent,
@@ -40,6 +28,16 @@ from jaxrl_llm.planning.timeline import (
     sync_seconds,
     train_seconds,
 )
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.models.flops import forward_flops
+from jaxrl_llm.models.hf.config import make_config
+from jaxrl_llm.models.moe.spec import MoeSpec
+from jaxrl_llm.models.parameters import parameter_count
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.planning.program import count_operations
+from jaxrl_llm.planning.steps import COMPUTE, GPUS, UNTUNED, gpu_devices
+from jaxrl_llm.training.compile import StepId, StepKind, plan_shapes, with_float16
 from tests.guarded import MODEL, UPDATE
 
 SECOND = EngineSpeed(step=1.0)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.planning.sampling import EngineSpeed, draw_lengths, simulate_generation
-from jaxrl_llm.planning.window import WindowSettings, simulate_window
+from benchmarks.cluster.simulate_sampling import EngineSpeed, draw_lengths, simulate_generation
+from benchmarks.cluster.simulate_steps import WindowSettings, simulate_window
 from tests.training.test_window import SAMPLES, SIZE, Turns, open_window, train
 
 SECOND = EngineSpeed(step=1.0)

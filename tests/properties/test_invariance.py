@@ -23,13 +23,11 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.functions import public_functions
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective

@@ -18,17 +18,14 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.decoder import forward, forward_with_router, logits
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.heads import logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward, forward_with_router
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import BATCH, batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import BATCH, Layout, batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.microbatches import pack_microbatches

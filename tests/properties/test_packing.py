@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given
 
 from jaxrl_llm.data.balance import XLA_ATTENTION, Cost
-from jaxrl_llm.data.bin_packing import best_fit, choose_rows, padding, plan_microbatches
 from jaxrl_llm.data.packing import (
     MAX_SEQUENCES_PER_ROW,
     MIN_BUCKET_FLOPS,
     RowShape,
+    best_fit,
+    choose_rows,
     pack,
     pack_rows,
+    padding,
+    plan_microbatches,
     row_shape,
     unpack,
 )

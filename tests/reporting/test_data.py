@@ -14,13 +14,11 @@ from tokenizers import Tokenizer
 import jaxrl_llm
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.report import main
-from jaxrl_llm.reporting.answers import KeptAnswers
-from jaxrl_llm.reporting.curves import curves, describe_metric
+from jaxrl_llm.reporting.data import KeptAnswers, TokenTexts, curves, decoder, describe_metric
 from jaxrl_llm.reporting.health import Finding
 from jaxrl_llm.reporting.meanings import GROUPS
 from jaxrl_llm.reporting.page import Page
-from jaxrl_llm.reporting.tokens import TokenTexts, decoder
-from jaxrl_llm.runs.files import RunFiles
+from jaxrl_llm.training.run_files import RunFiles
 from tests.reporting.folders import byte_tokenizer, kept_answer, step_line, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +81,7 @@ def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
 def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "run", [step_line(1)])
     found = Finding("cut", "Answers are cut off", "half of them", (1, 2), "metrics.md#x", "error")
-    monkeypatch.setattr("jaxrl_llm.reporting.read.check_run", lambda run: [found])
+    monkeypatch.setattr("jaxrl_llm.reporting.data.check_run", lambda run: [found])
     (run,) = Page([folder]).metrics()["runs"]
     assert run["findings"] == [found._asdict()]
     monkeypatch.setattr("jaxrl_llm.reporting.health.check_run", lambda run: [found])

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.reporting.server import open_server
+from jaxrl_llm.reporting.page import open_server
 from tests.reporting.browsing import plot_data, show, until
 from tests.reporting.folders import kept_answer, step_line, write_lines, write_run
 

@@ -18,7 +18,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_numbered, encode_answer
-from jaxrl_llm.workers import cgroup, process
+from jaxrl_llm.workers import descendants, process
 from jaxrl_llm.workers.limits import Limits
 from tests.waiting import wait_until
 
@@ -131,10 +131,10 @@ EACH = 3  # processes of a worker: itself, its supervisor, and what waits betwee
 
 
 def can_group():
-    folder = cgroup.new_group_path()
-    group = cgroup.create_group(folder, None, None)
+    folder = descendants.new_group_path()
+    group = descendants.create_group(folder, None, None)
     if group is not None:
-        cgroup.discard(str(group))
+        descendants.discard(str(group))
     return group is not None
 
 
@@ -167,13 +167,13 @@ def marked(mark):
 def groups(monkeypatch):
     """The control groups of the test's workers: none may be left."""
     folders = []
-    new_group_path = cgroup.new_group_path
+    new_group_path = descendants.new_group_path
 
     def noted():
         folders.append(new_group_path())
         return folders[-1]
 
-    monkeypatch.setattr(cgroup, "new_group_path", noted)
+    monkeypatch.setattr(descendants, "new_group_path", noted)
     yield
     assert [folder for folder in folders if folder and Path(folder).exists()] == []
 
@@ -182,7 +182,7 @@ def groups(monkeypatch):
 def grouped(request, monkeypatch):
     """Whether each worker has a control group."""
     if request.param == "no group":
-        monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
+        monkeypatch.setattr(descendants, "new_group_path", lambda: None)
     elif not can_group():
         pytest.skip("there can be no control groups here")
     return request.param == "group"
@@ -265,21 +265,21 @@ def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
 def test_a_group_gets_the_limits_whose_controllers_it_has(tmp_path):
     for name in ("memory.max", "memory.swap.max", "pids.max"):
         (tmp_path / name).write_text("max")
-    cgroup.set_limits(tmp_path, 10**9, 3)
+    descendants.set_limits(tmp_path, 10**9, 3)
     values = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
     assert values.pop("pids.max") >= 4 * 16
     assert values == {"memory.max": 10**9, "memory.swap.max": 0}
     for path in tmp_path.iterdir():
         path.unlink()
-    cgroup.set_limits(tmp_path, 10**9, 3)
+    descendants.set_limits(tmp_path, 10**9, 3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_that_ran_out_of_memory_is_known(tmp_path):
-    assert not cgroup.ran_out_of_memory(tmp_path)
+    assert not descendants.ran_out_of_memory(tmp_path)
     for kills in (0, 2):
         (tmp_path / "memory.events").write_text(f"low 0\noom 1\noom_kill {kills}\n")
-        assert cgroup.ran_out_of_memory(tmp_path) == (kills > 0)
+        assert descendants.ran_out_of_memory(tmp_path) == (kills > 0)
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -343,7 +343,7 @@ def test_a_reward_function_that_stops_its_supervisor_is_ended(make, mark, groupe
 
 
 def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
-    monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
+    monkeypatch.setattr(descendants, "new_group_path", lambda: None)
     pool = make()
     scores = pool.score(items("1", "start, kill the group", "2"))
     message = "died: its process ended with exit code -9"
@@ -352,7 +352,7 @@ def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make,
 
 
 def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
-    monkeypatch.setattr(cgroup, "new_group_path", lambda: None)
+    monkeypatch.setattr(descendants, "new_group_path", lambda: None)
     patch = "import jaxrl_llm.workers.supervisor as m; m.adopt_orphans = lambda: False;"
     words = "from jaxrl_llm.workers.supervisor import"
     assert words in process.SUPERVISOR_PROGRAM

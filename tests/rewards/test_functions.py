@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.competition_math import same_answer
 from jaxrl_llm.rewards.functions import (
     SOURCES,
     arithmetic,
@@ -21,6 +20,7 @@ from jaxrl_llm.rewards.functions import (
     last_boxed,
     math,
     math_dapo,
+    same_answer,
     search_em,
 )
 

@@ -19,7 +19,7 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import RewardConfig
-from jaxrl_llm.data.preference_rows import normalize_preference_row
+from jaxrl_llm.data.preferences import normalize_preference_row
 from jaxrl_llm.rewards import pool as pool_module
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import RewardError, Score

@@ -5,8 +5,7 @@ from itertools import cycle
 import pytest
 
 from jaxrl_llm.rewards.code import python_tests
-from jaxrl_llm.sandbox.loading import open_interpreter
-from jaxrl_llm.sandbox.types import CodeLimits
+from jaxrl_llm.sandbox.interpreter import CodeLimits, open_interpreter
 from tests.rewards.programs import PROGRAMS, READ
 from tests.sandboxes import needs_landlock
 

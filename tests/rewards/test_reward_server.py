@@ -18,8 +18,8 @@ from jaxrl_llm.rewards import reward_server as module
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.reward_server import classify
 from jaxrl_llm.rewards.scoring import check_scoring
-from jaxrl_llm.rewards.servers import ServerError
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+from jaxrl_llm.rollout.servers import ServerError
 from jaxrl_llm.workers import retries
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -188,7 +188,7 @@ def test_failures_that_would_be_scores_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"on_error=0 would be .* classify can't ask its server"):
         check_scoring(RewardConfig(), spec)
     check_scoring(RewardConfig(on_error="unscored"), spec)
-    monkeypatch.setattr("jaxrl_llm.rewards.servers.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxrl_llm.rollout.servers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"classify needs httpx2; pip install .*\[client\]"):
         check_scoring(RewardConfig(on_error="unscored"), spec)
 

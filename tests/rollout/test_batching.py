@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.native import sizes
-from jaxrl_llm.rollout.types import Request, SamplingParams
 
 
 def prompt(length, seed=0):

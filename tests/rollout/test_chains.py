@@ -9,8 +9,8 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import about
-from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
-from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.rollout.engine import SamplingParams
+from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out
 from jaxrl_llm.training.experience import ScoreError, with_scores
 from jaxrl_llm.training.microbatches import cut_chains
 from jaxrl_llm.training.scoring import check_chains

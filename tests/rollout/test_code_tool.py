@@ -7,9 +7,9 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
-from jaxrl_llm.rollout.load_agent import check_episode_functions
+from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits
 from tests.episodes import config
 from tests.sandboxes import needs_landlock

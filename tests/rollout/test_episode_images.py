@@ -11,16 +11,14 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.visuals.processor import VisualProcessor
-from jaxrl_llm.rollout.agents import with_compaction
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.multi_turn import EpisodeSampler
+from jaxrl_llm.rollout.agents.agents import with_compaction
+from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
+from jaxrl_llm.rollout.engine import Completion, Engine, SamplingParams
 from jaxrl_llm.rollout.observation import Observation
-from jaxrl_llm.rollout.sampling import lay_out
-from jaxrl_llm.rollout.tools.answers import to_answer
-from jaxrl_llm.rollout.tools.results import ToolResult
+from jaxrl_llm.rollout.rollouts import lay_out
+from jaxrl_llm.rollout.tools.tool import ToolResult
 from jaxrl_llm.rollout.tools.verl import response_content
-from jaxrl_llm.rollout.tools.worker import decode_tool_answer, encode_tool_answer
-from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.rollout.tools.worker import decode_tool_answer, encode_tool_answer, to_answer
 from jaxrl_llm.types import VISUALS
 from tests.episodes import config
 

@@ -15,9 +15,9 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rollout.load_agent import load_agent
-from jaxrl_llm.rollout.sampling import begin_episodes, lay_out
-from jaxrl_llm.rollout.types import SamplingParams
+from jaxrl_llm.rollout.agents.sampler import load_agent
+from jaxrl_llm.rollout.engine import SamplingParams
+from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out
 from tests.episodes import STOPS, TOKENIZER, Scripted, config, picture, prompt, same, sampler
 from tests.waiting import wait_until
 

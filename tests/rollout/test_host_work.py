@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.rollout.native import pages, scheduler, state_pages
+from jaxrl_llm.rollout.engine import Request, SamplingParams
+from jaxrl_llm.rollout.native import page_pool, scheduler
 from jaxrl_llm.rollout.native.decode import DecodeOutput
 from jaxrl_llm.rollout.native.scheduler import SequenceState
-from jaxrl_llm.rollout.types import Request, SamplingParams
 
-FILES = {str(Path(module.__file__)) for module in (pages, scheduler, state_pages)}
-FOLDER = str(Path(pages.__file__).parent)
+FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler, page_pool)}
+FOLDER = str(Path(page_pool.__file__).parent)
 ROWS, PARTS, STEPS, NEW = 32, 2, 4, 8
 GROWTH = 2.1
 """Of the calls for twice as many sequences, at most."""

@@ -15,7 +15,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.journal import Journal, call_digest
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings, ToolError, ToolResult
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings, ToolError, ToolResult
 
 FUNCTIONS = '''
 import random
@@ -270,7 +270,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 
 async def episode(pool, journal):
     session = pool.open(0, EpisodeRow(0, extra_info={{"path": {log!r}}}), 7, journal)

@@ -14,7 +14,7 @@ from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools import mcp
 from jaxrl_llm.rollout.tools.mcp import McpConnection
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.waiting import wait_until
 
 SERVER = '''

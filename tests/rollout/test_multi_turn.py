@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.rollout.agents import one_answer
-from jaxrl_llm.rollout.engine import PartialEngine
+from jaxrl_llm.rollout.agents.agents import one_answer
+from jaxrl_llm.rollout.engine import Completion, PartialEngine, SamplingParams
 from jaxrl_llm.rollout.observation import BrokenTool, Observation
-from jaxrl_llm.rollout.sampling import begin_episodes, lay_out, sample
-from jaxrl_llm.rollout.tools.signature import tool_schema
-from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out, sample
+from jaxrl_llm.rollout.tools.tool import tool_schema
 from tests.episodes import (
     STOPS,
     TOKENIZER,

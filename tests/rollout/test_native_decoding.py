@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import Request, SamplingParams
 from tests.guarded import MODEL, NATIVE
 
 pytestmark = pytest.mark.guards(*MODEL, *NATIVE)

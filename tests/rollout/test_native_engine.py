@@ -15,10 +15,9 @@ import pytest
 
 from jaxrl_llm.models.arrays import by_layer
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.cast import cast_tree
+from jaxrl_llm.rollout.engine import EngineError, Request, SamplingParams
 from jaxrl_llm.sharding.checksum import checksum
+from jaxrl_llm.sharding.reshard import cast_tree
 from tests.waiting import wait_until
 
 

@@ -13,13 +13,12 @@ import pytest
 
 from jaxrl_llm.models import layers as layer_functions
 from jaxrl_llm.models import linear
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.quantization import QuantizedMatrix, declare_quantized
-from jaxrl_llm.models.transformer import forward
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.rollout.native.fp8 import check_fp8
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import Request, SamplingParams
+from jaxrl_llm.rollout.native.engine import check_fp8
 from jaxrl_llm.training.sampler import engine_checksum
 from tests.rollout.conftest import SPECS
 

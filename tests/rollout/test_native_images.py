@@ -10,23 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.inputs import PackedTokens, RowInputs
+from jaxrl_llm.models.decoder import Decoder, forward_rows
+from jaxrl_llm.models.inputs import PackedTokens, RowInputs, Visual, VisualTokens, patch_rows
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.models.transformer import forward_rows
-from jaxrl_llm.models.vision.inputs import Visual, VisualTokens
-from jaxrl_llm.models.vision.positions import placeholders, rotary_positions
-from jaxrl_llm.models.vision.rows import patch_rows
-from jaxrl_llm.models.vision.tower import encode
-from jaxrl_llm.rollout.engine import EngineError, Stop
+from jaxrl_llm.models.vision.tower import encode, placeholders, rotary_positions
+from jaxrl_llm.rollout.engine import LEAST_LOGPROB, EngineError, Request, SamplingParams, Stop
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.native.decode import DecodeState
-from jaxrl_llm.rollout.native.features import FeatureSlots
-from jaxrl_llm.rollout.native.prefill import PrefillChunk
+from jaxrl_llm.rollout.native.images import read_prompt
+from jaxrl_llm.rollout.native.model_runner import FeatureSlots
+from jaxrl_llm.rollout.native.programs import PrefillChunk
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.native.visuals import read_prompt
-from jaxrl_llm.rollout.types import LEAST_LOGPROB, Request, SamplingParams
 from tests.guarded import MODEL, NATIVE
 from tests.rollout.conftest import HYBRID, MAX_TOKENS, MIXTURE, SPEC
 from tests.specs import tiny_vision

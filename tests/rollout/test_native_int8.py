@@ -8,21 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import decoder
 from jaxrl_llm.models.attention import attend
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.sizes import PAGE
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.guarded import MODEL, NATIVE
 from tests.specs import tiny_spec
 
@@ -116,11 +114,11 @@ def logprobs(spec):
     @jax.jit
     def run(row):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transformer, "attend", attend_restored)
+            patch.setattr(decoder, "attend", attend_restored)
             positions = jnp.arange(LONGEST)[None]
             ones = jnp.ones_like(positions)
             decoding = spec.for_decoding
-            hidden = transformer.forward(params, decoding, row[None], positions, ones)
+            hidden = decoder.forward(params, decoding, row[None], positions, ones)
             return jax.nn.log_softmax(logits(params, decoding, hidden))[0]
 
     def of(tokens):

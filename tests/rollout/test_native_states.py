@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.rollout.engine import Stop
+from jaxrl_llm.rollout.engine import Request, SamplingParams, Stop
 from jaxrl_llm.rollout.native import sizes
-from jaxrl_llm.rollout.types import Request, SamplingParams
 from tests.guarded import MODEL, NATIVE
 from tests.waiting import wait_until
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.pages import PagePool, PageTable
+from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable
 
 SIZE = 3
 

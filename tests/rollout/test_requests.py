@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS
-from jaxrl_llm.rollout.engine import EngineError, results_of
+from jaxrl_llm.rollout.engine import EngineError, Request, SamplingParams, results_of
 from jaxrl_llm.rollout.native import sizes
-from jaxrl_llm.rollout.types import Request, SamplingParams
 
 PROMPT = (4, 8, 15, 16, 23)
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"

@@ -3,9 +3,8 @@
 import numpy as np
 
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import sample
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
+from jaxrl_llm.rollout.engine import Completion, Engine, Request, SamplingParams
+from jaxrl_llm.rollout.rollouts import sample
 
 
 def prompt(*tokens):

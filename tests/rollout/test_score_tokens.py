@@ -4,9 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.engine import EngineError, ScoringEngine
-from jaxrl_llm.rollout.native import programs, score
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import EngineError, Request, SamplingParams, ScoringEngine
+from jaxrl_llm.rollout.native import programs
 
 
 def expected(next_logits, params, tokens):
@@ -15,7 +14,7 @@ def expected(next_logits, params, tokens):
 
 @pytest.mark.parametrize("read_at_once", [8, 256])
 def test_scores_are_those_of_a_forward_pass(monkeypatch, build, params, next_logits, read_at_once):
-    for module in (score, programs):
+    for module in (programs, programs):
         monkeypatch.setattr(module, "READ_AT_ONCE", read_at_once)
     engine = build(devices=2)  # a row of each part is read
     assert isinstance(engine, ScoringEngine)

@@ -22,9 +22,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.functions import search
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
-from jaxrl_llm.rollout.tools.search_index import INDEX_FILE, build_index, search_corpus
+from jaxrl_llm.rollout.tools.builtin import INDEX_FILE, build_index, search, search_corpus
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.listening import listening
 
 LOREM = [f"w{number}" for number in range(30)]
@@ -205,7 +204,7 @@ def test_two_documents_of_one_id_are_refused(tmp_path):
 
 BUILD = """
 import os, sys, time
-from jaxrl_llm.rollout.tools.search_index import build_index, search_corpus
+from jaxrl_llm.rollout.tools.builtin import build_index, search_corpus
 time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
 path = build_index(sys.argv[1])
 print(os.stat(path).st_ino, [p.id for p in search_corpus("w1 w2", corpus=sys.argv[1])])
@@ -249,7 +248,7 @@ def test_an_index_is_built_again_only_where_it_must_be(tmp_path):
 
 def test_an_index_that_can_t_be_built_is_an_error_that_says_so(tmp_path, monkeypatch):
     corpus = write(tmp_path / "corpus", "a.jsonl", {"a": "b"})
-    tables = "jaxrl_llm.rollout.tools.search_index.TABLES"
+    tables = "jaxrl_llm.rollout.tools.builtin.TABLES"
     monkeypatch.setattr(tables, "CREATE VIRTUAL TABLE words USING fts9 (contents);")
     with pytest.raises(
         ConfigError, match=r"search: index: .* can't be built: no such module: fts9"
@@ -346,7 +345,7 @@ def test_a_server_that_answers_nonsense_breaks_the_call(server, query):
 
 @pytest.mark.parametrize("query", ["hangs", "breaks off", "gone"])
 def test_a_server_that_does_not_answer_in_time_breaks_the_call(server, query, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.tools.search.DEADLINE_SHARE", 0.02)
+    monkeypatch.setattr("jaxrl_llm.rollout.tools.builtin.DEADLINE_SHARE", 0.02)
     url = server[0] if query != "gone" else "http://127.0.0.1:9/retrieve"
     result = call(FunctionSpec("retrieve", {"url": url}), query, seconds=30.0)
     assert result.failure == "broken"
@@ -358,6 +357,6 @@ def test_keywords_of_a_server_are_checked(server, monkeypatch):
     with pytest.raises(ConfigError, match=r"rollout.tools: retrieve: url: expected one such as"):
         call(FunctionSpec("retrieve", {"url": "localhost:8000"}), "x")
     assert call(FunctionSpec("retrieve", {"url": server[0], "answer": "?"}), "x").text == "?"
-    monkeypatch.setattr("jaxrl_llm.rewards.servers.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxrl_llm.rollout.servers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rollout.tools: retrieve needs httpx2; pip install"):
         call(FunctionSpec("retrieve", {"url": server[0]}), "x")

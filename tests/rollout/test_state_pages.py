@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.pages import PageTable
-from jaxrl_llm.rollout.native.state_pages import StatePagePool
+from jaxrl_llm.rollout.native.page_pool import PageTable, StatePagePool
 
 SIZE = 3
 

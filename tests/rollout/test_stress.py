@@ -8,9 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.engine import Stop
+from jaxrl_llm.rollout.engine import Request, SamplingParams, Stop
 from jaxrl_llm.rollout.native import sizes
-from jaxrl_llm.rollout.types import Request, SamplingParams
 from tests.guarded import NATIVE
 
 COUNT = 300

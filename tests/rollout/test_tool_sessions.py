@@ -14,8 +14,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.answers import MAX_RESULT_CHARS
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings, ToolError, ToolResult
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings, ToolError, ToolResult
+from jaxrl_llm.rollout.tools.worker import MAX_RESULT_CHARS
 from jaxrl_llm.workers.limits import Limits
 from tests.waiting import wait_until
 

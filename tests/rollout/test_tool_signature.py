@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.functions import calculator
-from jaxrl_llm.rollout.tools.signature import (
+from jaxrl_llm.rollout.tools.builtin import calculator
+from jaxrl_llm.rollout.tools.tool import (
     ArgumentsError,
     check_arguments,
     parse_docstring,

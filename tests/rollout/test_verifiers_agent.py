@@ -11,7 +11,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.prepare import verifiers as write_rows
 from jaxrl_llm.data.rows import normalize_prompt_row, read_rows
 from jaxrl_llm.data.verifiers_rows import load_verifiers
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.episodes import Scripted, picture, play, prompt
 
 vf = pytest.importorskip("verifiers")

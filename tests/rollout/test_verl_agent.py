@@ -5,8 +5,8 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import AgentConfig
-from jaxrl_llm.rollout.agent_rows import check_agent_rows
-from jaxrl_llm.rollout.chat import BrokenEpisode
+from jaxrl_llm.rollout.agents.chat import BrokenEpisode
+from jaxrl_llm.rollout.agents.verl_agent import check_agent_rows
 from tests.episodes import STOPS, TOKENIZER, Scripted, ids, picture, play, prompt
 
 LOOPS = '''

@@ -11,7 +11,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.pool import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.episodes import Scripted, picture, play, prompt
 
 TOOLS = '''

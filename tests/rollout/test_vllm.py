@@ -22,21 +22,26 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.engine import Engine, EngineError, EngineSettings, Stop
+from jaxrl_llm.rollout.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    EngineSettings,
+    Request,
+    SamplingParams,
+    Stop,
+)
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Completion, Request, SamplingParams
-from jaxrl_llm.rollout.vllm import process, sync, weights
+from jaxrl_llm.rollout.vllm import process, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.environment import HOME
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.rollout.vllm.setup import HOME
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
@@ -498,9 +503,9 @@ def test_a_weight_sync_that_fails_is_an_error_and_the_next_one_repairs(
         other = "model.layers.1.mlp.sideways.weight"
         return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
 
-    tell = sync._as_messages
+    tell = weights._as_messages
     with monkeypatch.context() as patch:
-        patch.setattr(sync, "_as_messages", spoiled)
+        patch.setattr(weights, "_as_messages", spoiled)
         with pytest.raises(EngineError, match=told):
             engine.load(SECOND, version=1)
     with pytest.raises(EngineError, match="no weights"):
@@ -536,7 +541,7 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
     monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)  # less than any matrix
     with opened(tmp_path, tensor_parallel=ranks) as engine:
         engine.load(FIRST, version=0)
-        sent, write, tell = engine._buffer, engine._buffer.write, sync._as_messages
+        sent, write, tell = engine._buffer, engine._buffer.write, weights._as_messages
         assert len(sent.buckets) > 12
         waiting = []
 
@@ -564,7 +569,7 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
                 return tell(e._replace(name=e.name.replace(renamed, "x.weight")) for e in entries)
 
             with monkeypatch.context() as patch, pytest.raises(EngineError, match="no module or"):
-                patch.setattr(sync, "_as_messages", other)
+                patch.setattr(weights, "_as_messages", other)
                 engine.load(THIRD, version=100)
             repairs(version)
         assert engine.stats().restarts == 0
@@ -659,14 +664,14 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(engine, monkeypatch):
-    killed, tell = pid_of(engine), sync._as_messages
+    killed, tell = pid_of(engine), weights._as_messages
 
     def deadly(entries):
         monkeypatch.undo()
         os.killpg(killed, signal.SIGKILL)
         return tell(entries)
 
-    monkeypatch.setattr(sync, "_as_messages", deadly)
+    monkeypatch.setattr(weights, "_as_messages", deadly)
     assert engine.load(SECOND, version=5).version == 5
     assert pid_of(engine) != killed
     [answer] = engine.sample([ask()])

@@ -12,14 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.fp8 import quantize_blocks
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.engine import EngineSettings
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.rollout.vllm import environment, process
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
+from jaxrl_llm.rollout.vllm import process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 
@@ -114,8 +112,8 @@ def sampled_alone(folder):
     """Return greedy tokens and log-probs of a vLLM that loads a checkpoint by its own loader."""
     paths = os.pathsep.join(map(str, (KERNELS, process.CODE)))
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    env |= environment.environment(VllmConfig(), 0, cpu=True) | {"PYTHONPATH": paths}
-    python = environment.find_python(None)
+    env |= setup.environment(VllmConfig(), 0, cpu=True) | {"PYTHONPATH": paths}
+    python = setup.find_python(None)
     command = [python, "-c", ALONE, str(folder), json.dumps(PROMPT), str(NEW)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -125,7 +123,7 @@ def sampled_alone(folder):
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(environment, "has_amx", lambda: True)
+        patched.setattr(setup, "has_amx", lambda: True)
         config = VllmConfig(
             launch=(f"env PYTHONPATH={KERNELS}",),
             engine_args={"worker_extension_cls": "torch_fp8.Worker"},

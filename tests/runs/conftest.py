@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import make_mesh
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.layout import replicated
 from jaxrl_llm.training.update import TrainState
 
 EXTRA = {"data": {"index": 3, "rng": [1, 2**60]}, "kl_coef": 0.1, "config": {"a": None, "b": "ß"}}

@@ -12,9 +12,9 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.monitoring.logs import quiet_libraries
+from jaxrl_llm.monitoring.writer import quiet_libraries
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
-from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.sharding.layout import make_mesh, replicated
 from tests.runs.states import EXTRA, assert_same, like, make_state, steps
 
 # Where one array can't be read, orbax abandons its reads of the others, which then complain.

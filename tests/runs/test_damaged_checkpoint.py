@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
-from jaxrl_llm.sharding.mesh import replicated
+from jaxrl_llm.sharding.layout import replicated
 from tests.runs.states import EXTRA, assert_same, like, make_state, steps
 
 # Where one array can't be read, orbax abandons its reads of the others, which then complain.

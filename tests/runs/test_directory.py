@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrl_llm.cluster import context
-from jaxrl_llm.cluster.context import JobContext
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import load, read_yaml, to_yaml
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import DataConfig, OptimConfig, PolicyConfig
+from jaxrl_llm.monitoring import job_context
+from jaxrl_llm.monitoring.job_context import JobContext
 from jaxrl_llm.runs import directory
 from jaxrl_llm.runs.directory import run_folder
 from jaxrl_llm.training.loop import restore_or_start
@@ -114,9 +114,9 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_node(tmp_path,
     config, waited = config_of(tmp_path), []
     with contextlib.ExitStack() as other:
         other.enter_context(recorded(tmp_path, config))
-        monkeypatch.setattr(context, "_contexts", [again._replace(restarts=0)])
+        monkeypatch.setattr(job_context, "_contexts", [again._replace(restarts=0)])
         assert "another process is running" in refusal(enter, tmp_path, config)
-        monkeypatch.setattr(context, "_contexts", [again])
+        monkeypatch.setattr(job_context, "_contexts", [again])
         monkeypatch.setattr(directory, "LEASE_S", 0.0)
         assert "another process is running" in refusal(enter, tmp_path, config)
         monkeypatch.setattr(directory, "LEASE_S", 60.0)

@@ -13,8 +13,7 @@ from huggingface_hub import ModelCard
 from jaxrl_llm.config.load import load, to_yaml
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.monitoring.curve_image import draw_curves, nice_ticks
-from jaxrl_llm.runs.model_card import Exported, make_card
+from jaxrl_llm.training.export import Exported, draw_curves, make_card, nice_ticks
 
 LINES = [
     {"step": 0, "val-core/openai/gsm8k/acc/mean@1": 0.25},

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.runs.preemption import Preemption
-from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.runs.preemption import Preemption, Watchdog
 
 PROGRAM = """
 import ctypes, sys, time

@@ -5,8 +5,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.runs import push
-from jaxrl_llm.runs.push import PushError, check_push, push_model
+from jaxrl_llm.training import export
+from jaxrl_llm.training.export import PushError, check_push, push_model
 from tests.runs.hub_server import DROP, DROP_HALF, HubServer
 
 NAME = "ours/adder"
@@ -26,7 +26,7 @@ def hub(monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_ours")
-        monkeypatch.setattr(push, "WAITS_S", (0.01,) * 3)
+        monkeypatch.setattr(export, "WAITS_S", (0.01,) * 3)
         yield server
         close_session()
         assert server.unknown == []

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config.load import apply_override, from_tree, load
 from jaxrl_llm.config.programs import EvaluateConfig, SftConfig, TrainConfig
-from jaxrl_llm.runs.summary import (
+from jaxrl_llm.training.run_files import (
     closing_lines,
     evaluation_words,
     interruption_line,

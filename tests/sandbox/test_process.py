@@ -17,10 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox import process, seccomp, session
-from jaxrl_llm.sandbox.loading import open_interpreter
-from jaxrl_llm.sandbox.output import BoundedOutput
-from jaxrl_llm.sandbox.types import CodeLimits, Interpreter
+from jaxrl_llm.sandbox import jail, process
+from jaxrl_llm.sandbox.interpreter import BoundedOutput, CodeLimits, Interpreter, open_interpreter
 from tests.sandboxes import needs_landlock
 from tests.waiting import ended, wait_until
 
@@ -145,7 +143,7 @@ def test_sessions_do_not_meet():
 
 KILLED_TRAINER = """
 import sys
-from jaxrl_llm.sandbox.loading import open_interpreter
+from jaxrl_llm.sandbox.interpreter import open_interpreter
 interpreter = open_interpreter("process", keep_state=True)
 interpreter.run('''import os, time
 if os.fork() == 0:
@@ -193,7 +191,7 @@ print(sorted(set(refused)), len(refused))
 
 @needs_landlock
 def test_calls_that_the_table_does_not_name_are_refused(fresh):
-    numbers = set(seccomp.call_numbers(platform.machine()).values())
+    numbers = set(jail.call_numbers(platform.machine()).values())
     numbers |= {335, 336}  # x86-64: the kernel's own probes, which Linux 6.14 does not filter
     output = fresh.run(f"ALLOWED = {sorted(numbers)}{ALL_CALLS}").output
     assert output == f"[1, 38] {600 - len(numbers)}\n"  # EPERM, and ENOSYS above the highest
@@ -209,7 +207,7 @@ def test_the_numbers_of_calls_are_those_of_the_kernel(machine):
     known = {name: int(number) for name, number in defined.items()}
     if machine == "aarch64":  # the header's names for two
         known |= {"newfstatat": known["fstatat"], "fadvise64": known["fadvise64"]}
-    numbers = seccomp.call_numbers(machine)
+    numbers = jail.call_numbers(machine)
     assert len(numbers) > 150
     assert {name: known.get(name) for name in numbers} == numbers
 
@@ -241,9 +239,9 @@ def test_a_machine_that_lacks_what_is_needed_is_refused(monkeypatch, name, value
 def test_a_layer_that_fails_is_refused(monkeypatch):
     """The launcher asks for a Landlock that no kernel has, so that no code may be run."""
     monkeypatch.setattr(process, "landlock_version", lambda: 0x7FFF)
-    monkeypatch.setattr(session, "LAUNCHER_PROGRAM", session.LAUNCHER_PROGRAM.replace(
+    monkeypatch.setattr(process, "LAUNCHER_PROGRAM", process.LAUNCHER_PROGRAM.replace(
         " sys.path.remove(root);",
-        " import jaxrl_llm.sandbox.landlock as m; m.FILE_RIGHTS_OF_VERSION = {1: 1 << 63};",
+        " import jaxrl_llm.sandbox.jail as m; m.FILE_RIGHTS_OF_VERSION = {1: 1 << 63};",
     ))  # fmt: skip
     with pytest.raises(ConfigError, match="Landlock: Invalid argument"):
         process.find_layers.__wrapped__()
@@ -260,8 +258,8 @@ def test_a_layer_that_fails_is_refused(monkeypatch):
     ],
 )
 def test_an_answer_that_is_none_ends_the_session(line):
-    with pytest.raises(session.SessionEnded, match="wrote to the pipe"):
-        session._decode_answer(line, "n")
+    with pytest.raises(process.SessionEnded, match="wrote to the pipe"):
+        process._decode_answer(line, "n")
 
 
 @needs_landlock

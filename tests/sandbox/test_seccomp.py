@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from jaxrl_llm.sandbox.seccomp import ALLOW, AUDIT_ARCHS, Allowed, build_filter, call_numbers
+from jaxrl_llm.sandbox.jail import ALLOW, AUDIT_ARCHS, Allowed, build_filter, call_numbers
 
 KILLED = 0x80000000
 REFUSED, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS

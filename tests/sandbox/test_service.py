@@ -12,8 +12,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.code import python_tests
-from jaxrl_llm.sandbox.loading import open_interpreter
-from jaxrl_llm.sandbox.types import CodeLimits
+from jaxrl_llm.sandbox.interpreter import CodeLimits, open_interpreter
 
 LIMITS = CodeLimits(cpu_s=1.0, wall_s=20.0, output_bytes=1000)
 

@@ -15,11 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.rollout.engine import EngineError
-from jaxrl_llm.rollout.types import Completion, Receipt
+from jaxrl_llm.rollout.engine import Completion, EngineError, Receipt
+from jaxrl_llm.rollout.openai_api.requests import ServedModel, text_limit
 from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.length import text_limit
-from jaxrl_llm.serving.requests import ServedModel
 from tests.listening import listening
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"

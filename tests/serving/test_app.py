@@ -16,11 +16,11 @@ import pytest
 
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.token_bytes import Vocabulary
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.openai_api.requests import ServedModel
+from jaxrl_llm.rollout.openai_api.responses import completion_logprobs
 from jaxrl_llm.serving import app
 from jaxrl_llm.serving.app import EventStream, make_app
-from jaxrl_llm.serving.requests import ServedModel
-from jaxrl_llm.serving.responses import completion_logprobs
 from tests.listening import listening
 from tests.serving.conftest import Scripted, sentencepiece
 

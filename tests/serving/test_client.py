@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxrl_llm.serving.client import (
+from jaxrl_llm.rollout.openai_api.client import (
     SAMPLE,
     RequestLimits,
     ScoringClient,

@@ -20,12 +20,10 @@ from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
+from jaxrl_llm.rollout.openai_api.requests import APIError, ServedModel, parse_chat, text_limit
+from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.serve import open_served_model
 from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.fields import APIError
-from jaxrl_llm.serving.length import text_limit
-from jaxrl_llm.serving.requests import ServedModel, parse_chat
-from jaxrl_llm.serving.responses_api import chat_request
 from tests.listening import listening
 from tests.serving.conftest import Scripted
 
@@ -213,7 +211,7 @@ def test_images_are_read_as_the_server_s_config_says(monkeypatch):
         loaded = {"tokenizer": TOKENIZER, "stops": STOPS, "source": path, "params": {}}
         return SimpleNamespace(model=model, layout=layout, **loaded)
 
-    monkeypatch.setattr("jaxrl_llm.evaluation.policy.load_policy", policy)
+    monkeypatch.setattr("jaxrl_llm.training.policy.load_policy", policy)
     monkeypatch.setattr("jaxrl_llm.rollout.build.loaded_engine", lambda *_, **options: options)
 
     def tokens(side, **keys):

@@ -9,8 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data.token_bytes import BYTE_OF
-from jaxrl_llm.serving.fields import APIError
-from jaxrl_llm.serving.length import BYTES, COMPOSED, TextLimit, text_limit
+from jaxrl_llm.rollout.openai_api.requests import BYTES, COMPOSED, APIError, TextLimit, text_limit
 
 GREEK = "α\u0313\u0300\u0345"  # four code points, which NFC makes one of
 

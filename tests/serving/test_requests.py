@@ -5,9 +5,17 @@ import dataclasses
 
 import pytest
 
-from jaxrl_llm.rollout.types import SamplingParams
-from jaxrl_llm.serving.fields import NEUTRAL, NOTHING_CHANGES, APIError, parse_body
-from jaxrl_llm.serving.requests import GenerationRequest, choice_seeds, parse_chat, parse_completion
+from jaxrl_llm.rollout.engine import SamplingParams
+from jaxrl_llm.rollout.openai_api.requests import (
+    NEUTRAL,
+    NOTHING_CHANGES,
+    APIError,
+    GenerationRequest,
+    choice_seeds,
+    parse_body,
+    parse_chat,
+    parse_completion,
+)
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -25,13 +25,12 @@ import transformers
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import describe, from_tree
 from jaxrl_llm.config.programs import ServeConfig
-from jaxrl_llm.rollout.types import Request, SamplingParams
+from jaxrl_llm.rollout.engine import Request, SamplingParams
+from jaxrl_llm.rollout.openai_api.client import RequestLimits, ScoringClient, parse_scores
+from jaxrl_llm.rollout.openai_api.requests import choice_seeds
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
-from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.client import RequestLimits, ScoringClient, parse_scores
-from jaxrl_llm.serving.metrics import COUNTERS, GAUGES
-from jaxrl_llm.serving.requests import choice_seeds
+from jaxrl_llm.serving.app import COUNTERS, GAUGES, make_app
 
 transformers.utils.logging.disable_progress_bar()
 ROOT = Path(__file__).parents[2]

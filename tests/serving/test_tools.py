@@ -15,12 +15,11 @@ from pydantic import TypeAdapter
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.rollout.openai_api.requests import APIError, ServedModel, parse_chat
+from jaxrl_llm.rollout.openai_api.responses import AnswerStream, read_answer
+from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.serve import find_call_format
-from jaxrl_llm.serving.answers import AnswerStream, read_answer
 from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.fields import APIError
-from jaxrl_llm.serving.requests import ServedModel, parse_chat
-from jaxrl_llm.serving.responses_api import chat_request
 from tests.data.real_templates import build
 from tests.serving.conftest import Scripted, sentencepiece
 

@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.rollout.vllm.environment import HOME
-from jaxrl_llm.serving.client import SAMPLE, RequestLimits, ScoringClient, ScoringError
+from jaxrl_llm.rollout.openai_api.client import SAMPLE, RequestLimits, ScoringClient, ScoringError
+from jaxrl_llm.rollout.vllm.setup import HOME
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.guards("jaxrl_llm/serving/client.py"),
+    pytest.mark.guards("jaxrl_llm/rollout/openai_api/client.py"),
 ]
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"

@@ -22,7 +22,7 @@ from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed, rendezvous
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import make_mesh
 
 WEIGHTS = np.random.default_rng(0).standard_normal((1024, 768), np.float32)
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "host:1234"}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.sharding.mesh import AXES, BATCH, batch_shards, make_mesh, over_batch, replicated
+from jaxrl_llm.sharding.layout import AXES, BATCH, batch_shards, make_mesh, over_batch, replicated
 
 
 @pytest.mark.parametrize(

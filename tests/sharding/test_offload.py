@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding import offload
-from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.sharding.layout import make_mesh, replicated
 from jaxrl_llm.sharding.offload import MemoryUse, device_memory, to_device, to_host
 
 

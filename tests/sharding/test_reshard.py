@@ -16,11 +16,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.sharding.cast import cast
 from jaxrl_llm.sharding.checksum import checksum, digests
-from jaxrl_llm.sharding.mesh import make_mesh, replicated
+from jaxrl_llm.sharding.layout import make_mesh, replicated
 from jaxrl_llm.sharding.offload import to_host
-from jaxrl_llm.sharding.reshard import moved_bytes, reshard
+from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard
 
 pytestmark = pytest.mark.guards("sharding/")
 
@@ -229,7 +228,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import make_mesh
 from jaxrl_llm.sharding.reshard import reshard
 
 devices = jax.devices()

@@ -17,7 +17,7 @@ from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows
-from jaxrl_llm.rollout.types import Completion, Receipt
+from jaxrl_llm.rollout.engine import Completion, Receipt
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.run import warm_start

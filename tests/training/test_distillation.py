@@ -22,14 +22,12 @@ from jaxrl_llm.algorithms.divergences import (
 )
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.lora import combine_params, split_adapter
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.microbatches import MicroBatch, pack_microbatches
 from jaxrl_llm.training.objectives import Distillation, PolicyObjective, top_pass

@@ -20,9 +20,8 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import with_components
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.training.batch_metrics import batch_metrics
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.experience import (

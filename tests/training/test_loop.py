@@ -15,8 +15,7 @@ from jaxrl_llm.monitoring.display import Display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.checkpoint import Checkpoints, Saved
-from jaxrl_llm.runs.preemption import Preemption
-from jaxrl_llm.runs.watchdog import Watchdog
+from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.training.loop import (
     OpenFiles,
     Step,

@@ -16,11 +16,9 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import NORMAL, ArrayDecl
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass, value_pass
 from jaxrl_llm.training.objectives import PolicyObjective

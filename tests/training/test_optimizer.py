@@ -20,8 +20,7 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer

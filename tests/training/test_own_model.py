@@ -17,12 +17,9 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.attention import segment_mask
 from jaxrl_llm.models.functional import FunctionalModel
 from jaxrl_llm.models.nnx import from_module
-from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Request, SamplingParams
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import DEFAULT_RULES
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, Layout, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.layouts import open_layout

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import DataConfig, MeshConfig, MeshSizes, PolicyConfig
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
-from jaxrl_llm.training import precompile
+from jaxrl_llm.training import compile
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = "jax_compilation_cache_dir"
@@ -38,8 +38,8 @@ def model(tmp_path):
 def asked(monkeypatch):
     """The configs whose steps are compiled ahead."""
     configs = []
-    monkeypatch.setattr(precompile, "compiles_ahead", lambda devices: False)  # as on GPUs
-    monkeypatch.setattr(precompile, "compile_steps", lambda config, stopped: configs.append(config))
+    monkeypatch.setattr(compile, "compiles_ahead", lambda devices: False)  # as on GPUs
+    monkeypatch.setattr(compile, "compile_steps", lambda config, stopped: configs.append(config))
     return configs
 
 
@@ -50,19 +50,19 @@ def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
     drawn = dataclasses.replace(config, model=dataclasses.replace(model, random_init=True))
 
     def go(config):
-        with precompile.compiling_ahead(config, tmp_path) as wait:
+        with compile.compiling_ahead(config, tmp_path) as wait:
             wait()
         return len(asked)
 
     with use_compilation_cache():
         assert go(config) == 0, "small"
-        monkeypatch.setattr(precompile, "LARGE", 1)
+        monkeypatch.setattr(compile, "LARGE", 1)
         assert go(drawn) == 0, "nothing is read"
         assert go(config) == 1
         (tmp_path / "checkpoints").mkdir()
         assert go(config) == 1, "not new"
         (tmp_path / "checkpoints").rmdir()
-        monkeypatch.setattr(precompile, "compiles_ahead", lambda devices: True)
+        monkeypatch.setattr(compile, "compiles_ahead", lambda devices: True)
         assert go(config) == 1, "compiled while others run"
         (tmp_path / "checkpoints").mkdir()
     assert go(config) == 1, "nothing is kept"
@@ -71,13 +71,13 @@ def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
 def test_what_can_not_be_compiled_ahead_is_compiled_when_it_is_needed(
     tmp_path, model, monkeypatch, caplog
 ):
-    monkeypatch.setattr(precompile, "LARGE", 1)
-    monkeypatch.setattr(precompile, "compiles_ahead", lambda devices: False)  # as on GPUs
+    monkeypatch.setattr(compile, "LARGE", 1)
+    monkeypatch.setattr(compile, "compiles_ahead", lambda devices: False)  # as on GPUs
     config = dataclasses.replace(config_of(tmp_path), model=model)
     wrong = dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3)))
     with (
         use_compilation_cache(),
-        precompile.compiling_ahead(wrong, tmp_path) as wait,
+        compile.compiling_ahead(wrong, tmp_path) as wait,
     ):
         wait()
     assert "the run's steps were not compiled ahead: mesh.train: " in caplog.text

@@ -20,8 +20,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass
 from jaxrl_llm.training.objectives import PreferenceObjective

@@ -17,19 +17,22 @@ from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.data.preference_rows import normalize_preference_row
-from jaxrl_llm.data.preferences import Preference, preference_batch, tokenize_preferences
-from jaxrl_llm.data.steps import last_tokens, split_steps
+from jaxrl_llm.data.preferences import (
+    Preference,
+    last_tokens,
+    normalize_preference_row,
+    preference_batch,
+    split_steps,
+    tokenize_preferences,
+)
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rewards.scoring import ModelScores, combine_scores
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.sharding.mesh import batch_shards
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
+from jaxrl_llm.sharding.layout import batch_shards, shardings
 from jaxrl_llm.training.experience import with_scores
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objectives import StepObjective, step_correctness

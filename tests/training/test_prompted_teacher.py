@@ -16,9 +16,8 @@ from jaxrl_llm.data.teacher_prompts import (
     with_successful_sibling,
 )
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.prompted_teacher import (
     TeacherPromptError,

@@ -13,13 +13,11 @@ from jaxrl_llm.algorithms.losses import ppo_clip, select_clip_cov, select_kl_cov
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import clipped_value_loss
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import make_mesh, shardings
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass, value_pass

@@ -12,16 +12,13 @@ import pytest
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import squared_value_loss
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.heads import logits, with_value_head
+from jaxrl_llm.models.decoder import forward_with_router, logits, with_value_head
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.moe.balance import RouterStats
-from jaxrl_llm.models.moe.routing import SigmoidRouter
+from jaxrl_llm.models.moe.routing import RouterStats, SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward_with_router
-from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.objectives import PolicyObjective, ValueObjective
 from jaxrl_llm.training.update import (

@@ -15,21 +15,18 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.heads import logits
+from jaxrl_llm.models.decoder import forward_rows, logits
 from jaxrl_llm.models.inputs import PackedTokens, RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.transformer import forward_rows
-from jaxrl_llm.rollout.contents import Stretch
-from jaxrl_llm.rollout.episode import Episode, EpisodePiece
-from jaxrl_llm.rollout.episode_log import EpisodeLog
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.rollout.types import Completion
-from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.rollout.agents.chat import EpisodeLog
+from jaxrl_llm.rollout.agents.messages import Stretch
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts, lay_out
+from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
 from jaxrl_llm.training.forward import ForwardConfig

@@ -5,8 +5,7 @@ import pytest
 
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.episode import Episode, EpisodePiece
-from jaxrl_llm.rollout.sampling import Rollouts
+from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
 from jaxrl_llm.training.reward_model import (
     StepEncoder,
     TextEncoder,

@@ -16,12 +16,11 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.data.preferences import Preference, preference_batch
+from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.transformer import forward
-from jaxrl_llm.sharding.mesh import batch_shards, make_mesh
+from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.sharding.offload import to_host
-from jaxrl_llm.sharding.rules import shardings
 from jaxrl_llm.training.experience import (
     ScoreError,
     filled,

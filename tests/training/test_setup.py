@@ -23,8 +23,8 @@ from jaxrl_llm.config.sections import (
     PolicyConfig,
     RolloutSizes,
 )
-from jaxrl_llm.data.files import write_text
 from jaxrl_llm.data.generated import build_once, prepare_files
+from jaxrl_llm.files import write_text
 from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.hf.config import make_config
@@ -34,8 +34,7 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.directory import recipe_of
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import DEFAULT_RULES
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import (
     open_layout,

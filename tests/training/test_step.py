@@ -14,14 +14,12 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.balance import Cost
-from jaxrl_llm.data.bin_packing import choose_rows
-from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, row_shape
+from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, choose_rows, row_shape
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.sharding.mesh import make_mesh, replicated
-from jaxrl_llm.sharding.rules import shardings
+from jaxrl_llm.sharding.layout import make_mesh, replicated, shardings
 from jaxrl_llm.training import microbatches
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.inference import logprob_pass

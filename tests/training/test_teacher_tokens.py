@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.data.token_alignment import UNALIGNED
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.types import Completion
+from jaxrl_llm.data.token_bytes import UNALIGNED
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode
 from jaxrl_llm.training.teacher_tokens import Retokenizer
 from tests.training.tokenizers import WORDS, byte_fallback, byte_level
 

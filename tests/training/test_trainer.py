@@ -16,10 +16,8 @@ from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import Engine, EngineError
-from jaxrl_llm.rollout.episode import Episode
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.rollout.types import Completion, Receipt
+from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.buffer import Buffer, Collected, Schedule

@@ -13,18 +13,14 @@ from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
-from jaxrl_llm.data.bin_packing import plan_microbatches
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.packing import RowShape, plan_microbatches
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.inputs import PatchRows, Visual
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.inputs import Visual
-from jaxrl_llm.models.vision.rows import PatchRows
-from jaxrl_llm.rollout.episode import Episode, EpisodePiece
-from jaxrl_llm.rollout.sampling import Rollouts, lay_out
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts, lay_out
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.experience import filled
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.inference import logprob_pass

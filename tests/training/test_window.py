@@ -19,9 +19,8 @@ from jaxrl_llm.monitoring import activity as activity_module
 from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import PartialEngine
-from jaxrl_llm.rollout.sampling import as_rollouts, sample_states
-from jaxrl_llm.rollout.types import Completion, SamplingParams
+from jaxrl_llm.rollout.engine import Completion, PartialEngine, SamplingParams
+from jaxrl_llm.rollout.rollouts import as_rollouts, sample_states
 from jaxrl_llm.training.buffer import FILE, Buffer, GroupScores, Schedule
 from jaxrl_llm.training.experience import ScoreError
 from jaxrl_llm.training.sampler import Sampler

@@ -19,8 +19,8 @@ import pandas as pd
 from benchmarks.tables import parser_of
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.rollout.engine import Completion, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.types import Completion, Request
 from jaxrl_llm.train import train
 
 Drawn = dict[bytes, list[tuple[int, ...]]]

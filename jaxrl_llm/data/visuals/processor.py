@@ -5,29 +5,416 @@ imported, and Pillow resizes whatever else is installed.
 """
 
 import hashlib
+import json
 import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.data.visuals.pictures import PictureError, read_picture, read_size
-from jaxrl_llm.data.visuals.placeholders import Placeholders
-from jaxrl_llm.data.visuals.resizing import (
-    Area,
-    Resizing,
-    Shape,
-    fit_area,
-    fit_volume,
-    fit_within,
-    read_resizing,
+from jaxrl_llm.data.visuals.pictures import (
+    MAX_ASPECT,
+    PictureError,
+    Video,
+    open_video,
+    read_picture,
+    read_size,
 )
-from jaxrl_llm.data.visuals.videos import Video, open_video
+from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.models.inputs import Visual
+from jaxrl_llm.models.vision.spec import TowerKind
+
+KINDS: dict[str, TowerKind] = {
+    family.model_type: family.tower.kind for family in FAMILIES if family.tower is not None
+}
+"""Of a tower by `model_type` of config.json."""
+
+
+class Area(NamedTuple):
+    """The least and the most pixels that a resized picture, or a video, has."""
+
+    least: int
+    most: int
+
+    def capped(self, most: int) -> "Area":
+        """Return these bounds with at most so many pixels."""
+        return Area(min(self.least, most), min(self.most, most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resizing:
+    """How a family makes patches of pictures.
+
+    Attributes:
+        kind: of the tower.
+        patch: side of a patch, in pixels.
+        frames_per_patch: frames that a patch spans; a still image is repeated.
+        merge: side of the square of patches that become one token.
+        resample: number of Pillow's filter.
+        image: bounds of an image's area; None: `side` is its size.
+        video: bounds of a frame's area (`qwen2_5`) or of all frames' (`qwen3`); None: the family
+            reads no videos.
+        side: of the square that every image is resized to; 0: the size depends on the image.
+    """
+
+    kind: TowerKind
+    patch: int
+    frames_per_patch: int
+    merge: int
+    resample: int
+    image: Area | None
+    video: Area | None
+    side: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Return the side of a token's square, in pixels; sizes are multiples of it."""
+        return self.patch * self.merge
+
+
+class Shape(NamedTuple):
+    """What is known of an image or a video before it is decoded; fields as those of `Visual`."""
+
+    grid: tuple[int, int, int]
+    merge: int
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens stand for it."""
+        return math.prod(self.grid) // self.merge**2
+
+
+def fit_area(width: int, height: int, unit: int, area: Area) -> tuple[int, int]:
+    """Return the width and height, in multiples of `unit`, to which an image is resized.
+
+    Both sides go to the nearest multiple; an area out of bounds is then met by scaling both.
+
+    >>> fit_area(640, 480, 28, Area(3136, 100_000))
+    (364, 252)
+    """
+    sides = [round(side / unit) * unit for side in (width, height)]
+    if math.prod(sides) > area.most:
+        return fit_within(width, height, unit, area.most)
+    if math.prod(sides) < area.least:
+        scale = math.sqrt(area.least / (width * height))
+        sides = [math.ceil(side * scale / unit) * unit for side in (width, height)]
+    return sides[0], sides[1]
+
+
+def fit_within(width: int, height: int, unit: int, most: int) -> tuple[int, int]:
+    """Return the width and height, in multiples of `unit`, nearest below an area of `most` pixels.
+
+    It is larger only where a side would be shorter than `unit`.
+
+    >>> fit_within(640, 480, 28, 100_000)
+    (364, 252)
+    """
+    scale = math.sqrt(width * height / most)
+    sides = [max(unit, math.floor(side / scale / unit) * unit) for side in (width, height)]
+    return sides[0], sides[1]
+
+
+def fit_volume(
+    frames: int, size: tuple[int, int], resizing: Resizing, area: Area
+) -> tuple[int, int]:
+    """Return the width and height to which frames are resized where all of them share an area.
+
+    Raises:
+        PictureError: the sides are too different.
+    """
+    width, height = size
+    if min(size) < resizing.unit:
+        scale = resizing.unit / min(size)
+        width, height = int(width * scale), int(height * scale)
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {size}")
+    sides = [round(side / resizing.unit) * resizing.unit for side in (width, height)]
+    counted = round(frames / resizing.frames_per_patch) * resizing.frames_per_patch
+    if counted * math.prod(sides) > area.most:
+        scale = math.sqrt(frames * width * height / area.most)
+        sides = [
+            max(resizing.unit, math.floor(side / scale / resizing.unit) * resizing.unit)
+            for side in (width, height)
+        ]
+    elif counted * math.prod(sides) < area.least:
+        scale = math.sqrt(area.least / (frames * width * height))
+        sides = [
+            math.ceil(side * scale / resizing.unit) * resizing.unit for side in (width, height)
+        ]
+    return sides[0], sides[1]
+
+
+def read_resizing(directory: Path) -> Resizing:
+    """Read how a checkpoint's pictures are resized.
+
+    Args:
+        directory: holds config.json and preprocessor_config.json, or processor_config.json.
+            Settings of videos may stand in video_preprocessor_config.json or the latter.
+
+    Raises:
+        ValueError: a file is missing or can't be read, or asks for what this library does not do.
+    """
+    config = read_model_config(directory)
+    image, video = _sections(directory)
+    _check(image, directory)
+    kind = KINDS[config["model_type"]]
+    return _siglip(config, image) if kind == "siglip" else _qwen(kind, image, video)
+
+
+def read_model_config(directory: Path) -> Mapping[str, Any]:
+    """Read the config.json of a model that reads images.
+
+    Raises:
+        ValueError: it is missing or can't be read, or the model is of another type.
+    """
+    config = _read(directory / "config.json")
+    if (model_type := config.get("model_type")) not in KINDS:
+        raise ValueError(
+            f"{directory / 'config.json'}: expected a model that reads images, of the type "
+            f"{', '.join(KINDS)}; got {model_type!r}"
+        )
+    return config
+
+
+def _sections(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the settings of images and of videos; those of images serve both, as in Qwen2.5-VL."""
+    both = _read(directory / "processor_config.json", {})
+    image = _read(directory / "preprocessor_config.json", both.get("image_processor"))
+    video = _read(directory / "video_preprocessor_config.json", both.get("video_processor", image))
+    return image, video
+
+
+def _siglip(config: Mapping[str, Any], image: Mapping[str, Any]) -> Resizing:
+    size = image.get("size") or {}
+    side, patch = size.get("height", 896), config.get("vision_config", {}).get("patch_size", 14)
+    tokens = config.get("mm_tokens_per_image", 256)
+    merge, rest = divmod(side, patch * (math.isqrt(tokens) or 1))
+    if size.get("width", side) != side or rest or math.isqrt(tokens) ** 2 != tokens or not merge:
+        raise ValueError(
+            f"expected a square image of whole patches of {patch} pixels for {tokens} tokens, got "
+            f"the size {dict(size)}"
+        )
+    return Resizing(
+        kind="siglip",
+        patch=patch,
+        frames_per_patch=1,
+        merge=merge,
+        resample=image.get("resample", 2),
+        image=None,
+        video=None,
+        side=side,
+    )
+
+
+def _qwen(kind: TowerKind, image: Mapping[str, Any], video: Mapping[str, Any]) -> Resizing:
+    return Resizing(
+        kind=kind,
+        patch=image.get("patch_size", 14),
+        frames_per_patch=image.get("temporal_patch_size", 2),
+        merge=image.get("merge_size", 2),
+        resample=image.get("resample", 3),
+        image=_area(image, Area(56 * 56, 28 * 28 * 1280)),
+        video=_area(video, Area(128 * 32 * 32, 768 * 32 * 32)),
+    )
+
+
+def _area(section: Mapping[str, Any], default: Area) -> Area:
+    size = section.get("size") or {}
+    least = section.get("min_pixels") or size.get("shortest_edge") or default.least
+    most = section.get("max_pixels") or size.get("longest_edge") or default.most
+    return Area(int(least), int(most))
+
+
+def _check(section: Mapping[str, Any], directory: Path) -> None:
+    """Raise ValueError where images would be made otherwise than here."""
+    # what is done to colors is checked where a tower's spec is read
+    expected = {"do_resize": True, "do_pan_and_scan": False}
+    expected |= {"do_center_crop": False, "do_pad": False}
+    for name, value in expected.items():
+        if section.get(name) not in (None, value):
+            raise ValueError(f"{directory}: {name}: expected {value}, got {section[name]!r}")
+
+
+def _read(path: Path, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    if not path.is_file():
+        if default is None:
+            raise ValueError(f"{path}: there is no such file, expected one of a model with images")
+        return default
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got a {type(value).__name__}")
+    return value
+
+
+NAMES = {
+    "image_id": ("image_token_id", "image_token_index"),
+    "video_id": ("video_token_id",),
+    "start_id": ("vision_start_token_id", "boi_token_id", "boi_token_index"),
+    "end_id": ("vision_end_token_id", "eoi_token_id", "eoi_token_index"),
+}
+"""Under which names config.json has a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placeholders:
+    """The tokens that stand for images and videos.
+
+    Attributes:
+        kind: of the tower.
+        image_id: stands for each feature of an image.
+        video_id: stands for each feature of a video; None: there are none.
+        start_id: stands before an image, or before each frame of a video.
+        end_id: stands behind it.
+    """
+
+    kind: TowerKind
+    image_id: int
+    video_id: int | None
+    start_id: int
+    end_id: int
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Placeholders":
+        """Return the tokens that a checkpoint's config.json names.
+
+        Raises:
+            ValueError: it does not name one.
+        """
+        config = read_model_config(directory)
+        kind = KINDS[config["model_type"]]
+        ids: dict[str, Any] = {}
+        for field, names in NAMES.items():
+            ids[field] = next((config[name] for name in names if name in config), None)
+            if not isinstance(ids[field], int) and not (kind == "siglip" and field == "video_id"):
+                raise ValueError(
+                    f"{directory / 'config.json'}: expected the id of a token as {names[0]}, got "
+                    f"{ids[field]!r}"
+                )
+        return cls(kind=kind, **ids)
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Return all of them."""
+        every = {self.image_id, self.video_id, self.start_id, self.end_id}
+        return frozenset(number for number in every if number is not None)
+
+    def expand(
+        self, tokens: Sequence[int], shapes: Sequence[Shape | Visual], tokenizer: Any
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat with one placeholder for each feature.
+
+        Args:
+            tokens: as a chat template writes them, with one placeholder for each visual.
+            shapes: of the visuals, in their order in the chat.
+            tokenizer: by which the tokens were made.
+
+        Raises:
+            ValueError: there are more or fewer placeholders than visuals, or others.
+        """
+        written = [t == self.video_id for t in tokens if t in (self._image, self.video_id)]
+        wanted = [bool(shape.seconds) for shape in shapes]
+        if written != wanted or (self.kind == "siglip" and self.image_id in tokens):
+            raise ValueError(
+                f"expected a chat with {_counted(wanted.count(False), 'image')} and "
+                f"{_counted(wanted.count(True), 'video')} in their order, but the chat template's "
+                f"text has {_counted(written.count(False), 'placeholder')} of images and "
+                f"{written.count(True)} of videos: texts of such tokens can't be written"
+            )
+        if not shapes:
+            return tuple(tokens)
+        if self.kind == "siglip" or (self.kind == "qwen3" and any(wanted)):
+            return self._expand_text(tokens, shapes, tokenizer)
+        waiting, expanded = iter(shapes), list[int]()
+        for token in tokens:
+            repeated = next(waiting).tokens if token in (self._image, self.video_id) else 1
+            expanded += [token] * repeated
+        return tuple(expanded)
+
+    def expand_between(
+        self,
+        tokens: Sequence[int],
+        mask: Sequence[bool],
+        shapes: Sequence[Shape | Visual],
+        tokenizer: Any,
+        *,
+        all_shown: bool,
+    ) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], int]:
+        """Expand what is between answers, whose tokens stay as they are.
+
+        Args:
+            tokens: of a chat.
+            mask: true on those of answers.
+            shapes: of the chat's visuals, of which the tokens may show the first ones.
+            tokenizer: as for `expand`.
+            all_shown: whether they must show all.
+
+        Returns:
+            The tokens and their mask, and how many visuals they show.
+
+        Raises:
+            ValueError: as `expand`.
+        """
+        grown, grown_mask, shown = list[int](), list[bool](), 0
+        borders = [i for i in range(len(mask)) if not i or mask[i] != mask[i - 1]]
+        last = max((i for i in borders if not mask[i]), default=-1)
+        for start, end in zip(borders, [*borders[1:], len(mask)], strict=True):
+            piece: Sequence[int] = tokens[start:end]
+            if not mask[start]:
+                count = sum(token in (self._image, self.video_id) for token in piece)
+                to = len(shapes) if all_shown and start == last else shown + count
+                piece, shown = self.expand(piece, shapes[shown:to], tokenizer), to
+            grown += piece
+            grown_mask += [mask[start]] * len(piece)
+        return (tuple(grown), tuple(grown_mask)), shown
+
+    @property
+    def _image(self) -> int:
+        """What a chat template writes in an image's place."""
+        return self.start_id if self.kind == "siglip" else self.image_id
+
+    def _expand_text(
+        self, tokens: Sequence[int], shapes: Sequence[Shape | Visual], tokenizer: Any
+    ) -> tuple[int, ...]:
+        """Expand the text of a chat: what is written beside a placeholder may join text there."""
+        text = tokenizer.decode([*tokens], clean_up_tokenization_spaces=False)
+        if tokenizer(text, add_special_tokens=False)["input_ids"] != [*tokens]:
+            raise ValueError(
+                "the tokens of the chat are not those of its text, as where a special token's text "
+                f"is told as ordinary text: {text[:200]!r}"
+            )
+        names = {token: tokenizer.convert_ids_to_tokens(token) for token in self.ids}
+        start, end = re.escape(names[self.start_id]), re.escape(names[self.end_id])
+        pattern = re.escape(names[self._image])
+        if self.video_id is not None:
+            video = re.escape(names[self.video_id])
+            pattern = f"{start}{video}{end}|{video}|{pattern}"
+        waiting = iter(shapes)
+        text = re.sub(pattern, lambda _: self._text(next(waiting), names), text)
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, shape: Shape | Visual, names: dict[int, str]) -> str:
+        start, end, image = (names[i] for i in (self.start_id, self.end_id, self.image_id))
+        if self.kind == "siglip":
+            return f"\n\n{start}{image * shape.tokens}{end}\n\n"
+        if not shape.seconds or self.video_id is None:
+            return image * shape.tokens
+        frame = names[self.video_id] * (shape.tokens // shape.grid[0])
+        return "".join(f"<{second:.1f} seconds>{start}{frame}{end}" for second in shape.seconds)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 class VisualProcessor:

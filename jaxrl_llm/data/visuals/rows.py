@@ -16,9 +16,8 @@ from PIL import Image
 
 from jaxrl_llm.data.row_fields import FileRow, naming_row, row_name
 from jaxrl_llm.data.visuals.pictures import PictureError
-from jaxrl_llm.data.visuals.processor import VisualProcessor
-from jaxrl_llm.data.visuals.resizing import Shape
-from jaxrl_llm.models.vision.inputs import Visual
+from jaxrl_llm.data.visuals.processor import Shape, VisualProcessor
+from jaxrl_llm.models.inputs import Visual
 
 Media = Literal["image", "video"]
 MARK = re.compile("(<image>|<video>)")

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TypeGuard
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.workers.answers import decode_load_error, to_plain
 from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.workers.process import LaunchOptions, WorkerProcess, WorkerProgram
+from jaxrl_llm.workers.protocol import decode_load_error, to_plain
 
 log = logging.getLogger(__name__)
 

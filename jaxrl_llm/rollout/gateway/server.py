@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.rollout.chat import Chat, Generate
-from jaxrl_llm.rollout.gateway.client_requests import MODEL
+from jaxrl_llm.rollout.agents.chat import Chat, Generate
 from jaxrl_llm.rollout.gateway.programs import ProgramPool, ProgramSpec
-from jaxrl_llm.rollout.gateway.session import GatewaySession, GatewayTally, Ticket
-from jaxrl_llm.serving.fields import APIError, parse_body
-from jaxrl_llm.serving.responses_api import chat_request
+from jaxrl_llm.rollout.gateway.session import MODEL, GatewaySession, GatewayTally, Ticket
+from jaxrl_llm.rollout.openai_api.requests import APIError, parse_body
+from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.workers.supervisor import raise_descriptor_limit
 

@@ -5,38 +5,346 @@ import functools
 import hashlib
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl_llm.data.chat_template import REFUSALS
+from jaxrl_llm.data.chat import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
-from jaxrl_llm.models.vision.inputs import Visual
-from jaxrl_llm.rollout.chat import Answer, Chat, Generate
-from jaxrl_llm.rollout.contents import IMAGES_SHARE, BrokenEpisode, Stretch
-from jaxrl_llm.rollout.gateway.client_requests import (
-    ClientRequest,
-    Reply,
-    as_template_message,
-    read_chat_request,
-)
-from jaxrl_llm.rollout.gateway.turn_tree import (
-    DrawnTurn,
-    TurnTree,
-    history_digests,
-    prompt_identity,
-)
-from jaxrl_llm.rollout.seeds import request_seed
-from jaxrl_llm.rollout.types import Completion, Request
-from jaxrl_llm.serving.answers import read_answer
-from jaxrl_llm.serving.fields import APIError, shown
-from jaxrl_llm.serving.messages import (
+from jaxrl_llm.models.inputs import Visual
+from jaxrl_llm.rollout.agents.chat import Answer, Chat, Generate
+from jaxrl_llm.rollout.agents.messages import IMAGES_SHARE, BrokenEpisode, Stretch
+from jaxrl_llm.rollout.engine import Completion, Request, SamplingParams
+from jaxrl_llm.rollout.openai_api.requests import (
+    APIError,
+    Fields,
+    answer_delta,
     answer_message,
+    finish_reason,
     image_reader,
     parse_messages,
+    parse_stops,
+    parse_tools,
     read_images,
+    shown,
 )
+from jaxrl_llm.rollout.openai_api.responses import event, read_answer
+from jaxrl_llm.rollout.openai_api.responses_api import ResponseEnvelope
+from jaxrl_llm.rollout.rollouts import request_seed
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnTurn:
+    """A turn of the policy, and what it was drawn after.
+
+    Attributes:
+        parent: the turn that it goes on from; None where the stream begins with it.
+        prompt: all tokens before it.
+        number: among turns with the same prompt.
+        asked: number of its request in the episode.
+        completion: as it was sampled.
+        answer: the turn, taken apart.
+        messages: what is new since the parent, with this turn as the last.
+        digest: of all messages up to this turn, and of the tools.
+        visuals: images among the tokens before it.
+    """
+
+    parent: "DrawnTurn | None"
+    prompt: tuple[int, ...]
+    number: int
+    asked: int
+    completion: Completion
+    answer: Answer
+    messages: tuple[dict[str, Any], ...]
+    digest: bytes
+    visuals: tuple[Visual, ...] = ()
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """All tokens up to its end."""
+        return (*self.prompt, *self.completion.tokens.tolist())
+
+    @property
+    def path(self) -> list["DrawnTurn"]:
+        """The turns from the first of its stream to this one."""
+        turns: list[DrawnTurn] = [self]
+        while (before := turns[-1].parent) is not None:
+            turns.append(before)
+        return turns[::-1]
+
+    @property
+    def told(self) -> Stretch:
+        """What is told between the parent and this turn; nothing in the first of a stream."""
+        if self.parent is None:
+            return Stretch()
+        tokens = self.prompt[len(self.parent.stream) :]
+        return Stretch(tokens, self.visuals[len(self.parent.visuals) :])
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], int]:
+        """By what turns are put in order, whichever was drawn first."""
+        return prompt_identity(self.prompt, self.visuals), self.number
+
+
+def prompt_identity(prompt: tuple[int, ...], visuals: Sequence[Visual]) -> tuple[int, ...]:
+    """Return what tells prompts apart: their tokens, and behind these the keys of their images.
+
+    >>> import numpy as np
+    >>> patches, keys = np.zeros((4, 12), np.uint8), (b"of one picture", b"of the other")
+    >>> one, other = (Visual(patches, (1, 2, 2), 2, key) for key in keys)
+    >>> prompt_identity((5,), [one]) == prompt_identity((5,), [other])
+    False
+    """
+    return (*prompt, *(int.from_bytes(visual.key[:7]) for visual in visuals))
+
+
+@dataclass(eq=False)
+class TurnTree:
+    """The turns of one episode. Requests that share a beginning share the turns in it."""
+
+    turns: list[DrawnTurn] = field(default_factory=list)
+
+    def find(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[DrawnTurn | None, int]:
+        """Return the turn that a request goes on from, and how many of its messages end there.
+
+        Args:
+            messages: of the request.
+            tools: of the request.
+        """
+        match: tuple[DrawnTurn | None, int] = None, 0
+        by_digest = {turn.digest: turn for turn in sorted(self.turns, key=_order, reverse=True)}
+        for count, digest in enumerate(history_digests(messages, tools), 1):
+            if messages[count - 1]["role"] == "assistant" and digest in by_digest:
+                match = by_digest[digest], count
+        return match
+
+    def streams(self) -> list[list[DrawnTurn]]:
+        """Return each turn once, in streams; the one that was asked for a turn last comes last.
+
+        Of streams that part, the one with most drawn tokens has the turns that they share.
+        """
+        left = set(self.turns)
+        streams: list[list[DrawnTurn]] = []
+        while left:
+            paths = [[turn for turn in end.path if turn in left] for end in left]
+            streams.append(min(paths, key=_weight))
+            left -= set(streams[-1])
+        return sorted(streams, key=lambda stream: stream[-1].asked)
+
+
+def _order(turn: DrawnTurn) -> Any:
+    return turn.order
+
+
+def _weight(path: Sequence[DrawnTurn]) -> Any:
+    return -sum(len(turn.completion.tokens) for turn in path), path[-1].order
+
+
+def history_digests(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[bytes]:
+    """Return a digest of each beginning of a chat.
+
+    Chats are the same that differ in spaces at the ends of what the assistant said, in how a call's
+    arguments are written, in reasoning, which most clients drop, or in the ids of calls. What
+    others said is the client's own, which it has no reason to write otherwise: each space counts.
+
+    Args:
+        messages: as `jaxrl_llm.rollout.openai_api.requests.parse_message` returns them.
+        tools: that the model is told of.
+
+    >>> one = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes? "}
+    >>> two = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
+    >>> history_digests(one, []) == history_digests(two, [])
+    True
+    >>> other = {"role": "user", "content": " Hi"}
+    >>> history_digests([other], [])[0] in history_digests(one, [])
+    False
+    """
+    state, digests = _digest(b"", list(tools)), []
+    for message in messages:
+        calls = [
+            [call["function"]["name"], _as_values(call["function"]["arguments"])]
+            for call in message.get("tool_calls") or ()
+        ]
+        role, content = message["role"], message.get("content") or ""
+        is_own = role == "assistant" and isinstance(content, str)
+        text = content.strip() if is_own else content
+        state = _digest(state, [role, text, calls])
+        digests.append(state)
+    return digests
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return hashlib.sha256(before + json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def _as_values(arguments: Any) -> Any:
+    """Return a call's arguments as JSON has them, where 1.0 is 1."""
+
+    def number(text: str) -> float:
+        return int(float(text)) if float(text).is_integer() else float(text)
+
+    return json.loads(json.dumps(arguments), parse_float=number)
+
+
+MODEL = "policy"
+KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+"""What chat templates know of a message."""
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request of a program.
+
+    Attributes:
+        messages: the chat, as chat templates want it.
+        tools: that the model is told of.
+        max_tokens: of the answer; None: as the run has it.
+        stop: texts that end it.
+        stream: whether it is sent as events.
+        include_usage: whether these end with a count of tokens.
+        overridden: names of fields that ask for something else than the run does.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    overridden: tuple[str, ...] = ()
+
+
+def read_chat_request(tree: Mapping[str, Any], sampling: SamplingParams) -> ClientRequest:
+    """Read the body of a request.
+
+    How answers are drawn is the run's choice: a temperature is read and ignored. What would make
+    another distribution of the answers, as a penalty does, is refused.
+
+    Args:
+        tree: the body.
+        sampling: of the run.
+
+    Raises:
+        APIError: a field is wrong, unknown or refused.
+    """
+    fields = Fields(tree)
+    fields.take("model", str)  # programs name the one that they were written with
+    messages = parse_messages(fields.take("messages", list, []))
+    if not messages or messages[-1]["role"] == "assistant":
+        last = [message["role"] for message in messages[-1:]]
+        raise fields.refuse("messages", last, "a last message that is not the assistant's")
+    tools, choice = parse_tools(fields.take("tools", list, [])), fields.any_of("tool_choice")
+    request = ClientRequest(
+        messages=tuple(as_template_message(message) for message in messages),
+        tools=() if choice == "none" else tuple(tools),
+        max_tokens=read_max_tokens(fields),
+        stop=parse_stops(fields),
+        stream=fields.take("stream", bool, False),
+        include_usage=bool(fields.take("stream_options", dict, {}).get("include_usage")),
+        overridden=(
+            *read_overridden(fields, sampling),
+            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
+        ),
+    )
+    if fields.take("n", int, 1) != 1:
+        raise fields.refuse("n", tree["n"], "1: the same request again gets another answer")
+    if fields.take("logprobs", bool, False):
+        raise fields.refuse("logprobs", True, "none: the run keeps them itself")
+    fields.end()
+    return request
+
+
+def read_max_tokens(fields: Fields) -> int | None:
+    """Return how long an answer may be at most, by both names that there are for it."""
+    names = "max_tokens", "max_completion_tokens"
+    sizes = [fields.between(name, int, None, 1, float("inf")) for name in names]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def read_overridden(fields: Fields, sampling: SamplingParams) -> list[str]:
+    """Return the names of fields that ask for what the run decides otherwise."""
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "parallel_tool_calls": True,
+        "seed": None,
+    }
+    given = {name: fields.any_of(name) for name in own}
+    return [name for name, value in given.items() if value is not None and value != own[name]]
+
+
+def as_template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without what chat templates do not know.
+
+    >>> as_template_message({"role": "user", "content": "Be brief.", "refusal": None})
+    {'role': 'user', 'content': 'Be brief.'}
+    """
+    return {name: message[name] for name in KNOWN if message.get(name) is not None}
+
+
+class Reply:
+    """An answer on its way to the client.
+
+    Args:
+        id: of the answer.
+        message: the assistant's.
+        finish: of the turn.
+        prompt_tokens: before the answer.
+        tokens: of the answer.
+    """
+
+    def __init__(
+        self, id: str, message: dict[str, Any], finish: str, *, prompt_tokens: int, tokens: int
+    ) -> None:
+        """Keep what the answer says."""
+        self._id, self._message = id, message
+        self._finish = finish_reason(finish, has_calls="tool_calls" in message)
+        self._prompt_tokens, self._tokens = prompt_tokens, tokens
+
+    def chat(self, request: ClientRequest) -> dict[str, Any] | str:
+        """Return the answer to a request of `/chat/completions`: whole, or all its events."""
+        around = {"id": f"chatcmpl-{self._id}", "created": int(time.time()), "model": MODEL}
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._tokens,
+            "total_tokens": self._prompt_tokens + self._tokens,
+        }
+        if not request.stream:
+            choices = [self._choice("message", self._message, self._finish)]
+            return {**around, "object": "chat.completion", "choices": choices, "usage": usage}
+        chunks: list[dict[str, Any]] = [
+            {"choices": [self._choice("delta", answer_delta(self._message), None)]},
+            {"choices": [self._choice("delta", {}, self._finish)]},
+        ]
+        chunks += [{"choices": [], "usage": usage}] if request.include_usage else []
+        kind = {"object": "chat.completion.chunk"}
+        events = [event({**around, **kind, **chunk}) for chunk in chunks]
+        return "".join([*events, "data: [DONE]\n\n"])
+
+    def response(self, tree: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return the answer to a request of `/responses`, likewise.
+
+        Args:
+            tree: the request's body.
+        """
+        envelope = ResponseEnvelope(tree, MODEL, self._prompt_tokens)
+        if not tree.get("stream"):
+            choice = self._choice("message", self._message, self._finish)
+            return envelope.answer([choice], self._tokens)
+        choice = self._choice("delta", answer_delta(self._message), self._finish)
+        return envelope.chunk(choice, first=True) + envelope.end(self._tokens)
+
+    def _choice(self, part: str, message: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": 0, part: message, "finish_reason": finish}
+
 
 log = logging.getLogger(__name__)
 

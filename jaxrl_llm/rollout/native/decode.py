@@ -14,18 +14,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.cache import Cache, PageTables, empty_record
 from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.model import Model, PagedModel
-from jaxrl_llm.models.moe.record import empty_record
 from jaxrl_llm.models.moe.spec import RouteShape
+from jaxrl_llm.rollout.native.page_pool import gather_states, scatter_states
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
     LogitsProcessors,
     choose_tokens,
     limits_in_use,
 )
-from jaxrl_llm.rollout.native.states import gather_states, scatter_states
 from jaxrl_llm.sharding.layout import Layout
 
 POSITIONS = {"keys": 3, "values": 2, "key_scales": 3, "value_scales": 2, "routes": 2}

@@ -3,20 +3,21 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int
 
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.capabilities import RoutedModel, VisionModel
-from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.vision.inputs import VisualFeatures
-from jaxrl_llm.models.vision.rows import PatchRows
+from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualFeatures, VisualTokens
+from jaxrl_llm.models.model import Model, RoutedModel, VisionModel
+from jaxrl_llm.rollout.engine import LEAST_LOGPROB, ScoredTokens
 from jaxrl_llm.rollout.native.decode import (
+    MOST_TOP_LOGPROBS,
     DecodeOutput,
     DecodeState,
     Extras,
@@ -28,17 +29,162 @@ from jaxrl_llm.rollout.native.decode import (
     page_size,
     scatter_pages,
 )
-from jaxrl_llm.rollout.native.prefill import PrefillChunk, prefill
+from jaxrl_llm.rollout.native.images import Tower
+from jaxrl_llm.rollout.native.page_pool import StateSlots, gather_states, scatter_states
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.native.score import READ_AT_ONCE, TokenScores, score_rows
 from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, program_keys, touched
-from jaxrl_llm.rollout.native.states import StateSlots, gather_states, scatter_states
-from jaxrl_llm.rollout.native.tower import Tower
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
-from jaxrl_llm.rollout.types import ScoredTokens
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import BATCH, over_batch
+from jaxrl_llm.sharding.layout import BATCH, Layout, over_batch
+
+
+class PrefillChunk(NamedTuple):
+    """Parts of prompts that are read at once, one per row.
+
+    Attributes:
+        table: pages of what was read before, and room for the new ones, as `gather_pages` takes it.
+        tokens: of each prompt, padded on the right.
+        start: position of the first token of each.
+        lengths: tokens of each; 0 for none.
+        targets: where the pages go that they touch, as in `scatter_pages`.
+        slots: of their states, where the model has some.
+        features: where those of each token are, in the slots of its part, negative for text; None:
+            the model reads text alone.
+        rotary: time, height and width of each token, for a model with `has_rotary_positions`.
+    """
+
+    table: Int[Array, "B n"]
+    tokens: Int[Array, "B T"]
+    start: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    targets: Int[Array, "B m"]
+    slots: StateSlots | None = None
+    features: Int[Array, "B T"] | None = None
+    rotary: Int[Array, "B T 3"] | None = None
+
+
+def prefill(
+    params: Any,
+    model: Model,
+    pool: Cache,
+    chunk: PrefillChunk,
+    held: VisualFeatures | None = None,
+    *,
+    layout: Layout | None = None,
+) -> Cache:
+    """Read a part of each prompt and keep its keys and values, and its state.
+
+    Args:
+        params: in the compute dtype.
+        model: the model.
+        pool: as `make_pool`.
+        chunk: what to read.
+        held: features of images and videos, if the model reads some.
+        layout: how prompts are split over a mesh.
+    """
+    source, target = chunk.slots or (None, None)
+    rows = gather_pages(pool, chunk.table, source)
+    index, outside = jnp.arange(chunk.tokens.shape[1]), page_size(rows)
+    positions = chunk.start[:, None] + index
+    positions = jnp.where(index < chunk.lengths[:, None], positions, outside)
+    options: dict[str, Any] = {"dtype": rows.compute_dtype, "layout": layout}
+    if held is not None and chunk.features is not None:
+        visual = gather_features(held, chunk.features)
+        options["inputs"] = RowInputs(visual=visual, rotary=chunk.rotary)
+    _, rows = model.extend(params, rows, chunk.tokens, positions, **options)
+    return scatter_pages(pool, rows, chunk.start // page_size(pool), chunk.targets, target)
+
+
+def gather_features(held: VisualFeatures, slots: Int[Array, "B T"]) -> VisualTokens:
+    """Return the features of tokens of rows, which belong to the parts in order.
+
+    Args:
+        held: as `tower.Tower` keeps them.
+        slots: within the row's part; negative for text.
+
+    >>> held = VisualFeatures(jnp.array([[[1.0], [2.0]]]))
+    >>> visual = gather_features(held, jnp.array([[-1, 1], [0, -1]]))
+    >>> visual.given.features[..., 0].tolist(), visual.feature.tolist()
+    ([[1.0, 2.0], [1.0, 1.0]], [[-1, 1], [0, -1]])
+    """
+    by_part = slots.reshape(len(held.features), -1, slots.shape[1])
+
+    def of_part(held: Array, at: Array) -> Array:
+        # slots come from `FeatureSlots`, within the part's; text reads slot 0, and is masked
+        return jax.vmap(lambda at: held.at[..., at, :].get(mode="clip"))(at)
+
+    def of_rows(held: Array) -> Array:
+        return jax.lax.collapse(jax.vmap(of_part)(held, jnp.maximum(by_part, 0)), 0, 2)
+
+    own = jnp.arange(slots.shape[1])
+    return VisualTokens(jnp.where(slots >= 0, own, -1), jax.tree.map(of_rows, held))
+
+
+READ_AT_ONCE = 256
+"""Tokens of each row whose logits exist at once."""
+
+
+class TokenScores(NamedTuple):
+    """Log-probs of rows of tokens: entry t is of token t given those before it; the first is 0.
+
+    Attributes:
+        logprobs: of the tokens, in nats, before any temperature; `LEAST_LOGPROB` of one that is
+            never drawn.
+        top_ids: the likeliest tokens, likeliest first.
+        top_logprobs: their log-probs.
+    """
+
+    logprobs: Float32[Array, "B T"]
+    top_ids: Int[Array, "B T top"]
+    top_logprobs: Float32[Array, "B T top"]
+
+
+def score_rows(
+    params: Any,
+    model: Model,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    dtype: Any,
+    layout: Layout | None = None,
+) -> TokenScores:
+    """Read rows of tokens a part after the other, and score each token.
+
+    Args:
+        params: in the compute dtype, each layer's arrays apart.
+        model: the model.
+        tokens: padded on the right to a multiple of `READ_AT_ONCE`, if longer than that.
+        lengths: tokens of each row; what is beyond them is meaningless.
+        dtype: of the computation.
+        layout: how rows are split over a mesh.
+    """
+    rows, width = tokens.shape
+    size = min(width, READ_AT_ONCE)
+    targets = jnp.roll(tokens, -1, axis=1)  # what a state tells is of the next token
+    most = min(MOST_TOP_LOGPROBS, model.vocab_size)
+
+    def read(cache: Any, first: Int[Array, ""]) -> tuple[Any, tuple[Array, Array, Array]]:
+        index = first + jnp.arange(size)
+        positions = jnp.where(index < lengths[:, None], index, width)
+        part, target = (
+            jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (tokens, targets)
+        )
+        hidden, cache = model.extend(params, cache, part, positions, dtype=dtype, layout=layout)
+        logprobs = jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
+        own = jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
+        own = jnp.maximum(own, LEAST_LOGPROB)  # a mark of an image is never drawn
+        values, ids = jax.lax.top_k(logprobs, most)
+        return cache, (own, ids, values)
+
+    cache = model.init_cache(rows, width, dtype=dtype, kv_cache_dtype="auto")
+    _, parts = jax.lax.scan(read, cache, jnp.arange(0, width, size))
+
+    def joined(x: Array) -> Array:
+        whole = jnp.moveaxis(x, 0, 1).reshape(rows, width, *x.shape[3:])
+        return jnp.roll(whole, 1, axis=1).at[:, 0].set(0)
+
+    return TokenScores(*map(joined, parts))
+
 
 STOP_IDS = 8
 """The most stop tokens of a request."""

@@ -14,10 +14,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxrl_llm.data.token_bytes import AnswerText, Decode, decode_after
-from jaxrl_llm.rollout.engine import Stop
-from jaxrl_llm.rollout.native.pages import PagePool, PageTable
-from jaxrl_llm.rollout.native.visuals import PromptVisuals
-from jaxrl_llm.rollout.types import Completion, Request
+from jaxrl_llm.rollout.engine import Completion, Request, Stop
+from jaxrl_llm.rollout.native.images import PromptVisuals
+from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable
 
 
 @dataclass(eq=False)

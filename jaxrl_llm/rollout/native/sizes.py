@@ -5,8 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.mesh import batch_shards
+from jaxrl_llm.sharding.layout import Layout, batch_shards
 
 PAGE = 16
 """Tokens that a page holds."""

@@ -6,8 +6,7 @@ import jax
 
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram
 from jaxrl_llm.models.arrays import ArrayDecl, by_layer
-from jaxrl_llm.models.capabilities import QuantizableModel
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, QuantizableModel
 from jaxrl_llm.models.quantization import is_quantized, quantize_stack, quantized_dtypes
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout

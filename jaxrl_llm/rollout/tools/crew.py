@@ -22,12 +22,17 @@ from typing import NamedTuple
 
 from jaxrl_llm.config.errors import described_error
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.answers import ToolAnswer, ToolboxSpec, ToolRequest, error_text
-from jaxrl_llm.rollout.tools.results import ToolError
-from jaxrl_llm.rollout.tools.toolbox import CLEAN_UP, Toolbox
-from jaxrl_llm.rollout.tools.worker import decode_tool_answer
+from jaxrl_llm.rollout.tools.tool import ToolError
+from jaxrl_llm.rollout.tools.worker import (
+    CLEAN_UP,
+    ToolAnswer,
+    Toolbox,
+    ToolboxSpec,
+    ToolRequest,
+    decode_tool_answer,
+    error_text,
+)
 from jaxrl_llm.workers import process
-from jaxrl_llm.workers.answers import decode_load_error
 from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.workers.process import (
     BAD_OUTPUT,
@@ -36,6 +41,7 @@ from jaxrl_llm.workers.process import (
     WorkerProgram,
     stop_all,
 )
+from jaxrl_llm.workers.protocol import decode_load_error
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rollout.tools.results import ToolError, ToolResult, checked_images
+from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult, checked_images
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
-from jaxrl_llm.rollout.tools.loading import ToolsetTool, toolset
+from jaxrl_llm.rollout.tools.tool import ToolsetTool, toolset
 from jaxrl_llm.workers.retries import wait_before_retry
 
 SHARE_OF_TIME = 0.8

@@ -3,30 +3,90 @@
 import asyncio
 import copy
 import itertools
+import json
+import logging
+import math
+import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from jaxrl_llm.config.functions import closest
-from jaxrl_llm.data.call_text import ToolCall
+from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.functions import FunctionSpec, closest
+from jaxrl_llm.data.call_formats import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.answers import (
+from jaxrl_llm.rollout.tools.builtin import starts_processes
+from jaxrl_llm.rollout.tools.crew import Crew, InProcess, Job, Seat
+from jaxrl_llm.rollout.tools.journal import Journal, call_digest
+from jaxrl_llm.rollout.tools.tool import (
+    TOOLS_KEY,
+    ArgumentsError,
+    LoadedTool,
+    ToolError,
+    ToolResult,
+    check_arguments,
+    load_environment,
+    load_tools,
+    prepare_tool,
+    restore_types,
+    tool_schema,
+)
+from jaxrl_llm.rollout.tools.worker import (
+    ENVIRONMENT,
     INFRASTRUCTURE,
+    OpenEpisode,
     ToolAnswer,
+    ToolboxSpec,
     ToolRequest,
     error_text,
     failed_answer,
     format_trace,
     to_answer,
 )
-from jaxrl_llm.rollout.tools.crew import Crew, InProcess, Job, Seat
-from jaxrl_llm.rollout.tools.failures import FailureLog
-from jaxrl_llm.rollout.tools.journal import Journal, call_digest
-from jaxrl_llm.rollout.tools.loading import LoadedTool
-from jaxrl_llm.rollout.tools.results import ToolError, ToolResult
-from jaxrl_llm.rollout.tools.signature import ArgumentsError, check_arguments, restore_types
-from jaxrl_llm.rollout.tools.toolbox import ENVIRONMENT, OpenEpisode
+from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
+
+log = logging.getLogger(__name__)
+
+
+class FailureLog:
+    """Counts errors by tool and kind, from any thread.
+
+    >>> failures = FailureLog()
+    >>> failures.note("search", "KeyError", "Traceback …")
+    >>> failures.counts
+    Counter({('search', 'KeyError'): 1})
+    """
+
+    def __init__(self) -> None:
+        self.counts = Counter[tuple[str, str]]()
+        self._lock = threading.Lock()
+
+    def note(self, name: str, kind: str, trace: str) -> None:
+        """Count an error; log where it was raised if it is the first of its kind.
+
+        Args:
+            name: of the tool, or what else failed.
+            kind: of the error.
+            trace: where it was raised.
+        """
+        with self._lock:
+            self.counts[name, kind] += 1
+            is_first = self.counts[name, kind] == 1
+        if is_first:
+            message = "tools: %s failed (%s); others of this kind are counted\n%s"
+            log.warning(message, name, kind, trace)
+
+    def log_counts(self) -> None:
+        """Log how many there were of each kind."""
+        with self._lock:
+            counts = sorted(self.counts.items())
+        if counts:
+            listed = ", ".join(f"{name}: {count} {kind}" for (name, kind), count in counts)
+            log.warning("tools: failures in all: %s", listed)
+
 
 END = "end"
 _seat_numbers = itertools.count()  # two sessions may have the same number, one after the other
@@ -257,3 +317,175 @@ def _not_told(result: ToolResult) -> ToolResult:
     """Return a result whose failure, if any, is never the model's fault."""
     failed = result.failure in ("timeout", "died", "failed")
     return result._replace(failure="broken") if failed else result
+
+
+__all__ = ["Session", "SessionPool", "SessionSettings", "ToolError", "ToolResult"]
+
+
+class SessionSettings(NamedTuple):
+    """What episodes may call, and how it is run.
+
+    Attributes:
+        tools: functions; bare names are those of `jaxrl_llm.rollout.tools.builtin`.
+        environment: a generator function; a bare name is one of
+            `jaxrl_llm.rollout.agents.environments`.
+        workers: processes that run what is not async; 0 runs it in this process, without time
+            limit.
+        timeout_s: seconds that one call or step may take.
+        retries: how often a call is tried again whose infrastructure failed.
+        limits: of each process.
+    """
+
+    tools: tuple[FunctionSpec, ...]
+    environment: FunctionSpec | None = None
+    workers: int = 2
+    timeout_s: float = 10.0
+    retries: int = 2
+    limits: Limits = DEFAULT_LIMITS
+
+
+class SessionPool:
+    """Runs the tools and environments of episodes; a context manager.
+
+    A tool is a plain function, which runs in worker processes; an `async def`, which runs in the
+    trainer's event loop; or a generator function, which is opened once for each episode and yields
+    the function to call: what stands before the `yield` is set-up, what follows is clean-up.
+
+        def notes(*, size=10):
+            book = []
+            def note(text: str) -> str:
+                '''Write a note.
+
+                Args:
+                    text: of the note.
+                '''
+                book.append(text)
+                return "; ".join(book[-size:])
+            yield note
+            book.clear()
+
+    Parameters named `state` (a dict for the episode), `row` (an `EpisodeRow`), `rng` (a
+    `random.Random` seeded by the episode and the call) and `seconds` (the time limit) are passed by
+    the trainer and hidden from the model, as are those that the config gives and those that can
+    only be given by keyword. Async tools of an episode share a `state`, and the others another one.
+
+    An environment is a generator function; it asks by name for these and for `ground_truth`,
+    `extra_info` and `data_source`, and its other parameters are the config's:
+
+        def guess(ground_truth, rng, *, high=63):
+            answer = yield Observation("Guess.")
+            while answer != ground_truth:
+                answer = yield Observation("No.", reward=-0.1)
+            return 1.0
+
+    Args:
+        settings: what episodes may call.
+        example_row: with which generator functions are opened to see what they yield.
+
+    Attributes:
+        schemas: what the model is told of the tools, in the config's order.
+        failures: counts of what went wrong.
+
+    Raises:
+        ConfigError: a function can't be found, or lacks types, a docstring or a value.
+        ValueError: a number out of range.
+        ToolError: no worker starts.
+    """
+
+    schemas: list[dict[str, Any]]
+
+    def __init__(self, settings: SessionSettings, *, example_row: EpisodeRow | None = None) -> None:
+        _check_settings(settings)
+        self.failures = FailureLog()
+        loaded = [(given, load_tools(given)) for given in settings.tools]
+        tools = [tool for _, several in loaded for tool in several]
+        self._tools = {tool.name: tool for tool in tools}
+        for tool in tools:
+            if self._tools[tool.name] is not tool:
+                raise ConfigError(f"{TOOLS_KEY}: got two tools {tool.name!r}, expected one")
+        if settings.environment is not None:
+            load_environment(settings.environment)
+        for given in settings.tools:
+            prepare_tool(given)
+        spec = ToolboxSpec(
+            tuple(given for given, several in loaded if not all(t.is_async for t in several)),
+            settings.environment,
+            float(settings.timeout_s),
+            example_row or EpisodeRow(0),
+        )
+        self._settings = settings
+        self._backend: Crew | InProcess
+        if settings.workers:
+            limits = settings.limits
+            if any(
+                starts_processes(t.definition, s.kwargs) for s, several in loaded for t in several
+            ):
+                limits = limits._replace(max_processes=None)
+            self._backend = Crew(spec, settings.workers, limits, self.failures.note)
+        else:
+            self._backend = InProcess(spec, self.failures.note)
+        self._finalizer = weakref.finalize(self, self._backend.close)  # at exit, too
+        try:
+            self.schemas = [
+                self._schema(tool, given) for given, several in loaded for tool in several
+            ]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "SessionPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def open(self, number: int, row: EpisodeRow, seed: int, journal: Journal | None) -> Session:
+        """Return what an episode calls its tools and its environment by.
+
+        Args:
+            number: of the episode, by which the journal knows it.
+            row: that it is about.
+            seed: of the episode's random numbers.
+            journal: keeps the results; None keeps none.
+        """
+        parts = SessionParts(
+            self._backend,
+            self._tools,
+            {schema["function"]["name"]: schema for schema in self.schemas},
+            self._settings.environment is not None,
+            float(self._settings.timeout_s),
+            self._settings.retries,
+            self.failures,
+        )
+        return Session(parts, number, row, seed, journal)
+
+    def close(self) -> None:
+        """End all workers at once, whatever they do. Calls that wait get `ToolError`."""
+        if self._finalizer.alive:
+            self._finalizer()
+            self.failures.log_counts()
+
+    def _schema(self, tool: LoadedTool, spec: FunctionSpec) -> dict[str, Any]:
+        if tool.schema is not None:
+            return tool.schema
+        if not tool.is_fixture:
+            return tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
+        future = Future[ToolAnswer]()
+        self._backend.submit(Job(ToolRequest("schema", name=tool.name), future))
+        answer = future.result()
+        if answer.failure is not None:
+            text = answer.text.removeprefix("error: ")
+            if not text.startswith(TOOLS_KEY):
+                text = f"{TOOLS_KEY}: tool {tool.name!r} can't be opened: {text}"
+            raise ConfigError(text)
+        return json.loads(answer.text)
+
+
+def _check_settings(settings: SessionSettings) -> None:
+    check_limits(settings.limits, "rollout")
+    timeout_s, workers, retries = settings.timeout_s, settings.workers, settings.retries
+    if workers < 0 or retries < 0 or not 0 < timeout_s < math.inf:
+        raise ValueError(
+            "rollout: expected workers >= 0, retries >= 0 and a positive time limit of tools, got"
+            f" workers={workers}, retries={retries}, timeout_s={timeout_s}"
+        )

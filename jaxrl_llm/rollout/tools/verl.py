@@ -18,7 +18,7 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError, described_error
 from jaxrl_llm.config.functions import FunctionSpec, find_function
 from jaxrl_llm.rollout.observation import EpisodeRow, Observation
-from jaxrl_llm.rollout.tools.loading import TOOLS_KEY, ToolsetTool, toolset
+from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, ToolsetTool, toolset
 
 SCHEMAS = "verl.tools.schemas"
 

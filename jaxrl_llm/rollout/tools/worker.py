@@ -4,27 +4,428 @@ A worker is the child of a fresh interpreter, its supervisor, and runs `run_tool
 neither jax nor the program that started it.
 """
 
+import base64
+import inspect
+import io
 import json
+import random
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.rollout.tools.answers import (
-    KEYS,
-    MAX_IMAGE_CHARS,
-    MAX_RESULT_CHARS,
-    MAX_TRACE_CHARS,
-    ToolAnswer,
-    ToolboxSpec,
-    ToolRequest,
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool, Observation
+from jaxrl_llm.rollout.tools.tool import (
+    ENVIRONMENT_NAMES,
+    TOOLS_KEY,
+    LoadedTool,
+    checked_images,
+    injected_names,
+    load_environment,
+    load_tools,
+    restore_types,
+    tool_schema,
 )
-from jaxrl_llm.rollout.tools.results import checked_images
-from jaxrl_llm.rollout.tools.toolbox import Toolbox
-from jaxrl_llm.workers.answers import (
+from jaxrl_llm.workers.protocol import (
     Serve,
     answering_in_turn,
     finite_number,
     memory_limit,
     serve_requests,
+    short_repr,
+    shorten,
+    to_plain,
 )
+
+KEYS = "rollout.tool_process."  # how the config's keys for the limits begin
+MAX_RESULT_CHARS = 1_000_000
+MAX_IMAGE_CHARS = 16_000_000  # of all images of a result, in base64
+MAX_TRACE_CHARS = 4000
+INFRASTRUCTURE = (BrokenTool, ConnectionError)
+"""What is nobody's fault, and tried again."""
+
+
+class ToolboxSpec(NamedTuple):
+    """What a worker is told first: the tools, the environment, a call's time limit."""
+
+    tools: tuple[FunctionSpec, ...]
+    environment: FunctionSpec | None
+    seconds: float
+    example_row: EpisodeRow
+
+
+class ToolRequest(NamedTuple):
+    """What a worker is asked.
+
+    Attributes:
+        kind: `open` or `close` an episode, `call` a tool, `step` the environment, `end` the tools
+            that were called, or tell the `schema` of a tool.
+        episode: its number.
+        number: of the call or step in its episode.
+        name: of the tool.
+        arguments: of the tool; `answer` of a step.
+        row: of the episode, where it is opened, or where a call needs no opened one.
+        seed: of the episode, likewise.
+    """
+
+    kind: str
+    episode: int = -1
+    number: int = 0
+    name: str = ""
+    arguments: dict[str, Any] | None = None
+    row: EpisodeRow | None = None
+    seed: int = 0
+
+
+class ToolAnswer(NamedTuple):
+    """What came of a request.
+
+    Attributes:
+        text: told to the model; also of a failure.
+        reward: of the turn.
+        end: whether the episode ends.
+        failure: as of `ToolResult`; also `retry`, where another attempt may do better.
+        score: returned by an environment.
+        error: what kind of error it was, to be counted; empty for none.
+        trace: where it was raised, if this is the first of its kind.
+        seconds: that it took; set by who asked.
+        images: as of `ToolResult`.
+    """
+
+    text: str = ""
+    reward: float = 0.0
+    end: bool = False
+    failure: str | None = None
+    score: float | None = None
+    error: str = ""
+    trace: str = ""
+    seconds: float = 0.0
+    images: tuple[tuple[int, str], ...] = ()
+
+
+class ResultError(ValueError):
+    """A tool or an environment gave something that can't be told; the message says what."""
+
+
+def to_answer(value: Any) -> ToolAnswer:
+    """Return what a tool or an environment gave as it is told.
+
+    Raises:
+        ResultError: it is no text, no image and no plain data, too long, or the reward is no
+            finite number.
+
+    >>> to_answer({"sum": 3}).text, to_answer(Observation("no", reward=-1)).reward
+    ('{"sum": 3}', -1.0)
+    """
+    observation = value if isinstance(value, Observation) else Observation(value)
+    text, images = _to_parts(observation.text)
+    if len(text) > MAX_RESULT_CHARS:
+        raise ResultError(f"the result has {len(text)} characters, of {MAX_RESULT_CHARS} allowed")
+    if (size := sum(len(image) for _, image in images)) > MAX_IMAGE_CHARS:
+        raise ResultError(
+            f"the images of the result have {size} characters in base64, of {MAX_IMAGE_CHARS} "
+            "allowed"
+        )
+    reward = checked_number(observation.reward, "reward")
+    return ToolAnswer(text, reward, bool(observation.end), images=images)
+
+
+def _to_parts(value: Any) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """Return what is told as a text, and as images with their places in it."""
+    items = [_of_part(item) for item in value] if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_image, items)):
+        return _to_text(value), ()
+    text, images, after_text = "", list[tuple[int, str]](), False
+    for item in items:
+        if _is_image(item):
+            images.append((len(text), _encode_image(item)))
+        else:
+            text += "\n" * after_text + _to_text(item)
+        after_text = not _is_image(item)
+    return text, tuple(images)
+
+
+def _of_part(item: Any) -> Any:
+    """Return what a typed part of a message holds; anything else as it is."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return item.get(kind, item) if kind in ("text", "image") else item
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, bytes):
+        return True
+    shape = getattr(value, "shape", ())
+    if len(shape) == 3 and shape[2] in (3, 4):
+        return str(getattr(value, "dtype", "")) == "uint8"
+    pillow = sys.modules.get("PIL.Image")  # where it is not, there are none of its images
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _encode_image(value: Any) -> str:
+    """Return an image as the base64 of a file; PIL's and arrays as PNG."""
+    if not isinstance(value, bytes):
+        from PIL import Image
+
+        try:
+            image = value if isinstance(value, Image.Image) else Image.fromarray(value)
+            kept = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+            file = io.BytesIO()
+            (image if kept else image.convert("RGB")).save(file, "PNG", compress_level=1)
+        except (OSError, ValueError, TypeError) as error:
+            raise ResultError(f"an image of the result can't be encoded: {error}") from None
+        value = file.getvalue()
+    return base64.b64encode(value).decode()
+
+
+def _to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False, default=to_plain)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ResultError(
+                f"expected text or plain data as result, got a {type(value).__name__}: {error}"
+            ) from None
+    return value.encode("utf-8", "replace").decode()
+
+
+def checked_number(value: Any, name: str) -> float:
+    """Return a number that a function gave.
+
+    Raises:
+        ResultError: it is none, or not finite.
+
+    >>> checked_number(True, "reward")
+    1.0
+    """
+    if (number := finite_number(value)) is None:
+        raise ResultError(f"expected a finite number (float32) as {name}, got {short_repr(value)}")
+    return number
+
+
+def error_text(message: str) -> str:
+    """Return what the model is told of a failure, on one line.
+
+    >>> error_text("KeyError: 'x'")
+    "error: KeyError: 'x'"
+    """
+    return f"error: {shorten(' '.join(message.split()))}".encode("utf-8", "replace").decode()
+
+
+def failed_answer(error: BaseException, *, failure: str, trace: str = "") -> ToolAnswer:
+    """Return the answer for something that was raised."""
+    if isinstance(error, FailedTool):
+        text = shorten(error.text, MAX_RESULT_CHARS).encode("utf-8", "replace").decode()
+        return ToolAnswer(text, failure=failure, error=error.kind, trace=text[-MAX_TRACE_CHARS:])
+    if isinstance(error, ResultError):
+        return ToolAnswer(error_text(str(error)), failure=failure, error="result", trace=trace)
+    kind = type(error).__name__
+    message = f"{kind}: {error}" if str(error).strip() else kind
+    return ToolAnswer(error_text(message), failure=failure, error=kind, trace=trace)
+
+
+def format_trace(error: BaseException, memory_gb: float | None = None) -> str:
+    """Return a traceback, its middle left out where it is long."""
+    traceback.clear_frames(error.__traceback__)  # they may hold all memory that we may take
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return shorten(text, MAX_TRACE_CHARS) + memory_limit(error, memory_gb, KEYS)
+
+
+ENVIRONMENT = "environment"
+CLEAN_UP = "clean-up"
+DONE = object()
+
+
+class SetUpError(Exception):
+    """A tool that is opened for each episode could not be."""
+
+
+def make_rng(seed: int, name: str | int) -> random.Random:
+    """Return the random numbers of a call, by its number, or of what is opened, by its name."""
+    return random.Random(f"{seed} {name}")
+
+
+class OpenEpisode:
+    """What lives in a worker for an episode.
+
+    Args:
+        row: of data.
+        seed: of the episode.
+    """
+
+    def __init__(self, row: EpisodeRow, seed: int) -> None:
+        self.row, self.seed = row, seed
+        self.state: dict[str, Any] = {}
+        self.tools: dict[str, tuple[Generator[Any, None, None], Callable[..., Any]]] = {}
+        self.environment: Generator[Any, Any, Any] | None = None
+
+    def given(self, names: tuple[str, ...], seconds: float, key: str | int) -> dict[str, Any]:
+        """Return the values of reserved names that a function asks for."""
+        row = self.row
+        values = {
+            **{"state": self.state, "row": row, "seconds": seconds},
+            **{"ground_truth": row.ground_truth, "extra_info": row.extra_info},
+            **{"data_source": row.data_source},
+        }
+        if "rng" in names:
+            values["rng"] = make_rng(self.seed, key)
+        return {name: values[name] for name in names}
+
+    def close(self) -> list[BaseException]:
+        """Clean up, once, whatever was opened; return what that raised."""
+        errors: list[BaseException] = []
+        if self.environment is not None:
+            _collect(errors, self.environment.close)
+        for generator, _ in reversed(self.tools.values()):
+            _collect(errors, lambda generator=generator: _finish(generator))
+        self.environment, self.tools = None, {}
+        return errors
+
+
+def _collect(errors: list[BaseException], action: Callable[[], None]) -> None:
+    try:
+        action()
+    except (Exception, SystemExit) as error:
+        errors.append(error)
+
+
+def _finish(generator: Generator[Any, None, None]) -> None:
+    if next(generator, DONE) is not DONE:
+        generator.close()
+        raise RuntimeError("it yields twice; expected one yield, of the function to call")
+
+
+class Toolbox:
+    """The tools and the environment of a worker, and the episodes that live there.
+
+    Args:
+        spec: names them.
+        memory_gb: what the process may take, for messages; None where nothing limits it.
+
+    Raises:
+        ConfigError: a function can't be loaded.
+    """
+
+    def __init__(self, spec: ToolboxSpec, *, memory_gb: float | None = None) -> None:
+        self._tools = {tool.name: tool for given in spec.tools for tool in load_tools(given)}
+        self._environment = spec.environment and load_environment(spec.environment)
+        self._seconds, self._example_row = spec.seconds, spec.example_row
+        self._memory_gb = memory_gb
+        self._episodes: dict[int, OpenEpisode] = {}
+        self._traced: set[tuple[str, str]] = set()
+
+    def answer(self, request: ToolRequest) -> ToolAnswer:
+        """Do what is asked; whatever the functions raise is part of the answer."""
+        try:
+            match request.kind:
+                case "open":
+                    errors = self._close(request.episode)
+                    self._episodes[request.episode] = self._new_episode(request)
+                    return self._cleaned_up(errors)
+                case "close":
+                    return self._cleaned_up(self._close(request.episode))
+                case "call":
+                    return self._call(request)
+                case "step":
+                    return self._step(request)
+                case "end":
+                    return self._end(request)
+                case _:
+                    return self._schema(request)
+        except SetUpError as error:
+            cause = error.__cause__ or error
+            return self._failed(request, cause, failure="broken")
+        except (Exception, SystemExit) as error:
+            failure = "broken" if request.kind in ("step", "end") else "failed"
+            return self._failed(request, error, failure=failure)
+
+    def close(self) -> list[BaseException]:
+        """Clean up all episodes; return what that raised."""
+        return [error for number in list(self._episodes) for error in self._close(number)]
+
+    def _failed(self, request: ToolRequest, error: BaseException, *, failure: str) -> ToolAnswer:
+        if isinstance(error, INFRASTRUCTURE):
+            failure = "retry"
+        key = (request.name, type(error).__name__)
+        trace = "" if key in self._traced else format_trace(error, self._memory_gb)
+        self._traced.add(key)
+        return failed_answer(error, failure=failure, trace=trace)
+
+    def _cleaned_up(self, errors: list[BaseException]) -> ToolAnswer:
+        if not errors:
+            return ToolAnswer()
+        return ToolAnswer(error=CLEAN_UP, trace="\n".join(format_trace(error) for error in errors))
+
+    def _new_episode(self, request: ToolRequest) -> OpenEpisode:
+        return OpenEpisode(request.row or self._example_row, request.seed)
+
+    def _close(self, number: int) -> list[BaseException]:
+        episode = self._episodes.pop(number, None)
+        return [] if episode is None else episode.close()
+
+    def _call(self, request: ToolRequest) -> ToolAnswer:
+        tool = self._tools[request.name]
+        episode = self._episodes.get(request.episode) or self._new_episode(request)
+        function, names = tool.function, tool.injected
+        if tool.is_fixture:
+            function = self._opened(episode, tool)
+            names = tuple(injected_names(function))
+        given = episode.given(names, self._seconds, request.number)
+        return to_answer(function(**restore_types(function, request.arguments or {}), **given))
+
+    def _opened(self, episode: OpenEpisode, tool: LoadedTool) -> Callable[..., Any]:
+        """Return the function that a tool yields for an episode, after its set-up."""
+        if tool.name not in episode.tools:
+            try:
+                generator = tool.function(**episode.given(tool.injected, self._seconds, tool.name))
+                function = next(generator, None)
+            except (Exception, SystemExit) as error:
+                raise SetUpError from error
+            if not callable(function) or inspect.iscoroutinefunction(function):
+                generator.close()
+                raise SetUpError(f"{tool.name}: expected it to yield a def, got {function!r}")
+            episode.tools[tool.name] = generator, function
+        return episode.tools[tool.name][1]
+
+    def _step(self, request: ToolRequest) -> ToolAnswer:
+        episode = self._episodes[request.episode]
+        assert self._environment is not None, "the pool refuses steps without one"
+        try:
+            if episode.environment is None:
+                names = tuple(injected_names(self._environment, ENVIRONMENT_NAMES))
+                given = episode.given(names, self._seconds, ENVIRONMENT)
+                episode.environment = self._environment(**given)
+                value = next(episode.environment)
+            else:
+                value = episode.environment.send((request.arguments or {})["answer"])
+        except StopIteration as stop:
+            score = None if stop.value is None else checked_number(stop.value, "score")
+            return ToolAnswer(end=True, score=score)
+        return to_answer(value)
+
+    def _end(self, request: ToolRequest) -> ToolAnswer:
+        """Return the rewards at an episode's end of the tools that it has called."""
+        opened = self._episodes[request.episode].tools.items()
+        rewards = [
+            checked_number(vars(function)["end"](), "reward")
+            for name, (_, function) in opened
+            if self._tools[name].ends
+        ]
+        return ToolAnswer(reward=sum(rewards))
+
+    def _schema(self, request: ToolRequest) -> ToolAnswer:
+        tool, episode = self._tools[request.name], OpenEpisode(self._example_row, request.seed)
+        try:
+            schema = tool_schema(self._opened(episode, tool), tool.name, key=TOOLS_KEY)
+        except ConfigError as error:
+            return ToolAnswer(str(error), failure="failed")
+        finally:
+            errors = episode.close()
+        return self._cleaned_up(errors)._replace(text=json.dumps(schema))
+
 
 FAILURES = (None, "failed", "broken", "retry")
 

@@ -1,31 +1,47 @@
 """vLLM as the engine: it samples in processes of its own, the sidecars."""
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from threading import Condition
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxrl_llm.config.sections import VllmConfig
+from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.visuals.processor import VisualProcessor
+from jaxrl_llm.models.hf.files import read_json
 from jaxrl_llm.models.hf.fp8 import quantization_config
+from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import (
+    Completion,
     EngineError,
     EngineSettings,
     Listener,
+    Receipt,
+    Request,
     Stop,
     check_needed,
+    check_request,
+    images_refused,
     listened,
     results_of,
     streamed,
+    wait_for_first,
 )
 from jaxrl_llm.rollout.router import Router
-from jaxrl_llm.rollout.types import Completion, Receipt, Request
-from jaxrl_llm.rollout.vllm.environment import (
+from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
+from jaxrl_llm.rollout.vllm.setup import (
     check_fp8_vllm,
     engine_arguments,
     environment,
@@ -34,12 +50,333 @@ from jaxrl_llm.rollout.vllm.environment import (
     language_model,
     prefixes,
 )
-from jaxrl_llm.rollout.vllm.pending import PendingRequest, first_answers
-from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.replica import Replica, VllmStats
-from jaxrl_llm.rollout.vllm.requests import SidecarImages, check_vllm_request
-from jaxrl_llm.rollout.vllm.sync import SidecarGroup, send_weights
-from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+from jaxrl_llm.rollout.vllm.weights import SidecarGroup, WeightBuffer, send_weights
+
+MOST_TOP_LOGPROBS = 20
+MOST_BIAS = 100.0  # vLLM cuts what is larger
+PREPROCESSOR = "preprocessor_config.json"
+
+
+class SidecarImages:
+    """Makes of requests with images what a sidecar is asked.
+
+    Args:
+        spec: of a model with a vision tower.
+        source: directory of its files.
+
+    Raises:
+        ValueError: a model whose images vLLM would turn into tokens otherwise.
+    """
+
+    def __init__(self, spec: ModelSpec, source: str) -> None:
+        """Read how the model's images are made."""
+        self._source, self._processor = source, VisualProcessor.from_directory(source)
+        if self._processor.resizing.kind == "siglip":
+            raise ValueError(
+                "vLLM is shown no images of Gemma 3 yet: expected rollout.engine: native, or "
+                "model.vision: none"
+            )
+        assert spec.vision is not None, "the caller has looked"
+        self.never_sampled = list(spec.vision.never_sampled)
+
+    def write_files(self, folder: Path, max_tokens: int) -> None:
+        """Write the tokenizer, and a config of vLLM's processor that resizes nothing.
+
+        Args:
+            folder: beside the model's config.json.
+            max_tokens: of the longest sequence, which bounds an image.
+        """
+        source = resolve(self._source)
+        given = read_json(source / PREPROCESSOR)
+        config = {k: v for k, v in given.items() if k not in ("min_pixels", "max_pixels")}
+        unit = self._processor.resizing.unit**2
+        config["size"] = {"shortest_edge": unit, "longest_edge": unit * max_tokens}
+        load_tokenizer(self._source).save_pretrained(folder)
+        (folder / PREPROCESSOR).write_text(json.dumps(config))
+        videos = source / "video_preprocessor_config.json"
+        if videos.is_file():
+            (folder / videos.name).write_bytes(videos.read_bytes())
+
+    def check(self, request: Request) -> None:
+        """Refuse images that are not those of the prompt's placeholders, and videos.
+
+        Raises:
+            EngineError: there are some.
+        """
+        if any(visual.is_video for visual in request.visuals):
+            raise EngineError("got a video, but vLLM is shown images only: use the native engine")
+        expected = [visual.tokens for visual in request.visuals]
+        given = [len(run) for is_image, run in self._runs(request) if is_image]
+        if given != expected:
+            raise EngineError(
+                f"the prompt holds placeholder tokens of images in runs of {given}, expected "
+                f"{expected}, as many as each of its {len(expected)} images has"
+            )
+
+    def fields(self, request: Request) -> dict[str, Any]:
+        """Return what a message says of a prompt with images.
+
+        Returns:
+            As `prompt` the tokens with one placeholder for each image, and as `images` width and
+            height of each.
+        """
+        sizes = []
+        for visual in request.visuals:
+            patch = self._processor.resizing.patch
+            sizes.append([visual.grid[2] * patch, visual.grid[1] * patch])
+        runs = (run[:1] if is_image else run for is_image, run in self._runs(request))
+        prompt = tuple(itertools.chain.from_iterable(runs))
+        return {"prompt": prompt, "images": sizes}
+
+    def pixels(self, request: Request) -> memoryview:
+        """Return the images as RGB, one behind the other, as they were resized."""
+        frames = (self._processor.pixels(visual)[0] for visual in request.visuals)
+        return memoryview(b"".join(frame.tobytes() for frame in frames))
+
+    def _runs(self, request: Request) -> Iterator[tuple[bool, list[int]]]:
+        """Yield the prompt in runs, of placeholders and of other tokens."""
+        image = self._processor.placeholders.image_id
+        for is_image, run in itertools.groupby(request.prompt, lambda token: token == image):
+            yield is_image, list(run)
+
+
+def check_vllm_request(
+    request: Request, spec: ModelSpec, settings: EngineSettings, images: SidecarImages | None
+) -> None:
+    """Refuse a request that vLLM can't serve.
+
+    Args:
+        request: to look at.
+        spec: of the model.
+        settings: of the engine.
+        images: None: the model reads text alone.
+
+    Raises:
+        EngineError: it can't.
+    """
+    check_request(
+        request,
+        max_tokens=settings.max_tokens,
+        vocab_size=spec.vocab_size,
+        limits={"top_logprobs": MOST_TOP_LOGPROBS},
+    )
+    if request.sampling.stop:
+        raise EngineError("got texts that stop the answer, but this engine has no tokenizer")
+    for token, bias in request.sampling.logit_bias:
+        if abs(bias) > MOST_BIAS:
+            raise EngineError(
+                f"got logit_bias {bias} for token {token}, expected at most {MOST_BIAS:g}"
+            )
+    if images is not None:
+        images.check(request)
+    elif request.visuals:
+        raise images_refused(request)
+
+
+GOLDEN = 0x9E3779B1  # a stream that goes on elsewhere draws other numbers than before
+
+
+@dataclasses.dataclass(eq=False)
+class PendingRequest:
+    """One request without its whole answer.
+
+    Attributes:
+        request: as it was asked.
+        listener: called with each piece of the answer; None if all at once will do.
+        images: says what the sidecar is shown; None: the prompt is text.
+        future: the answer.
+        pieces: of it that have come; the first is what the request goes on with, if it does.
+        number: of the message that asked a sidecar for it; None while none has it.
+    """
+
+    request: Request
+    listener: Callable[[Completion], None] | None
+    images: SidecarImages | None = None
+    future: Future[Completion] = dataclasses.field(default_factory=Future)
+    pieces: list[Completion] = dataclasses.field(default_factory=list)
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with what was drawn before."""
+        if self.request.drawn is not None:
+            self.pieces.append(self.request.drawn)
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens prompt and answer can have."""
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and answer, as far as it has come."""
+        answer = (int(token) for piece in self.pieces for token in piece.tokens)
+        return (*self.request.prompt, *answer)
+
+    def message(self) -> dict[str, Any]:
+        """Return the fields of a message that asks a sidecar to answer, or to go on answering."""
+        sampling, tokens = self.request.sampling, self.tokens
+        generated = len(tokens) - len(self.request.prompt)
+        settings = {
+            "max_tokens": sampling.max_new_tokens - generated,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": sampling.logit_bias,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,  # only the request says what ends it
+            "logprobs": sampling.top_logprobs,
+            "seed": (self.request.seed + GOLDEN * generated) % 2**32,
+        }
+        asked = {"prompt": tokens, "sampling": settings, "stream": self.listener is not None}
+        if self.images is not None:
+            shown, drawn = self.images.fields(self.request), tokens[len(self.request.prompt) :]
+            asked |= shown | {"prompt": (*shown["prompt"], *drawn), "expanded": tokens}
+        return asked
+
+    def data(self) -> memoryview | None:
+        """Return what is sent beside the message: the pixels of images, if there are any."""
+        return None if self.images is None else self.images.pixels(self.request)
+
+    def add_piece(self, message: Mapping[str, Any]) -> Completion:
+        """Keep a piece of the answer, and return it."""
+        top, count = None, self.request.sampling.top_logprobs
+        if count:
+            pairs = np.array([step[:count] for step in message["top"]], np.float64)
+            pairs = pairs.reshape(-1, count, 2)
+            top = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
+        piece = Completion(
+            np.array(message["tokens"], np.int32),
+            np.array(message["logprobs"], np.float32),
+            np.array([int(version) for version in message["versions"]], np.int32),
+            message["finish"],
+            message["stopped_by"],
+            top,
+        )
+        self.pieces.append(piece)
+        return piece
+
+    def resolve(self, error: Exception | None = None) -> None:
+        """Give the caller the answer, or the error, unless it gave up."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.future.set_result(self.drawn())
+        else:
+            self.future.set_exception(error)
+
+    def drawn(self) -> Completion:
+        """Return what has come of the answer."""
+        if not self.pieces:
+            tokens = np.zeros(0, np.int32)
+            return Completion(tokens, np.zeros(0, np.float32), tokens, "")
+        last, tops = self.pieces[-1], [piece.top for piece in self.pieces if piece.top is not None]
+        return last._replace(
+            tokens=np.concatenate([piece.tokens for piece in self.pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in self.pieces]),
+            versions=np.concatenate([piece.versions for piece in self.pieces]),
+            top=tuple(np.concatenate(parts) for parts in zip(*tops, strict=True)) if tops else None,
+        )
+
+
+def first_answers(
+    pending: Sequence[PendingRequest], needed: int, stop: Stop | None, pieces: Condition
+) -> list[Completion]:
+    """Wait for the first answers, or until it is to stop; give the others up as they stand.
+
+    Args:
+        pending: all requests.
+        needed: how many have to be answered.
+        stop: ends the wait before.
+        pieces: is held while pieces come.
+    """
+    futures = [one.future for one in pending]
+    try:
+        wait_for_first(futures[:needed], stop)
+        with pieces:
+            drawn = [one.drawn() for one in pending]
+        answers = zip(futures, drawn, strict=True)
+        return [future.result() if future.done() else left for future, left in answers]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+class VllmStats(NamedTuple):
+    """What the engine does now, and has done since it was made.
+
+    Attributes:
+        outstanding: requests without an answer.
+        restarts: how often a sidecar was started again.
+    """
+
+    outstanding: int
+    restarts: int
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many requests have no answer yet."""
+        return self.outstanding
+
+
+@dataclasses.dataclass(eq=False)
+class Replica:
+    """A copy of the model: a sidecar, and after it the next. Its engine locks what it does here.
+
+    Attributes:
+        number: among the replicas of an engine.
+        process: the sidecar that runs or begins to.
+        sidecar: the same, once it is ready.
+        version: of its weights; None while it has none that are whole.
+        pending: requests that are to be answered here.
+        sent: those of them that the sidecar has, by number.
+    """
+
+    number: int
+    process: Sidecar | None = None
+    sidecar: Sidecar | None = None
+    version: int | None = None
+    pending: dict[PendingRequest, None] = dataclasses.field(default_factory=dict)
+    sent: dict[int, PendingRequest] = dataclasses.field(default_factory=dict)
+
+    def add(self, request: PendingRequest) -> None:
+        """Take a request, and send it if the sidecar can answer now."""
+        self.pending[request] = None
+        self._send(request)
+
+    def send_pending(self) -> None:
+        """Send the requests that wait for a sidecar with weights."""
+        for request in self.pending:
+            if request.number is None:
+                self._send(request)
+
+    def remove(self, request: PendingRequest) -> bool:
+        """Forget a request; return whether the sidecar is at it."""
+        self.pending.pop(request, None)
+        return request.number is not None and self.sent.pop(request.number, None) is not None
+
+    def lose_sidecar(self) -> None:
+        """Forget the sidecar; what it had not answered waits for the next."""
+        self.sidecar = self.version = None
+        for request in self.sent.values():
+            request.number = None
+        self.sent = {}
+
+    def clear(self) -> list[PendingRequest]:
+        """Forget all requests, and return them."""
+        requests = list(self.pending)
+        self.pending, self.sent = {}, {}
+        return requests
+
+    def _send(self, request: PendingRequest) -> None:
+        if self.sidecar is None or self.version is None:
+            return
+        with contextlib.suppress(SidecarLost):  # it is sent again to the next
+            message: dict[str, Any] = request.message()
+            number = self.sidecar.send("generate", request.data(), **message)
+            self.sent[number], request.number = request, number
+
 
 log = logging.getLogger(__name__)
 

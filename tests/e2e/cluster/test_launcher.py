@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.config.cli import PREEMPTED
+from jaxrl_llm.cli import PREEMPTED
 from tests.e2e.cluster.launching import APART, EXACTLY, TOGETHER, close
 from tests.guarded import CLUSTER, RUN
 

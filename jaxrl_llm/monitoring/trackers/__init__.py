@@ -1,1 +1,0 @@
-"""Trackers of a run: where its metrics, answers and distributions go besides its own folder."""

@@ -1,1 +1,0 @@
-"""What can look wrong in a run: a rule for each, as a function of its history."""

@@ -1,0 +1,642 @@
+"""What the chats of one episode write together, in the order in which it comes."""
+
+import asyncio
+import copy
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxrl_llm.data.call_formats import ToolCall
+from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.token_bytes import text_decoder
+from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.models.inputs import Visual
+from jaxrl_llm.rollout.agents.messages import BrokenEpisode, MessageContents, Stretch, check_prompt
+from jaxrl_llm.rollout.engine import Completion, EpisodeLimits, Request, SamplingParams
+from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, ToolRecord, turn_seed
+from jaxrl_llm.rollout.tools.session import Session, ToolResult
+from jaxrl_llm.workers.protocol import finite_number, short_repr
+
+ChainTurn = tuple[Stretch, Completion, str, Sequence[dict[str, Any]]]
+"""What is told before a turn, the turn, its text, and the messages of both."""
+
+
+@dataclass(eq=False)
+class EpisodeLog:
+    """The record of an episode while it is held, shared by its chats.
+
+    Attributes:
+        opening: token ids before the first turn, and their images; None before it.
+        pieces: what follows, in order, of all chains.
+        rewards: of each turn.
+        stopped_by: the token or text that ended the last turn, if one did.
+        last_finish: "stop" or "length" of the last turn.
+        last_answer: text of the last turn.
+        chats: the messages of each chain, by number; they grow.
+        routes: of each chain, by number, as `Episode.routes`.
+        newest: number of the chain that has drawn the last turn.
+        end: why no further turn is drawn; "" before.
+        is_generating: whether a turn is being drawn.
+        tool_records: of each call, in order.
+        score: what the environment returned, if there is one.
+    """
+
+    opening: Stretch | None = None
+    pieces: list[EpisodePiece] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    stopped_by: int | str | None = None
+    last_finish: str = "end"
+    last_answer: str = ""
+    chats: list[list[dict[str, Any]]] = field(default_factory=list)
+    routes: list[Int[np.ndarray, "_ M experts"] | None] = field(default_factory=list)
+    newest: int = 0
+    end: str = ""
+    is_generating: bool = False
+    tool_records: list[ToolRecord] = field(default_factory=list)
+    score: float | None = None
+
+    def begin_chain(self, opening: Stretch, messages: list[dict[str, Any]]) -> int:
+        """Note that a chain draws its first turn; return its number.
+
+        Args:
+            opening: its prompt, which the first chain has before the episode's first turn.
+            messages: of the chain; what is added to them is the episode's.
+        """
+        number = len(self.chats)
+        if self.opening is None:
+            self.opening = opening
+        else:
+            self.pieces.append(EpisodePiece.told(opening.tokens, number, opening.visuals))
+        self.chats.append(messages)
+        self.routes.append(None)
+        return number
+
+    def end_turn(self, chain: int, completion: Completion, answer: str) -> None:
+        """Note a turn that is drawn.
+
+        Args:
+            chain: number of the chain that drew it.
+            completion: as it was sampled.
+            answer: its text.
+        """
+        self.rewards.append(0.0)
+        known, recorded = self.routes[chain], completion.routes
+        if known is not None and recorded is not None:  # tokens keep what they were drawn with
+            recorded = np.concatenate([known, recorded[len(known) :]])
+        self.routes[chain] = recorded
+        self.newest, self.last_answer = chain, answer
+        self.stopped_by = completion.stopped_by
+        self.last_finish = completion.finish
+
+    def add_chain(self, opening: Stretch, turns: Sequence[ChainTurn]) -> None:
+        """Add a chain whose turns are all drawn.
+
+        Args:
+            opening: its prompt.
+            turns: in order.
+        """
+        messages: list[dict[str, Any]] = []
+        number = self.begin_chain(opening, messages)
+        for told, completion, answer, new in turns:
+            if told.tokens:
+                self.pieces.append(EpisodePiece.told(told.tokens, number, told.visuals))
+            self.pieces.append(EpisodePiece(*completion[:3], drawn=True, chain=number))
+            messages += new
+            self.end_turn(number, completion, answer.strip())
+
+    def episode(
+        self,
+        prompt: Stretch,
+        messages: list[dict[str, Any]],
+        seconds: float,
+        error: str | None,
+    ) -> Episode:
+        """Return what has been drawn and told.
+
+        Args:
+            prompt: what stands for the opening, before there is one.
+            messages: that stand for those of a chain, before one has drawn.
+            seconds: from the episode's start to its end.
+            error: why it is broken.
+        """
+        chats = tuple(tuple(chat) for chat in self.chats)
+        opening = prompt if self.opening is None else self.opening
+        return Episode(
+            opening.tokens,
+            tuple(self.pieces),
+            "broken" if error is not None else self.end or self.last_finish,
+            self.stopped_by,
+            tuple(self.rewards),
+            self.score,
+            chats[self.newest] if chats else tuple(messages),
+            tuple(self.tool_records),
+            error,
+            seconds,
+            self.last_answer,
+            chats if len(chats) > 1 else (),
+            tuple(self.routes),
+            opening.visuals,
+        )
+
+
+Generate = Callable[[Request], Awaitable[Completion]]
+"""Samples one turn; in `lockstep` order together with those of other episodes."""
+
+
+class Answer(NamedTuple):
+    """One turn of the policy.
+
+    Attributes:
+        text: what is no call and no reasoning.
+        calls: of tools, in the order of the text; of wrong ones `error` says why.
+        reasoning: what the model thought first.
+        finish: "stop", or "length" where it was cut.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    finish: str = "stop"
+
+
+class EpisodeEnd(Exception):
+    """Ends an episode from within; `reason` is its `finish`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Chat:
+    """One episode as its agent sees it, or one of its chains.
+
+    The policy's turns are drawn by `generate`; what others say is added by `append`, and becomes
+    tokens when the next turn is drawn. Nothing that was drawn is ever encoded again: an agent that
+    wants another history begins a new chain with `new`.
+
+    Args:
+        prompt: the row that it is about.
+        template: of the tokenizer.
+        generate: samples one turn.
+        sampling: how, the number of tokens aside.
+        limits: of the episode.
+        seed: of the episode; that of a plain answer.
+        contents: reads what messages hold besides text.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        template: TurnTemplate,
+        generate: Generate,
+        sampling: SamplingParams,
+        limits: EpisodeLimits,
+        *,
+        seed: int,
+        contents: MessageContents,
+    ) -> None:
+        """Begin with the prompt; nothing is drawn yet."""
+        messages = contents.named(prompt.messages, prompt.visuals if prompt.messages else ())
+        self.prompt = replace(prompt, messages=messages)
+        self.limits, self.sampling, self.seed = limits, sampling, seed
+        self._template, self._generate, self.contents = template, generate, contents
+        self._log, self._is_first = EpisodeLog(), True
+        self._begin(messages)
+
+    def _begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._opening: Stretch | None = None
+        self._pieces: list[EpisodePiece] = []
+        self._messages: list[dict[str, Any]] = [dict(m) for m in messages]
+        self._pending: list[dict[str, Any]] = []
+        self._last: Answer | None = None
+        self._stopped_by: int | str | None = None
+        self._number: int | None = None
+
+    def new(self, messages: Sequence[Mapping[str, Any]] | str = ()) -> "Chat":
+        """Begin another chain of this episode: the policy reads these messages and nothing else.
+
+        So an agent shortens its history, or asks a sub-agent. Turns, rewards and the end are the
+        episode's; tokens that a chain repeats are part of its prompt, and are not trained again.
+        Each chain has the tokens of `limits` to itself. One turn is drawn at a time.
+
+        Args:
+            messages: of the chain; a text is a user's message. None: `generate_after` says which
+                tokens it begins with.
+
+        Returns:
+            The chat of the chain; this one may go on, too.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        chain = copy.copy(self)
+        chain._is_first = False
+        chain._begin(messages)
+        return chain
+
+    @property
+    def turn(self) -> int:
+        """How many turns have been drawn, in all chains."""
+        return len(self._log.rewards)
+
+    @property
+    def left(self) -> int:
+        """How many tokens the chain may still have, drawn and told."""
+        most = self.limits.new_tokens
+        if not self._is_first:
+            most = min(most, self.limits.prompt_tokens + most - len(self._begun.tokens))
+        return most - sum(len(piece.tokens) for piece in self._pieces)
+
+    @property
+    def tool_records(self) -> list[ToolRecord]:
+        """What came of each call of a tool, in order."""
+        return self._log.tool_records
+
+    @property
+    def score(self) -> float | None:
+        """What the environment returned, if there is one; it may be set."""
+        return self._log.score
+
+    @score.setter
+    def score(self, value: Any) -> None:
+        number = None if value is None else finite_number(value)
+        if number is None and value is not None:
+            raise BrokenEpisode(
+                f"chat.score: got {short_repr(value)}, expected a finite number (float32) or None"
+            )
+        self._log.score = number
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return self._template.tokenizer
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat so far, as messages."""
+        return [*self._messages, *self._pending]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The chain so far: the prompt, and what was drawn and told."""
+        return (*self._begun.tokens, *(int(t) for piece in self._pieces for t in piece.tokens))
+
+    @property
+    def visuals(self) -> tuple[Visual, ...]:
+        """The images and videos of the chain so far, in the order of their placeholder tokens."""
+        return (*self._begun.visuals, *(v for piece in self._pieces for v in piece.visuals))
+
+    @property
+    def _begun(self) -> Stretch:
+        """What the chain begins with."""
+        if self._opening is not None:
+            return self._opening
+        return Stretch(self.prompt.tokens, self.prompt.visuals) if self._is_first else Stretch()
+
+    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Answer:
+        """Draw the policy's next turn.
+
+        Args:
+            max_tokens: of this turn at most; None: `limits.turn_tokens`.
+            stop: texts that end the turn, besides the model's stop tokens.
+
+        Returns:
+            The turn, taken apart.
+
+        Raises:
+            EpisodeEnd: a limit is reached, or a tool ended the episode; an agent lets it pass.
+            BrokenEpisode: a turn is being drawn already, or the prompt is too long.
+        """
+        self._check_ready()
+        told = self._told()
+        if self._opening is None:
+            self._opening = self._opened()
+        room = self._room(told, max_tokens)
+        await self._add_turn(told, room, tuple(stop))
+        assert self._last is not None, "it is drawn"
+        return self._last
+
+    async def generate_after(
+        self,
+        tokens: Sequence[int],
+        *,
+        visuals: tuple[Visual, ...] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Completion:
+        """Draw the policy's next turn after exactly these tokens.
+
+        Args:
+            tokens: the chain so far, and what is told after it. Before its first turn, a prompt of
+                the agent's own making.
+            visuals: images and videos of all these tokens, in the order of their placeholders.
+            max_tokens: as in `generate`.
+            stop: as in `generate`.
+
+        Returns:
+            The turn, as it was sampled.
+
+        Raises:
+            EpisodeEnd: as in `generate`.
+            BrokenEpisode: as in `generate`; the tokens do not go on from the stream.
+        """
+        self._check_ready()
+        if self._pending:
+            raise BrokenEpisode(
+                f"chat.generate_after: got {len(self._pending)} appended messages, which tokens "
+                "can't be told after; expected none"
+            )
+        given = Stretch(tuple(map(int, tokens)), visuals)
+        told = Stretch()
+        if self._last is not None:
+            told = given.beyond(Stretch(self.tokens, self.visuals), self.tokenizer)
+        if self._opening is None:
+            if self._is_first:
+                check_prompt(given, self.limits, "as the agent wrote it")
+            self._opening = given
+        room = self._room(told, max_tokens)
+        unread = told if self._is_first or self._messages else self._opening
+        if unread.tokens:
+            text = text_decoder(self.tokenizer, skip_special_tokens=False)(unread.tokens)
+            self._messages.append({"role": "user", "content": text, "as_tokens": True})
+        return await self._add_turn(told, room, tuple(stop))
+
+    async def _add_turn(self, told: Stretch, room: int, stop: tuple[str, ...]) -> Completion:
+        """Tell tokens and draw a turn; what was appended is told with them."""
+        assert self._opening is not None, "it is opened"
+        if self._number is None:
+            self._number = self._log.begin_chain(self._opening, self._messages)
+        if told.tokens:
+            self._add_piece(EpisodePiece.told(told.tokens, visuals=told.visuals))
+        self._messages += self._pending
+        self._pending, before = [], self.tokens
+        completion = await self._draw(before, room, stop)
+        self._add_piece(EpisodePiece(*completion[:3], drawn=True))
+        self._stopped_by = completion.stopped_by
+        parsed = self._template.parse(completion.tokens.tolist(), prompt=before)
+        self._last = Answer(*parsed, completion.finish)
+        self._messages.append(self._template.message(parsed))
+        self._log.end_turn(self._number, completion, self._last.text.strip())
+        return completion
+
+    def _add_piece(self, piece: EpisodePiece) -> None:
+        assert self._number is not None, "the chain has begun"
+        self._pieces.append(piece)
+        self._log.pieces.append(piece._replace(chain=self._number))
+
+    def append(self, messages: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str) -> None:
+        """Tell the policy what others say; it is in the stream once the next turn is drawn.
+
+        Args:
+            messages: one or several, with `role` and `content`: a text, or a list of parts
+                `{"type": "text", "text": …}` and `{"type": "image", "image": …}`, whose images are
+                in any form of `data.visuals.pictures.read_picture` but that of a path; videos
+                likewise. A text alone is a user's message.
+
+        Raises:
+            BrokenEpisode: an image can't be read, or not by this policy.
+        """
+        if isinstance(messages, str):
+            messages = {"role": "user", "content": messages}
+        several = [messages] if isinstance(messages, Mapping) else messages
+        limit = self.limits.observation_tokens
+        self._pending += [self.contents.take(message, limit) for message in several]
+
+    def reward(self, value: Any, *, turn: int | None = None) -> None:
+        """Add to the reward of a turn.
+
+        Args:
+            value: a finite number, of Python, numpy or torch.
+            turn: its number, from 0; None is the newest one.
+
+        Raises:
+            BrokenEpisode: there is no such turn, or the value is not finite.
+        """
+        number = self.turn - 1 if turn is None else turn
+        added = finite_number(value)
+        if not 0 <= number < self.turn or added is None:
+            raise BrokenEpisode(
+                f"chat.reward: got {short_repr(value)} for turn {number}, expected a finite number "
+                f"(float32) for one of the {self.turn} turns sampled so far"
+            )
+        self._log.rewards[number] += added
+
+    def end(self, reason: str = "end") -> None:
+        """End the episode: no further turn is drawn."""
+        self._log.end = self._log.end or reason
+
+    def ended(self, reason: str) -> EpisodeEnd:
+        """End the episode, and return what tells its agent."""
+        self.end(reason)
+        return EpisodeEnd(self._log.end)
+
+    def add_chain(self, opening: Stretch, turns: Sequence[ChainTurn]) -> None:
+        """Add a chain that was drawn elsewhere, as by the gateway."""
+        self._log.add_chain(opening, turns)
+
+    def episode(self, seconds: float, error: str | None = None) -> Episode:
+        """Return what has been drawn and told."""
+        begun = Stretch(self.tokens, self.visuals)
+        return self._log.episode(begun, self._messages, seconds, error)
+
+    def _check_ready(self) -> None:
+        if self._log.is_generating:
+            raise BrokenEpisode(
+                "chat.generate: got a second call while a turn is drawn, expected one at a "
+                "time, in all chains"
+            )
+        if self._log.end:
+            raise EpisodeEnd(self._log.end)
+        if self.turn >= self.limits.turns:
+            raise self.ended("turns")
+
+    def _room(self, told: Stretch, max_tokens: int | None) -> int:
+        """Return how many tokens a turn may have after what is told.
+
+        Raises:
+            EpisodeEnd: none, or the chain has no room for images that are told.
+        """
+        left, limits = self.left, self.limits
+        most = limits.turn_tokens if max_tokens is None else max_tokens
+        room = min(left - len(told.tokens), left if most is None else most)
+        shown = Stretch(visuals=(*self.visuals, *told.visuals)).visual_tokens
+        if room < 1 or (limits.visual_tokens is not None and shown > limits.visual_tokens):
+            raise self.ended("length")
+        return room
+
+    def _told(self) -> Stretch:
+        """Return the tokens between the last turn and the next one.
+
+        Raises:
+            BrokenEpisode: there is nothing to tell.
+        """
+        if self._last is None:
+            return Stretch()
+        if not self._pending:
+            raise BrokenEpisode(
+                "chat.generate: got a second call with nothing told since the last turn, expected "
+                "chat.append in between"
+            )
+        stop = self._stopped_by if isinstance(self._stopped_by, int) else None
+        tokens = self._template.following(
+            self._pending, calls=self._last.calls, closed=stop is not None, stop=stop
+        )
+        return self._shown(tokens, self._pending)
+
+    def _shown(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Stretch:
+        """Return what a template has written for messages, with the tokens of their images."""
+        visuals = self.contents.visuals(messages)
+        return Stretch(tuple(self.contents.expand(tokens, visuals)), visuals)
+
+    def _opened(self) -> Stretch:
+        """Return the chain's prompt, with what the environment says first.
+
+        Only what it has of the row's prompt may hold special tokens: the rest is of others.
+
+        Raises:
+            BrokenEpisode: its tokens are too many, or a chain begins with nothing.
+        """
+        if self._is_first and not self._pending:
+            return self._begun
+        if not self.messages:
+            raise BrokenEpisode(
+                "chat.generate: got a new chain without messages, expected some from chat.new or "
+                "chat.append"
+            )
+        pairs = zip(self._messages, self.prompt.messages, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == dict(pair[1]), pairs))
+        tokens = self._template.opening(self.messages[:same], told=self.messages[same:])
+        opening = self._shown(tokens, self.messages)
+        if self._is_first:
+            check_prompt(opening, self.limits, "with what the environment says first")
+        return opening
+
+    async def _draw(self, stream: tuple[int, ...], room: int, stop: tuple[str, ...]) -> Completion:
+        sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
+        seed = turn_seed(self.seed, self.turn)
+        request = Request(stream, sampling, seed, visuals=self.visuals)
+        self._log.is_generating = True
+        try:
+            return await self._generate(request)
+        finally:
+            self._log.is_generating = False
+
+
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts of text and images."""
+
+
+class Tools:
+    """The tools of an episode.
+
+    Args:
+        chat: of the episode; rewards and what a tool ends go there.
+        session: runs them.
+        schemas: of all tools, as the model is told of them.
+    """
+
+    def __init__(self, chat: Chat, session: Session, schemas: Sequence[dict[str, Any]]) -> None:
+        """Run nothing yet."""
+        self._chat, self._session, self.schemas = chat, session, schemas
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        """Run the calls of one turn side by side.
+
+        A call that fails is answered with what went wrong, as the model's next turn may be better.
+
+        Args:
+            calls: of a turn.
+
+        Returns:
+            A message for each call, in their order.
+
+        Raises:
+            BrokenEpisode: the infrastructure of a tool failed, after all retries.
+        """
+        limit = self._chat.limits.parallel_calls
+        results = await asyncio.gather(*(self._session.call(call) for call in calls[:limit]))
+        messages = []
+        for call, result in zip(calls, results, strict=False):
+            record(self._chat, result)
+            content = await self._chat.contents.ready(result.content)
+            messages.append(tool_message(call, content))
+        refused = f"error: at most {limit} calls are allowed in one turn, got {len(calls)}"
+        return messages + [tool_message(call, refused) for call in calls[limit:]]
+
+
+class EpisodeEnvironment:
+    """The environment of an episode.
+
+    Args:
+        chat: of the episode; rewards, the score and the end go there.
+        session: runs it.
+    """
+
+    def __init__(self, chat: Chat, session: Session) -> None:
+        """Begin nothing yet."""
+        self._chat, self._session = chat, session
+
+    async def begin(self) -> Content:
+        """Start the environment; return what it says first, which may be nothing.
+
+        Returns:
+            A text, or where it shows images the parts of a message.
+
+        Raises:
+            BrokenEpisode: it failed.
+        """
+        return await self._step(None)
+
+    async def step(self, answer: str) -> Content:
+        """Tell the environment a turn of the policy; return what it says.
+
+        Where it has ended, the chat draws no further turn.
+
+        Raises:
+            BrokenEpisode: it failed.
+        """
+        return await self._step(answer)
+
+    async def _step(self, answer: str | None) -> Content:
+        result = await self._session.step(answer)
+        record(self._chat, result)
+        if result.score is not None:
+            self._chat.score = result.score
+        return await self._chat.contents.ready(result.content)
+
+
+def record(chat: Chat, result: ToolResult) -> None:
+    """Note in an episode what came of a call.
+
+    Raises:
+        BrokenEpisode: infrastructure failed.
+    """
+    chat.tool_records.append(ToolRecord(result.name, result.failure, result.seconds))
+    if result.failure == "broken":
+        raise BrokenEpisode(f"{result.name}: {result.text}")
+    if result.reward:
+        chat.reward(result.reward)
+    if result.end:
+        chat.end()
+
+
+def record_end(chat: Chat, result: ToolResult) -> None:
+    """Note in an episode the rewards that its tools have at its end.
+
+    Raises:
+        BrokenEpisode: infrastructure failed.
+    """
+    if result.reward or result.failure is not None:
+        record(chat, result._replace(end=False))
+
+
+def tool_message(call: ToolCall, content: Content) -> dict[str, Any]:
+    """Return what a tool says as the message of a chat.
+
+    >>> tool_message(ToolCall("add", {}, "call_0"), "3")
+    {'role': 'tool', 'name': 'add', 'tool_call_id': 'call_0', 'content': '3'}
+    """
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}

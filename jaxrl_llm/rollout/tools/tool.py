@@ -1,0 +1,649 @@
+"""Tools: functions that a model calls, their schemas, arguments and results."""
+
+import base64
+import enum
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
+from jaxrl_llm.config.functions import (
+    FunctionSpec,
+    closest,
+    find_function,
+    load_function,
+    split_name,
+)
+
+INJECTED = ("state", "row", "rng", "seconds")
+"""Names of parameters that are passed by the trainer, and hidden from the model."""
+
+SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+CONTAINERS = {list: "array", tuple: "array", dict: "object"}
+NAMES = SCALARS | CONTAINERS
+SECTION = re.compile(r"\s*(Args|Returns|Raises):\s*")
+ENTRY = re.compile(r"([ \t]*)(\w+)(?:[ \t]*\([^()]*\))?:(.*)")
+CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+
+
+class ArgumentsError(ValueError):
+    """A model's arguments do not fit a tool; the message is for the model."""
+
+
+def tool_schema(
+    function: Callable[..., Any], name: str, *, hidden: Collection[str] = (), key: str
+) -> dict[str, Any]:
+    """Return what OpenAI's format says of a tool, as `transformers.utils.get_json_schema` does.
+
+    The parameters need type annotations, and the docstring, in Google's style, has to describe each
+    of them. The differences: parameters of `INJECTED`, `hidden` ones and those that can only be
+    given by keyword, which are a config's, are left out; `*args`, `**kwargs` and parameters that
+    can't be given by keyword are refused; a heading of the docstring stands on a line of its own.
+
+    Args:
+        function: the tool.
+        name: by which the model calls it.
+        hidden: parameters that the config gives.
+        key: of the config, for messages.
+
+    Raises:
+        ConfigError: the signature or the docstring lacks something.
+
+    >>> def double(x: int):
+    ...     '''Double a number.
+    ...
+    ...     Args:
+    ...         x: the number.
+    ...     '''
+    >>> tool_schema(double, "double", key="rollout.tools")["function"]["parameters"]["properties"]
+    {'x': {'type': 'integer', 'description': 'the number.'}}
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{key}: {name!r} is no name for a tool; define it with def")
+    documentation = (inspect.getdoc(function) or "").strip()
+    if not documentation:
+        raise ConfigError(f"{key}: tool {name!r} has no docstring, which is told to the model")
+    description, described, returns = parse_docstring(documentation)
+    visible = _visible_parameters(function, name, hidden, key)
+    hints = _type_hints(function, visible, name, key)
+    properties = {}
+    for parameter in visible:
+        if parameter not in described:
+            raise ConfigError(
+                f"{key}: the docstring of tool {name!r} does not describe its parameter"
+                f" {parameter!r}; add it below 'Args:'"
+            )
+        try:
+            properties[parameter] = type_schema(hints[parameter])
+        except TypeError as error:
+            raise ConfigError(f"{key}: parameter {parameter!r} of tool {name!r}: {error}") from None
+        properties[parameter] |= _described(described[parameter])
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    required = [n for n, p in visible.items() if p.default is p.empty]
+    if required:
+        parameters["required"] = required
+    schema = {"name": name, "description": description, "parameters": parameters}
+    with suppress(TypeError, KeyError):  # a type that JSON does not have is not told
+        schema["return"] = type_schema(hints["return"]) | (
+            {"description": returns} if returns is not None else {}
+        )
+    return {"type": "function", "function": schema}
+
+
+def injected_names(function: Callable[..., Any], names: Collection[str] = INJECTED) -> list[str]:
+    """Return which of the names a function asks for.
+
+    >>> injected_names(lambda query, rng: None)
+    ['rng']
+    """
+    try:
+        return [n for n in inspect.signature(function).parameters if n in names]
+    except ValueError:  # a builtin without a signature
+        return []
+
+
+def _visible_parameters(
+    function: Callable[..., Any], name: str, hidden: Collection[str], key: str
+) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:
+        raise ConfigError(f"{key}: tool {name!r} has no signature: {error}") from error
+    visible = {n: p for n, p in parameters.items() if n not in hidden and n not in INJECTED}
+    for parameter in list(visible.values()):
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty:
+            del visible[parameter.name]
+            continue
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise ConfigError(f"{key}: tool {name!r} takes {parameter}, which a model can't give")
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(
+                f"{key}: parameter {parameter.name!r} of tool {name!r} has no type; "
+                f"write {parameter.name}: str, or whatever it is"
+            )
+    return visible
+
+
+def _type_hints(
+    function: Callable[..., Any], visible: Collection[str], name: str, key: str
+) -> dict[str, Any]:
+    function = _innermost(function)
+    owner = function if inspect.isroutine(function) else type(function).__call__
+    annotations = {
+        n: a for n, a in inspect.get_annotations(owner).items() if n in visible or n == "return"
+    }
+    stub = types.SimpleNamespace(__annotations__=annotations)
+    try:
+        return typing.get_type_hints(stub, getattr(owner, "__globals__", {}))
+    except NameError as error:
+        raise ConfigError(f"{key}: a type in the signature of tool {name!r}: {error}") from error
+
+
+def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)
+
+
+def _described(description: str) -> dict[str, Any]:
+    """Return the description, and the values that it lists as `(choices: [...])` at its end."""
+    choices = CHOICES.search(description)
+    if choices is None:
+        return {"description": description}
+    values = json.loads(choices[1])
+    return {
+        "enum": [value.strip() if isinstance(value, str) else value for value in values],
+        "description": description[: choices.start()].strip(),
+    }
+
+
+def type_schema(annotation: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type.
+
+    Raises:
+        TypeError: JSON has no such type.
+
+    >>> type_schema(list[int] | None)
+    {'type': 'array', 'items': {'type': 'integer'}, 'nullable': True}
+    """
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return {}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return _values_schema([member.value for member in annotation], annotation)
+    if origin in (typing.Union, types.UnionType):
+        return _union_schema(inner)
+    if origin is typing.Literal:
+        return _values_schema(list(inner), annotation)
+    plain = (origin or annotation) if not inner else None  # typing.List is a list of anything
+    if isinstance(plain, type) and plain in NAMES:
+        return {"type": NAMES[plain]}
+    if inner and origin in CONTAINERS:
+        return _container_schema(origin, inner, annotation)
+    raise _no_type(annotation)
+
+
+def _container_schema(kind: type, inner: Sequence[Any], annotation: Any) -> dict[str, Any]:
+    if kind is list:
+        return {"type": "array", "items": type_schema(inner[0])}
+    if kind is dict:
+        return {"type": "object", "additionalProperties": type_schema(inner[1])}
+    if len(inner) > 1 and ... not in inner:
+        return {"type": "array", "prefixItems": [type_schema(each) for each in inner]}
+    raise _no_type(annotation)
+
+
+def _no_type(annotation: Any) -> TypeError:
+    return TypeError(
+        f"got the type {annotation!r}, expected str, int, float, bool, Literal, an Enum, or a list,"
+        " tuple of several, dict or union of these"
+    )
+
+
+def _values_schema(values: list[Any], annotation: Any) -> dict[str, Any]:
+    if not values or any(type(value) not in SCALARS for value in values):
+        raise TypeError(f"got {annotation!r}, expected values of types that JSON has")
+    kinds = list(dict.fromkeys(SCALARS[type(value)] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+
+
+def _union_schema(kinds: Sequence[Any]) -> dict[str, Any]:
+    options = [type_schema(kind) for kind in kinds if kind is not type(None)]
+    nullable = {"nullable": True} if type(None) in kinds else {}
+    if len(options) == 1:
+        return options[0] | nullable
+    if any(option.keys() != {"type"} or not isinstance(option["type"], str) for option in options):
+        return {"anyOf": options} | nullable
+    names = sorted({option["type"] for option in options})
+    return {"type": names[0] if len(names) == 1 else names} | nullable
+
+
+def parse_docstring(documentation: str) -> tuple[str, dict[str, str], str | None]:
+    """Return a Google docstring's description, what it says of each parameter, and of the result.
+
+    >>> parse_docstring("Add.\\n\\nArgs:\\n    x: one\\n        number.\\nReturns:\\n    the sum")
+    ('Add.', {'x': 'one number.'}, 'the sum')
+    """
+    sections: dict[str, list[str]] = {"": []}
+    current = ""
+    for line in inspect.cleandoc(documentation).splitlines():
+        heading = SECTION.fullmatch(line)
+        if heading and heading[1] not in sections:
+            current = heading[1]
+            sections[current] = []
+        else:
+            sections[current].append(line)
+    described: dict[str, list[str]] = {}
+    margin, entry = None, None
+    for line in sections.get("Args", []):
+        match = ENTRY.fullmatch(line)
+        if match and (margin is None or len(match[1]) <= margin):
+            margin, entry = len(match[1]), match[2]
+            described[entry] = [match[3].strip()]
+        elif entry is not None and line.strip():
+            described[entry].append(line.strip())
+    texts = {name: " ".join(lines).strip() for name, lines in described.items()}
+    returns = "\n".join(sections["Returns"]).strip() if "Returns" in sections else None
+    return "\n".join(sections[""]).strip(), texts, returns
+
+
+def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments in the types of a tool's schema.
+
+    Numbers and booleans may be written as texts, as some formats of calls have nothing else, and
+    whole numbers as 2.0.
+
+    Args:
+        schema: of `tool_schema`.
+        arguments: by name.
+
+    Raises:
+        ArgumentsError: one is unknown, missing or of another type.
+
+    >>> properties = {"x": {"type": "integer"}}
+    >>> schema = {"function": {"name": "f", "parameters": {"properties": properties}}}
+    >>> check_arguments(schema, {"x": "2"})
+    {'x': 2}
+    >>> check_arguments(schema, {"x": "two"})
+    Traceback (most recent call last):
+    jaxrl_llm.rollout.tools.tool.ArgumentsError: f: 'x': expected integer, got "two"
+    """
+    name, parameters = schema["function"]["name"], schema["function"]["parameters"]
+    properties = parameters["properties"]
+    for argument in arguments:
+        if argument not in properties:
+            raise ArgumentsError(f"{name} takes no {argument!r}; {closest(argument, properties)}")
+    missing = [n for n in parameters.get("required", []) if n not in arguments]
+    if missing:
+        raise ArgumentsError(f"{name} needs a value for {', '.join(missing)}")
+    return {
+        argument: _checked(properties[argument], value, f"{name}: {argument!r}")
+        for argument, value in arguments.items()
+    }
+
+
+def _checked(schema: Mapping[str, Any], value: Any, where: str) -> Any:
+    if value is None and schema.get("nullable"):
+        return None
+    if "enum" in schema:
+        for choice in schema["enum"]:
+            if type(choice) is type(value) and choice == value:
+                return value
+        raise _mismatch(where, f"one of {_shown(schema['enum'], 1000)}", value)
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    options = schema.get("anyOf") or [{**schema, "type": kind} for kind in kinds]
+    if not options:  # any type
+        return value
+    for convert in (False, True):
+        for option in options:
+            with suppress(ArgumentsError):
+                if "anyOf" in schema:
+                    return _checked(option, value, where)
+                return _as_kind(option, value, where, convert=convert)
+    if len(options) == 1:
+        return _as_kind(options[0], value, where, convert=True)
+    named = [str(option.get("type", "any")) for option in options]
+    raise _mismatch(where, " or ".join(named), value)
+
+
+def _as_kind(schema: Mapping[str, Any], value: Any, where: str, *, convert: bool) -> Any:
+    """Return a value as one type of JSON."""
+    kind = schema["type"]
+    own = type(value)
+    if kind == "array" and own is list:
+        prefix = schema.get("prefixItems")
+        if prefix is not None and len(prefix) != len(value):
+            raise _mismatch(where, f"{len(prefix)} values", value)
+        items = prefix or [_inner(schema, "items")] * len(value)
+        return [_checked(s, v, where) for s, v in zip(items, value, strict=True)]
+    if kind == "object" and own is dict:
+        inner = _inner(schema, "additionalProperties")
+        return {name: _checked(inner, v, where) for name, v in value.items()}
+    plain = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
+    if own is plain.get(kind):
+        return value
+    if kind == "number" and own is int:
+        with suppress(OverflowError):
+            return float(value)
+    if convert and kind == "integer" and own is float and value.is_integer():
+        return int(value)
+    if convert and own is str and kind in ("integer", "number"):
+        with suppress(ValueError):
+            return plain[kind](value)
+    if convert and kind == "boolean" and own is str and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise _mismatch(where, kind, value)
+
+
+def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    inner = schema.get(key)
+    return inner if isinstance(inner, Mapping) else {}  # a schema may also be true or false
+
+
+def _mismatch(where: str, expected: str, value: Any) -> ArgumentsError:
+    return ArgumentsError(f"{where}: expected {expected}, got {_shown(value, 100)}")
+
+
+def _shown(value: Any, limit: int) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def restore_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return checked arguments as a function expects them: members of Enums, tuples.
+
+    >>> def f(x: tuple[int, int]): ...
+    >>> restore_types(f, {"x": [1, 2]})
+    {'x': (1, 2)}
+    """
+    hints = _type_hints(function, arguments.keys(), "", "")
+    return {n: _restored(hints[n], v) if n in hints else v for n, v in arguments.items()}
+
+
+def _restored(annotation: Any, value: Any) -> Any:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return annotation(value)
+    if origin in (typing.Union, types.UnionType):
+        for option in inner:
+            restored = value
+            with suppress(ValueError):
+                restored = _restored(option, value)
+            if restored is not value:
+                return restored
+    if isinstance(value, list) and (origin or annotation) is list and inner:
+        return [_restored(inner[0], v) for v in value]
+    if isinstance(value, list) and (origin or annotation) is tuple:
+        kinds = inner or [Any] * len(value)
+        return tuple(_restored(kind, v) for kind, v in zip(kinds, value, strict=False))
+    if isinstance(value, dict) and origin is dict:
+        return {name: _restored(inner[1], v) for name, v in value.items()}
+    return value
+
+
+TOOLS_MODULE = "jaxrl_llm.rollout.tools.builtin"
+ENVIRONMENTS_MODULE = "jaxrl_llm.rollout.agents.environments"
+TOOLS_KEY, ENVIRONMENT_KEY = "rollout.tools", "rollout.environment"
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+ENVIRONMENT_NAMES = (*INJECTED, "ground_truth", "extra_info", "data_source")
+"""Names of an environment's parameters that are passed by the trainer."""
+
+
+class LoadedTool(NamedTuple):
+    """A tool that a config names.
+
+    Attributes:
+        name: by which the model calls it.
+        definition: the function itself, from which a model is told.
+        function: with the config's keywords bound.
+        is_fixture: whether it is opened for each episode, and yields the function to call.
+        is_async: whether it runs in the trainer's event loop.
+        injected: which of the reserved names it asks for.
+        schema: what the model is told; None: what `definition` says.
+        ends: whether the function that is yielded has an `end`, see `ToolsetTool`.
+    """
+
+    name: str
+    definition: Callable[..., Any]
+    function: Callable[..., Any]
+    is_fixture: bool
+    is_async: bool
+    injected: tuple[str, ...]
+    schema: dict[str, Any] | None = None
+    ends: bool = False
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether its calls depend on earlier ones of the episode."""
+        return self.is_fixture or "state" in self.injected
+
+
+class ToolsetTool(NamedTuple):
+    """A tool of those that one function of a config gives, see `toolset`.
+
+    Attributes:
+        schema: what the model is told, in OpenAI's format.
+        open: a generator function, opened for each episode, that yields the function to call.
+        ends: whether the attribute `end` of that function is called at the end of an episode; it
+            returns what is added to the reward of the last turn.
+    """
+
+    schema: dict[str, Any]
+    open: Callable[..., Generator[Callable[..., Any], None, None]]
+    ends: bool = False
+
+
+def toolset(function: Callable[..., list[ToolsetTool]]) -> Callable[..., list[ToolsetTool]]:
+    """Mark a function that gives tools: it is called with the config's keywords."""
+    function.is_toolset = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def prepared_by(prepare: Callable[..., None]) -> Callable[[Tool], Tool]:
+    """Have something done once before workers start: it is called with the config's keywords."""
+
+    def mark(tool: Tool) -> Tool:
+        tool.prepare = prepare  # pyright: ignore[reportFunctionMemberAccess]
+        return tool
+
+    return mark
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[Tool], Tool]:
+    """Have something checked before anything is loaded: it is called as the tool is opened."""
+
+    def mark(tool: Tool) -> Tool:
+        tool.check = check  # pyright: ignore[reportFunctionMemberAccess]
+        return tool
+
+    return mark
+
+
+def check_tool(spec: FunctionSpec, seconds: float) -> None:
+    """Refuse a tool that this machine can't have; most need nothing of it.
+
+    Args:
+        spec: names the tool.
+        seconds: that a call may take.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    check = getattr(find_function(spec, TOOLS_MODULE, key=TOOLS_KEY), "check", None)
+    if check is None:
+        return
+    try:
+        check(seconds, **spec.kwargs)
+    except (ConfigError, TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{TOOLS_KEY}: {spec.fn}: {error}") from error
+
+
+def prepare_tool(spec: FunctionSpec) -> None:
+    """Do what a tool needs once, before workers start; most need nothing.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    prepare = getattr(find_function(spec, TOOLS_MODULE, key=TOOLS_KEY), "prepare", None)
+    if prepare is not None:
+        with config_errors_at(f"{TOOLS_KEY}: {spec.fn}"):
+            prepare(**spec.kwargs)
+
+
+def load_tools(spec: FunctionSpec) -> list[LoadedTool]:
+    """Return the tools that an entry of a config gives: one, or those of a toolset.
+
+    Raises:
+        ConfigError: as for `load_tool`; a toolset can't give its tools.
+
+    >>> [tool.name for tool in load_tools(FunctionSpec("calculator"))]
+    ['calculator']
+    """
+    if not hasattr(find_function(spec, TOOLS_MODULE, key=TOOLS_KEY), "is_toolset"):
+        return [load_tool(spec)]
+    bound = load_function(spec, TOOLS_MODULE, key=TOOLS_KEY)
+    with config_errors_at(TOOLS_KEY):
+        given = bound()
+    return [
+        LoadedTool(
+            *(tool.schema["function"]["name"], tool.open, tool.open, True, False),
+            *(tuple(injected_names(tool.open)), tool.schema, tool.ends),
+        )
+        for tool in given
+    ]
+
+
+def load_tool(spec: FunctionSpec) -> LoadedTool:
+    """Return the tool that a config names.
+
+    Raises:
+        ConfigError: there is no such function, or it does not take its keywords.
+
+    >>> load_tool(FunctionSpec("calculator")).is_stateful
+    False
+    """
+    function = find_function(spec, TOOLS_MODULE, key=TOOLS_KEY)
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:
+        raise ConfigError(f"{TOOLS_KEY}: {spec.fn!r} has no signature: {error}") from error
+    is_fixture = is_generator_function(function)
+    if inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{TOOLS_KEY}: {spec.fn!r} is an async generator; expected a plain def")
+    by_model = [
+        name
+        for name, p in parameters.items()
+        if name in INJECTED or (p.kind is not p.KEYWORD_ONLY and name not in spec.kwargs)
+    ]
+    bound = load_function(
+        spec, TOOLS_MODULE, passed=INJECTED if is_fixture else by_model, key=TOOLS_KEY
+    )
+    call = function if inspect.isroutine(function) else type(function).__call__
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    name, injected = split_name(spec.fn)[1], tuple(injected_names(function))
+    return LoadedTool(name, function, bound, is_fixture, is_async, injected)
+
+
+def is_generator_function(function: Callable[..., Any]) -> bool:
+    """Return whether a function is a generator function, below its decorators.
+
+    >>> @functools.cache
+    ... def count():
+    ...     yield 1
+    >>> is_generator_function(functools.partial(count))
+    True
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.isgeneratorfunction(inspect.unwrap(function))
+
+
+def load_environment(spec: FunctionSpec) -> Callable[..., Generator[Any, str, Any]]:
+    """Return the environment that a config names, its keywords bound.
+
+    Raises:
+        ConfigError: there is no such generator function, or it does not take its keywords.
+    """
+    function = load_function(
+        spec, ENVIRONMENTS_MODULE, passed=ENVIRONMENT_NAMES, key=ENVIRONMENT_KEY
+    )
+    if not is_generator_function(function):
+        raise ConfigError(
+            f"{ENVIRONMENT_KEY}: {spec.fn!r} is no generator function; expected a def with"
+            " answer = yield Observation(...)"
+        )
+    return function
+
+
+class ToolError(RunError):
+    """Tools can't be run at all: no worker starts, the pool is closed, a journal is wrong."""
+
+
+class ToolResult(NamedTuple):
+    """What came of one call, or of one step of an environment.
+
+    Attributes:
+        name: of the tool; `environment` for a step.
+        text: told to the model.
+        reward: added to the reward of the turn that is answered.
+        end: whether the episode ends here.
+        failure: None; `failed`, `timeout` or `died`, of which the model is told; `broken` where the
+            infrastructure failed, after all retries.
+        score: what an environment returned at its end.
+        seconds: that it took.
+        images: told with the text: for each the place in it, in characters and in rising order, and
+            the base64 of its file.
+    """
+
+    name: str
+    text: str
+    reward: float = 0.0
+    end: bool = False
+    failure: str | None = None
+    score: float | None = None
+    seconds: float = 0.0
+    images: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """What a message that tells it has as content: a text, or parts of text and images."""
+        return [*self._parts()] if self.images else self.text
+
+    def _parts(self) -> Iterator[dict[str, Any]]:
+        ends = [*(place for place, _ in self.images), len(self.text)]
+        start = 0
+        for end, image in zip(ends, [*self.images, None], strict=True):
+            if end > start:
+                yield {"type": "text", "text": self.text[start:end]}
+            if image is not None:
+                yield {"type": "image", "image": base64.b64decode(image[1])}
+            start = end
+
+
+def checked_images(value: Any) -> tuple[tuple[int, str], ...] | None:
+    """Return images as JSON has them in the form of `ToolResult`; None where they are none.
+
+    >>> checked_images([[0, "aGk="]]), checked_images([[2, "aGk="], [1, "aGk="]])
+    (((0, 'aGk='),), None)
+    """
+    if not isinstance(value, list) or not all(isinstance(item, list) for item in value):
+        return None
+    if any([type(part) for part in item] != [int, str] for item in value):
+        return None
+    places = [place for place, _ in value]
+    if places != sorted(places) or min(places, default=0) < 0:
+        return None
+    try:
+        for _, image in value:
+            base64.b64decode(image, validate=True)
+    except ValueError:
+        return None
+    return tuple((place, image) for place, image in value)
