@@ -8,7 +8,7 @@ from PIL import Image
 
 from jaxrl_llm.data import published
 from jaxrl_llm.data.prepare import DATASETS
-from jaxrl_llm.data.published import INSTRUCTION
+from jaxrl_llm.data.published import BOX_INSTRUCTION
 from jaxrl_llm.data.rows import read_rows, verl_rows, write_rows
 
 DRAWING = Image.new("RGB", (9, 7), (10, 200, 30))
@@ -45,7 +45,7 @@ def test_a_copy_of_the_hub_keeps_its_files(tmp_path):
     _, row = verl_rows([str(tmp_path / "out/train.parquet")])
     assert row == {
         "data_source": "hiyouga/geometry3k",
-        "prompt": [{"role": "user", "content": f"<image>Find $x$. {INSTRUCTION}"}],
+        "prompt": [{"role": "user", "content": f"<image>Find $x$. {BOX_INSTRUCTION}"}],
         "images": [{"bytes": PROBLEM["images"][0]["bytes"]}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": PROBLEM["answer"]},

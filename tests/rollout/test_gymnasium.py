@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rollout.agents.agents import environments
+from jaxrl_llm.rollout.agents import environments
 from tests.episodes import Scripted, picture, play, prompt, same
 
 gymnasium = pytest.importorskip("gymnasium")
