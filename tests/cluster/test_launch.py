@@ -166,7 +166,7 @@ def launched(monkeypatch):
 
         monkeypatch.setattr(launch, "ray_connection", lambda *_: contextlib.nullcontext())
         monkeypatch.setattr(launch, "running_job", running_job)
-        monkeypatch.setattr(launch, "watch", launch)
+        monkeypatch.setattr(launch, "watch", watch)
         monkeypatch.setattr("time.sleep", waits.append)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
         tree |= {"cluster": {"restarts": restarts, "backoff_s": 3}}
