@@ -46,7 +46,7 @@ class _ConfigErrors(type):
 
 
 @functools.cache
-def _texts_below_keys(module: str) -> dict[str, dict[str, str]]:
+def texts_below_keys(module: str) -> dict[str, dict[str, str]]:
     """Return the texts that stand below the keys of a module's classes, by class and key."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -54,10 +54,11 @@ def _texts_below_keys(module: str) -> dict[str, dict[str, str]]:
         return {}
     return {
         group.name: {
-            key.target.id: " ".join(text.value.value.split())
+            ast.unparse(key.target if isinstance(key, ast.AnnAssign) else key.targets[0]): " ".join(
+                text.value.value.split()
+            )
             for key, text in itertools.pairwise(group.body)
-            if isinstance(key, ast.AnnAssign)
-            and isinstance(key.target, ast.Name)
+            if isinstance(key, ast.AnnAssign | ast.Assign)
             and isinstance(text, ast.Expr)
             and isinstance(text.value, ast.Constant)
             and isinstance(text.value.value, str)
@@ -78,7 +79,7 @@ class Section(metaclass=_ConfigErrors):
 
     def __init_subclass__(cls) -> None:
         """Give each key the text below it as its description."""
-        for name, text in _texts_below_keys(cls.__module__).get(cls.__name__, {}).items():
+        for name, text in texts_below_keys(cls.__module__).get(cls.__name__, {}).items():
             annotated = Annotated[cls.__annotations__[name], Field(description=text)]
             cls.__annotations__[name] = annotated
 
