@@ -43,7 +43,7 @@ def config_main(
     if arguments is None:
         take_huge_pages()
     parser = _parser(program, about, cls, flags)
-    complete_words(parser, cls)
+    complete_words(parser)
     options = parser.parse_intermixed_args(arguments)
     config = None
     try:

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compile for this GPU, which need not be there, instead of for the CPU; implies --gpu",
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="keys to change")
-    complete_words(parser, TrainConfig)
+    complete_words(parser)
     options = parser.parse_intermixed_args(arguments)
     target = options.compile_for
     if target and options.gpu not in (None, target):

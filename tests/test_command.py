@@ -10,9 +10,6 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm import cli, command
-from jaxrl_llm.config.help import override_words
-from jaxrl_llm.config.load import describe
-from jaxrl_llm.config.programs import EvaluateConfig, SftConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "import sys; from jaxrl_llm.command import main; sys.exit(main())\n"
@@ -139,36 +136,12 @@ def test_configs_are_packaged_ones_and_files(complete, tmp_path):
     assert "recipes/dapo" in complete("jaxrl-llm train --config re")
 
 
-@pytest.mark.parametrize(
-    "before", ["--config quickstart", "--config quickstart seed=1", "seed=1 --config quickstart"]
-)
-def test_keys_are_completed_with_their_meaning_and_values(complete, before):
-    found = complete(f"jaxrl-llm train {before} model.dt")
-    meaning = next(m for key, _, m in describe(TrainConfig) if key == "model.dtype")
-    assert found == {"model.dtype=": meaning}
-    values = [*complete(f"jaxrl-llm train {before} algorithm.loss=ppo")]
-    assert values == ["algorithm.loss=ppo_clip"]
-
-
-def test_values_are_choices_flags_and_functions():
-    assert [*override_words(TrainConfig, "model.dtype=")] == [
-        "model.dtype=bfloat16",
-        "model.dtype=float32",
-    ]
-    assert [*override_words(SftConfig, "compilation_cache=t")] == ["compilation_cache=true"]
-    assert "reward.function=math" in override_words(EvaluateConfig, "reward.function=")
-    assert override_words(TrainConfig, "no.such.key=") == {}
-    words = override_words(TrainConfig, "")
-    assert {"steps=", "rollout.vllm.sidecars=", "cluster.address="} <= words.keys()
-    assert not {"rollout=", "rollout.vllm=", "cluster=", "base="} & words.keys(), "are groups"
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_after_what_is_printed_for_it(installed, tmp_path):
     script = """
         eval "$(jaxrl-llm completion bash)"
         complete -p jaxrl-llm
-        COMP_LINE="jaxrl-llm train --config quickstart algorithm.advantage=grpo_p"
+        COMP_LINE="jaxrl-llm train --config recipes/dap"
         COMP_POINT=${#COMP_LINE} COMP_TYPE=9
         _python_argcomplete jaxrl-llm
         echo "${COMPREPLY[@]}"
@@ -179,7 +152,7 @@ def test_bash_completes_after_what_is_printed_for_it(installed, tmp_path):
     )
     registered, completed = done.stdout.splitlines()
     assert registered.endswith("-F _python_argcomplete jaxrl-llm")
-    assert completed.strip() == "grpo_pass_at_k"
+    assert completed.strip() == "recipes/dapo"
 
 
 @pytest.mark.parametrize("shell", command.SHELLS)

@@ -46,7 +46,7 @@ class _ConfigErrors(type):
 
 
 @functools.cache
-def _texts_below_keys(module: str) -> dict[str, dict[str, str]]:
+def texts_below_keys(module: str) -> dict[str, dict[str, str]]:
     """Return the texts that stand below the keys of a module's classes, by class and key."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -54,10 +54,11 @@ def _texts_below_keys(module: str) -> dict[str, dict[str, str]]:
         return {}
     return {
         group.name: {
-            key.target.id: " ".join(text.value.value.split())
+            ast.unparse(key.target if isinstance(key, ast.AnnAssign) else key.targets[0]): " ".join(
+                text.value.value.split()
+            )
             for key, text in itertools.pairwise(group.body)
-            if isinstance(key, ast.AnnAssign)
-            and isinstance(key.target, ast.Name)
+            if isinstance(key, ast.AnnAssign | ast.Assign)
             and isinstance(text, ast.Expr)
             and isinstance(text.value, ast.Constant)
             and isinstance(text.value.value, str)
@@ -78,7 +79,7 @@ class Section(metaclass=_ConfigErrors):
 
     def __init_subclass__(cls) -> None:
         """Give each key the text below it as its description."""
-        for name, text in _texts_below_keys(cls.__module__).get(cls.__name__, {}).items():
+        for name, text in texts_below_keys(cls.__module__).get(cls.__name__, {}).items():
             annotated = Annotated[cls.__annotations__[name], Field(description=text)]
             cls.__annotations__[name] = annotated
 
@@ -258,8 +259,7 @@ def _lines(cls: type[Any], error: Mapping[str, Any], prefix: str) -> list[str]:
     group = _group(cls, path[:-1])
     field = group.__pydantic_fields__.get(path[-1])
     if kind == "unexpected_keyword_argument" or field is None:
-        unknown = f"unknown key {name!r}; {closest(path[-1], group.__pydantic_fields__)}"
-        return [renamed(name) or unknown]
+        return [f"unknown key {name!r}; {closest(path[-1], group.__pydantic_fields__)}"]
     if kind == "missing":
         return [f"{name} is missing: {field.description}"]
     return [f"{name}: expected {_expected(error, field.annotation)}, got {_shown(error['input'])}"]
@@ -287,56 +287,3 @@ def _shown(value: Any) -> str:
         return "nothing"
     text, kind = repr(value), type(value).__name__
     return f"{text} ({kind})" if len(text) <= LONGEST else f"a {kind}"
-
-
-# Keys that have other names now: an old one is refused with the new one named. Only what an
-# earlier version has written, as a run's `config.yaml`, is read with them.
-
-
-RENAMED = {
-    "algorithm.bypass": "algorithm.use_rollout_logprobs",
-    "algorithm.keep": "algorithm.group_filter",
-    "algorithm.max_draws": "algorithm.max_generation_batches",
-    "cache_gb": "kv_cache_gb",
-    "data.template": "data.chat_template_kwargs",
-    "log.tensorboard": "log.trackers",
-    "log.wandb": "log.trackers",
-    "reward.model": "reward.classifier",
-    "reward.scorer": "reward.function",
-    "reward_model": "implicit_reward_model",
-    "rollout.cache_gb": "rollout.kv_cache_gb",
-    "rollout.slots": "rollout.max_running_sequences",
-    "rollout.vllm.options": "rollout.vllm.engine_args",
-    "slots": "max_running_sequences",
-    "template": "chat_template_kwargs",
-}
-"""New names by old ones."""
-
-
-def renamed(name: str) -> str | None:
-    """Return how an old key is refused, or None for a key that was never one.
-
-    >>> renamed("reward.scorer")
-    'reward.scorer was renamed to reward.function'
-    """
-    return f"{name} was renamed to {RENAMED[name]}" if name in RENAMED else None
-
-
-def with_new_names(tree: Any) -> Any:
-    """Return a nested mapping in which keys that were renamed have their new names.
-
-    >>> with_new_names({"seed": 1, "reward": {"scorer": "gsm8k"}})
-    {'seed': 1, 'reward': {'function': 'gsm8k'}}
-    """
-    return _with_new_names(tree, "")
-
-
-def _with_new_names(tree: Any, prefix: str) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    renewed = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        new = RENAMED[key].rpartition(".")[2] if key in RENAMED else name
-        renewed[new] = _with_new_names(value, f"{key}.")
-    return renewed

@@ -1,6 +1,6 @@
 """The whole configs of the programs, each with the rules between its keys."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -8,24 +8,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config import functions
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 from jaxrl_llm.config.load import load
-from jaxrl_llm.config.rules import (
-    COMPILATION_CACHE,
-    STALL_TIMEOUT,
-    adapter_has_a_kept_base,
-    adapter_is_new_or_given,
-    check,
-    images_are_seen,
-    longest_pair_of_answers_fits,
-    mix_is_of_a_refresh,
-    own_model_is_plain,
-    pairs_have_a_loss,
-    pairs_stand_alone,
-    profiled_steps_are_steps,
-    set_beside_own_model,
-)
 from jaxrl_llm.config.sections import (
     CACHE_GB,
     KV_CACHE_DTYPES,
@@ -68,6 +54,16 @@ from jaxrl_llm.config.sections import (
 Config = TypeVar("Config", bound=Section)
 
 
+def check(config: Any, *rules: Callable[[Any], Iterator[str]]) -> None:
+    """Apply all rules.
+
+    Raises:
+        ConfigError: a line for each contradiction.
+    """
+    if lines := [line for rule in rules for line in rule(config)]:
+        raise ConfigError(*lines)
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig(Section):
     """What all runs that train have: how long they are, and what they keep."""
@@ -81,9 +77,13 @@ class RunConfig(Section):
     epochs: int = Field(default=1, ge=1)
     """passes over the rows, where steps is null"""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    compilation_cache: bool = Field(default=True, description=COMPILATION_CACHE)
+    compilation_cache: bool = Field(default=True)
+    """keep compiled programs in ~/.cache/jaxrl_llm, for later runs, or of several processes in
+    run_dir; JAX_COMPILATION_CACHE_DIR names another folder, used in any case"""
     log: LogConfig = Field(default_factory=LogConfig)
-    stall_timeout_s: Number | None = Field(default=3600.0, gt=0, description=STALL_TIMEOUT)
+    stall_timeout_s: Number | None = Field(default=3600.0, gt=0)
+    """seconds without a step until the run counts as hung: it prints its stacks and ends, on a
+    cluster it restarts; must be long enough for the first step, with loading; null: never"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -142,37 +142,13 @@ class TrainConfig(RunConfig):
         """Refuse contradictions between keys."""
         check(
             self,
-            minibatches_divide_the_step,
-            longest_sequence_fits,
-            validation_samples_differ,
-            validation_has_data,
-            kl_is_in_loss_or_reward,
-            correction_has_something_to_correct,
-            filtered_runs_have_steps,
-            profiled_steps_are_steps,
-            adapter_is_new_or_given,
-            adapter_has_a_kept_base,
-            own_model_is_plain,
+            step_is_possible,
+            run_is_possible,
             images_are_seen,
-            own_model_has_the_native_engine,
-            something_scores,
-            components_are_reported,
-            vllm_keys_have_vllm,
-            float8_of_vllm_has_bfloat16,
-            cache_is_of_the_engine,
-            sidecars_share_evenly,
-            launch_commands_fit,
-            engines_have_nodes,
-            devices_are_of_engines,
-            sidecars_fit_devices,
-            reward_tasks_divide,
+            engine_is_possible,
             cluster_can_train,
-            stale_answers_are_corrected,
-            stale_answers_have_their_engine,
-            schedules_are_of_stale_answers,
-            pairs_have_a_loss,
-            pairs_stand_alone,
-            longest_pair_of_answers_fits,
+            stale_answers_are_possible,
+            pairs_are_possible,
             mix_is_of_a_refresh,
         )
 
@@ -199,173 +175,104 @@ def load_config(
     return load(cls, path, overrides)
 
 
-def minibatches_divide_the_step(config: TrainConfig) -> Iterator[str]:
-    """Require equal mini-batches."""
-    prompts = config.batch.prompts_per_step
-    minibatch = config.batch.prompts_per_minibatch or prompts
-    if prompts % minibatch:
+def step_is_possible(config: TrainConfig) -> Iterator[str]:
+    """Refuse steps that can't be cut, whose rows find no room, or whose number is unknown."""
+    batch, validation, algorithm = config.batch, config.validation, config.algorithm
+    minibatch = batch.prompts_per_minibatch or batch.prompts_per_step
+    if batch.prompts_per_step % minibatch:
         yield (
-            f"batch.prompts_per_step={prompts} is not a multiple of "
+            f"batch.prompts_per_step={batch.prompts_per_step} is not a multiple of "
             f"batch.prompts_per_minibatch={minibatch}; "
-            f"take one of {', '.join(map(str, divisors(prompts)))}"
+            f"take one of {', '.join(map(str, divisors(batch.prompts_per_step)))}"
         )
-
-
-def longest_sequence_fits(config: TrainConfig) -> Iterator[str]:
-    """Require room for the longest sequence, unless devices share a row."""
-    room = config.batch.max_tokens_per_device
-    if config.mesh.train.context == 1 and room < config.longest_sequence:
-        yield (
-            f"batch.max_tokens_per_device={room} can't hold the longest sequence: "
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {config.longest_sequence}"
+    if config.mesh.train.context == 1 and batch.max_tokens_per_device < config.longest_sequence:
+        yield (  # else devices share a row
+            f"batch.max_tokens_per_device={batch.max_tokens_per_device} can't hold the longest "
+            "sequence: data.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{config.longest_sequence}"
         )
-
-
-def validation_samples_differ(config: TrainConfig) -> Iterator[str]:
-    """Refuse several samples of the likeliest answer."""
-    if config.validation.samples > 1 and config.validation.temperature == 0:
+    if validation.samples > 1 and validation.temperature == 0:
         yield (
-            f"validation.samples={config.validation.samples} at validation.temperature=0 draws the "
+            f"validation.samples={validation.samples} at validation.temperature=0 draws the "
             "same answer each time: raise the temperature, or take one sample"
         )
-
-
-def validation_has_data(config: TrainConfig) -> Iterator[str]:
-    """Require data where validation is asked for."""
-    if config.validation.every and not config.data.validation:
+    if validation.every and not config.data.validation:
         yield (
-            f"validation.every={config.validation.every} but data.validation names no file: "
+            f"validation.every={validation.every} but data.validation names no file: "
             "name one, or set validation.every to 0"
         )
-
-
-def kl_is_in_loss_or_reward(config: TrainConfig) -> Iterator[str]:
-    """Refuse two KL terms, which would share a weight."""
-    if config.algorithm.kl_loss and config.algorithm.kl_reward:
+    if algorithm.kl_loss and algorithm.kl_reward:
         yield "algorithm.kl_loss and algorithm.kl_reward share kl_coef: set one of them to null"
-
-
-def correction_has_something_to_correct(config: TrainConfig) -> Iterator[str]:
-    """Refuse a correction between log-probs that are the same."""
-    if config.algorithm.use_rollout_logprobs and config.algorithm.correction:
+    if algorithm.use_rollout_logprobs and algorithm.correction:
         yield (
             "algorithm.use_rollout_logprobs takes the engine's log-probs as the old ones, so that "
             "algorithm.correction has nothing to correct: remove one of them"
         )
-
-
-def filtered_runs_have_steps(config: TrainConfig) -> Iterator[str]:
-    """Require a number of steps where a filter makes that of an epoch's unknown."""
-    if config.algorithm.group_filter is not None and config.steps is None:
+    if algorithm.group_filter is not None and config.steps is None:
         yield (
             "algorithm.group_filter draws as many prompts as it needs, so epochs say no number of "
             "steps: set steps"
         )
 
 
-def something_scores(config: TrainConfig) -> Iterator[str]:
-    """Require a reward function or a classifier."""
-    if config.reward.function is None and config.reward.classifier is None:
+def engine_is_possible(config: TrainConfig) -> Iterator[str]:
+    """Refuse rewards of nothing, keys of other engines, and devices that don't fit sidecars."""
+    rollout, reward, dtype = config.rollout, config.reward, config.model.dtype
+    vllm = rollout.vllm
+    if config.model.function is not None:
+        others = "engine", "quantization", "kv_cache_dtype", "nodes"
+        yield from set_beside_own_model(rollout, "rollout", others)
+    if reward.function is None and reward.classifier is None:
         yield "reward.function and reward.classifier are both null: nothing scores the answers"
-
-
-def components_are_reported(config: TrainConfig) -> Iterator[str]:
-    """Require a reward function where there are components."""
-    if config.reward.function is None and config.reward.components:
+    if reward.function is None and reward.components:
         yield "reward.components are what a reward function reports, but reward.function is null"
-
-
-def vllm_keys_have_vllm(config: TrainConfig) -> Iterator[str]:
-    """Refuse keys of vLLM where another engine samples."""
-    if config.rollout.engine != "vllm" and config.rollout.vllm != VllmConfig():
+    if rollout.engine != "vllm" and vllm != VllmConfig():
         yield (
             "rollout.vllm is set, but rollout.engine is native: set it to vllm, or remove "
             "rollout.vllm"
         )
-
-
-def float8_of_vllm_has_bfloat16(config: TrainConfig) -> Iterator[str]:
-    """Refuse a dtype that vLLM does not compute in beside float8."""
-    rollout, dtype = config.rollout, config.model.dtype
     if (rollout.engine, rollout.quantization) == ("vllm", "fp8") and dtype != "bfloat16":
         yield f"rollout.quantization=fp8 with vLLM needs model.dtype: bfloat16, got {dtype}"
-
-
-def cache_is_of_the_engine(config: TrainConfig) -> Iterator[str]:
-    """Refuse a dtype of keys and values that the engine does not have."""
-    engine, dtype = config.rollout.engine, config.rollout.kv_cache_dtype
-    if dtype not in KV_CACHE_DTYPES[engine]:
-        expected = " or ".join(KV_CACHE_DTYPES[engine])
-        yield f"rollout.kv_cache_dtype: expected {expected} with the {engine} engine, got {dtype!r}"
-
-
-def sidecars_share_evenly(config: TrainConfig) -> Iterator[str]:
-    """Require as many sequences for each sidecar."""
-    sequences, sidecars = config.rollout.max_running_sequences, config.rollout.vllm.sidecars
-    if sequences % sidecars:
+    if rollout.kv_cache_dtype not in KV_CACHE_DTYPES[rollout.engine]:
         yield (
-            f"rollout.max_running_sequences={sequences} can't be shared evenly by "
-            f"the {sidecars} sidecars of rollout.vllm.sidecars"
+            f"rollout.kv_cache_dtype: expected {' or '.join(KV_CACHE_DTYPES[rollout.engine])} "
+            f"with the {rollout.engine} engine, got {rollout.kv_cache_dtype!r}"
         )
-
-
-def launch_commands_fit(config: TrainConfig) -> Iterator[str]:
-    """Require one command for all sidecars, or one for each."""
-    commands, sidecars = len(config.rollout.vllm.launch), config.rollout.vllm.sidecars
-    if commands not in (0, 1, sidecars):
+    if rollout.max_running_sequences % vllm.sidecars:
         yield (
-            f"rollout.vllm.launch has {commands} commands: expected one for all sidecars, or one "
-            f"for each of the {sidecars}"
+            f"rollout.max_running_sequences={rollout.max_running_sequences} can't be shared evenly "
+            f"by the {vllm.sidecars} sidecars of rollout.vllm.sidecars"
         )
-
-
-def engines_have_nodes(config: TrainConfig) -> Iterator[str]:
-    """Require a cluster where engines have nodes of their own."""
-    if config.rollout.nodes > 0 and config.cluster is None:
+    if len(vllm.launch) not in (0, 1, vllm.sidecars):
         yield (
-            f"rollout.nodes={config.rollout.nodes} needs a cluster: set cluster.nodes to the nodes "
-            "that train"
+            f"rollout.vllm.launch has {len(vllm.launch)} commands: expected one for all sidecars, "
+            f"or one for each of the {vllm.sidecars}"
         )
-
-
-def own_model_has_the_native_engine(config: TrainConfig) -> Iterator[str]:
-    """Refuse engines, and precisions of theirs, that know only models of Hugging Face."""
-    if config.model.function is not None:
-        others = "engine", "quantization", "kv_cache_dtype", "nodes"
-        yield from set_beside_own_model(config.rollout, "rollout", others)
-
-
-def devices_are_of_engines(config: TrainConfig) -> Iterator[str]:
-    """Refuse devices of engines that have no nodes."""
-    if config.rollout.devices is not None and config.rollout.nodes == 0:
+    if rollout.nodes > 0 and config.cluster is None:
         yield (
-            f"rollout.devices={config.rollout.devices} is of engines on nodes of their own: set "
+            f"rollout.nodes={rollout.nodes} needs a cluster: set cluster.nodes to the nodes that "
+            "train"
+        )
+    if rollout.devices is not None and rollout.nodes == 0:
+        yield (
+            f"rollout.devices={rollout.devices} is of engines on nodes of their own: set "
             "rollout.nodes"
         )
-
-
-def sidecars_fit_devices(config: TrainConfig) -> Iterator[str]:
-    """Require as many devices as the sidecars of an engine take."""
-    rollout = config.rollout
-    taken = rollout.vllm.sidecars * rollout.vllm.tensor_parallel
+    taken = vllm.sidecars * vllm.tensor_parallel
     if config.cluster and rollout.devices is not None and taken > rollout.devices:
-        yield (f"rollout.devices={rollout.devices}, but the sidecars of rollout.vllm take {taken}")
-
-
-def reward_tasks_divide(config: TrainConfig) -> Iterator[str]:
-    """Require as many tasks for each training process."""
-    cluster = config.cluster
-    if cluster and cluster.reward_tasks % training_processes(cluster):
-        yield (
-            f"cluster.reward_tasks: expected a multiple of the {training_processes(cluster)} "
-            f"training processes, got {cluster.reward_tasks}"
-        )
+        yield f"rollout.devices={rollout.devices}, but the sidecars of rollout.vllm take {taken}"
 
 
 def cluster_can_train(config: TrainConfig) -> Iterator[str]:
-    """Refuse a cluster's processes before it is started."""
+    """Refuse tasks and processes of a cluster before it is started."""
     if config.cluster:
-        yield from processes_can_train(config, training_processes(config.cluster))
+        processes, tasks = training_processes(config.cluster), config.cluster.reward_tasks
+        if tasks % processes:
+            yield (
+                f"cluster.reward_tasks: expected a multiple of the {processes} training processes, "
+                f"got {tasks}"
+            )
+        yield from processes_can_train(config, processes)
 
 
 def processes_can_train(config: TrainConfig, processes: int) -> Iterator[str]:
@@ -389,31 +296,21 @@ def processes_can_train(config: TrainConfig, processes: int) -> Iterator[str]:
         )
 
 
-def stale_answers_are_corrected(config: TrainConfig) -> Iterator[str]:
-    """Require that ratios know the policy that drew a token, where that is not the newest."""
-    algorithm, staleness = config.algorithm, config.rollout.staleness
+def stale_answers_are_possible(config: TrainConfig) -> Iterator[str]:
+    """Refuse tokens of older weights that are taken for new ones, and keys that they alone have."""
+    algorithm, rollout = config.algorithm, config.rollout
+    staleness = rollout.staleness
     if staleness and algorithm.correction == () and not algorithm.use_rollout_logprobs:
         yield (
             f"rollout.staleness={staleness} with algorithm.correction: [] takes tokens of older "
             "policies for the newest's: leave algorithm.correction out (truncated_token), or name "
             "one"
         )
-
-
-def stale_answers_have_their_engine(config: TrainConfig) -> Iterator[str]:
-    """Refuse engines on nodes of their own where they could not leave answers before their end."""
-    rollout = config.rollout
-    stale = rollout.staleness and rollout.nodes
-    if stale and rollout.has_episodes and rollout.order == "free":
+    if staleness and rollout.nodes and rollout.has_episodes and rollout.order == "free":
         yield (
-            f"rollout.staleness={rollout.staleness} with rollout.nodes={rollout.nodes} needs "
+            f"rollout.staleness={staleness} with rollout.nodes={rollout.nodes} needs "
             "rollout.order: lockstep, got free: turns in flight could not be left"
         )
-
-
-def schedules_are_of_stale_answers(config: TrainConfig) -> Iterator[str]:
-    """Refuse keys of stale answers where there are none, or where nothing can be repeated."""
-    rollout = config.rollout
     given = {"turns": rollout.turns, "schedule": rollout.schedule}
     names = [name for name, value in given.items() if value is not None]
     for name in [*names, *(["at_push"] if rollout.at_push != "reread" else [])]:
@@ -452,6 +349,190 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+# Of all programs that train.
+
+
+def run_is_possible(config: Any) -> Iterator[str]:
+    """Refuse profiles of no step, adapters without a base, and what an own model can't have."""
+    for step in config.log.profile_steps:
+        if step < 1 or (config.steps is not None and step > config.steps):
+            yield (
+                f"log.profile_steps: expected numbers from 1 to {config.steps or 'the last step'}, "
+                f"got {list(config.log.profile_steps)}, but {step} is not a step of the run"
+            )
+    model = config.model
+    if model.lora and model.adapter:
+        yield "model.adapter brings its own rank, alpha and targets: remove model.lora"
+    if model.random_init and (model.lora or model.adapter):
+        yield (
+            "model.random_init draws a model that is not kept, so that no adapter fits it later: "
+            "remove model.lora and model.adapter, or name a model that has weights"
+        )
+    if model.function is None:
+        return
+    others = ("vision", "lora", "adapter", "attention", "experts")
+    others = (*others, "router_loss_coef", "router_bias_rate")
+    yield from set_beside_own_model(model, "model", others)
+    if model.remat == "full":
+        yield (
+            "model.remat=full: the layers of model.function are not known; take none or dots, or "
+            "compute them again in the model itself, by nnx.remat or jax.checkpoint"
+        )
+    if config.mesh.train.stage > 1:
+        yield (
+            f"mesh.train.stage={config.mesh.train.stage}: the layers of model.function are not "
+            "known, so they can't be split into stages: take 1"
+        )
+
+
+def export_has_a_folder(config: Any) -> Iterator[str]:
+    """Refuse to export into the folder of the run."""
+    if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
+        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
+
+
+def set_beside_own_model(section: Any, prefix: str, names: Sequence[str]) -> Iterator[str]:
+    """Refuse keys that are only for models of a Hugging Face directory."""
+    for name in names:
+        value, default = getattr(section, name), getattr(type(section), name)
+        if value != default:
+            yield (
+                f"{prefix}.{name}={value!r} is for models of a Hugging Face directory, but "
+                f"model.function is set: remove {prefix}.{name}"
+            )
+
+
+# Of training on pairs or on some of the answers, and of a reference that is refreshed.
+
+
+OF_ADVANTAGES = (
+    *("advantage", "loss", "reduce", "kl_loss", "kl_reward", "kl_coef", "kl_controller"),
+    *("distillation", "entropy_coef", "correction", "use_rollout_logprobs", "high_covariance"),
+    "answer_filter",
+)
+"""Keys of the algorithm that a loss of pairs has no use for."""
+
+
+def pairs_are_possible(config: Any) -> Iterator[str]:
+    """Require a loss and room for pairs where pairs are made, and refuse keys of advantages."""
+    algorithm = config.algorithm
+    pairs, loss = algorithm.pairs, algorithm.pair_loss
+    if pairs is not None and loss is None:
+        yield (
+            f"algorithm.pairs={pairs.fn} makes pairs, but algorithm.pair_loss is null: name a loss "
+            "of pairs, as in algorithm.pair_loss=dpo"
+        )
+    if pairs is None:
+        if loss is not None:
+            yield (
+                f"algorithm.pair_loss={loss.fn} is of pairs, but algorithm.pairs is null: name "
+                "what makes them, as in algorithm.pairs=best_and_worst"
+            )
+        return
+    for name in OF_ADVANTAGES:
+        if getattr(algorithm, name) != getattr(type(algorithm), name):
+            yield (
+                f"algorithm.{name} has no effect on pairs: algorithm.pair_loss takes the place of "
+                f"advantages and losses of tokens; remove algorithm.{name}, or algorithm.pairs"
+            )
+    if config.rollout.samples_per_prompt < 2:
+        yield (
+            "rollout.samples_per_prompt=1, but algorithm.pairs needs a better and a worse answer "
+            "to a prompt: take 2 or more"
+        )
+    room, longest = config.batch.max_tokens_per_device, 2 * config.longest_sequence
+    if config.mesh.train.context == 1 and room < longest:  # else devices share a row
+        yield (
+            f"batch.max_tokens_per_device={room} can't hold the longest pair of algorithm.pairs: "
+            f"twice data.max_prompt_tokens + rollout.max_new_tokens, {longest}"
+        )
+
+
+def mix_is_of_a_refresh(config: Any) -> Iterator[str]:
+    """Refuse a mix where nothing is refreshed, and where it is no mean of models."""
+    reference, model = config.reference, config.model
+    if reference.mix != 1 and reference.refresh_every is None:
+        yield (
+            f"reference.mix={reference.mix} is of a reference that is refreshed: set "
+            "reference.refresh_every"
+        )
+    if reference.mix != 1 and (model.lora or model.adapter):
+        yield (
+            f"reference.mix={reference.mix}: expected 1 with an adapter, for the mean of two "
+            "adapters' factors is no mean of the models"
+        )
+
+
+# Of models that read images and videos.
+
+
+def images_are_seen(config: Any) -> Iterator[str]:
+    """Refuse what does not go with model.vision: models that see no images, rows that are shared.
+
+    Args:
+        config: of RL or supervised training.
+    """
+    model, tokens = config.model, config.batch.max_tokens_per_device
+    room = config.batch.max_visual_tokens_per_device
+    if model.vision == "none":
+        if room is not None:
+            yield (
+                f"batch.max_visual_tokens_per_device={room}, but model.vision=none reads no "
+                "images: remove it, or set model.vision to frozen"
+            )
+        return
+    for name in ("train", "critic", "reference", "teacher"):
+        sizes = getattr(config.mesh, name, None)
+        for axis in ("context", "stage"):
+            if sizes is not None and getattr(sizes, axis) > 1:
+                yield (
+                    f"mesh.{name}.{axis}={getattr(sizes, axis)}: expected 1 with model.vision="
+                    f"{model.vision}, as rows with images can't be shared yet"
+                )
+    if room is not None and room > tokens:
+        yield (
+            f"batch.max_visual_tokens_per_device={room}: expected at most "
+            f"batch.max_tokens_per_device={tokens}, of which they are"
+        )
+    if model.vision == "frozen" and model.random_init:
+        yield (
+            "model.vision=frozen with model.random_init would keep a vision tower of random "
+            "weights: set model.vision to trained, or name a model that has weights"
+        )
+    if model.vision == "trained" and (model.lora or model.adapter):
+        yield (
+            "model.vision=trained, but an adapter trains no vision tower: set it to frozen, or "
+            "remove model.lora and model.adapter"
+        )
+    yield from _others_see(config)
+
+
+def _others_see(config: Any) -> Iterator[str]:
+    """Refuse models of other directories, which would read placeholders and see nothing."""
+    keys = {
+        "teacher.path": config.teacher.path,
+        **{
+            f"{name}.path": getattr(config, name).path
+            for name in ("critic", "implicit_reward_model")
+            if hasattr(config, name)
+        },
+    }
+    if hasattr(config, "reward"):
+        keys |= {
+            "reward.classifier": config.reward.classifier,
+            "teacher.url": config.teacher.url,
+            "teacher.prompt": config.teacher.prompt,
+            "algorithm.pairs": config.algorithm.pairs,
+        }
+    for key, value in keys.items():
+        if value is not None:
+            yield (
+                f"{key} is set, but with model.vision={config.model.vision} images are read by the "
+                "policy and what begins as a copy of it, in whole answers: remove it, or set "
+                "model.vision to none"
+            )
+
+
 # jaxrl_llm.sft.
 
 
@@ -478,37 +559,18 @@ class SftConfig(ExportingRunConfig):
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        check(
-            self,
-            longest_example_fits,
-            folders_are_two,
-            divergence_has_a_teacher,
-            profiled_steps_are_steps,
-            adapter_is_new_or_given,
-            adapter_has_a_kept_base,
-            own_model_is_plain,
-            images_are_seen,
-        )
+        check(self, examples_are_possible, run_is_possible, images_are_seen)
 
 
-def longest_example_fits(config: SftConfig) -> Iterator[str]:
-    """Require room for the longest example, unless devices share a row."""
-    room = config.batch.max_tokens_per_device
-    if config.mesh.train.context == 1 and room < config.data.max_tokens:
+def examples_are_possible(config: SftConfig) -> Iterator[str]:
+    """Require room for the longest example, a folder for the model, and a teacher for its keys."""
+    room, longest = config.batch.max_tokens_per_device, config.data.max_tokens
+    if config.mesh.train.context == 1 and room < longest:  # else devices share a row
         yield (
             f"batch.max_tokens_per_device={room} can't hold the longest example: "
-            f"data.max_tokens={config.data.max_tokens}"
+            f"data.max_tokens={longest}"
         )
-
-
-def folders_are_two(config: SftConfig) -> Iterator[str]:
-    """Refuse to export into the folder of the run."""
-    if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
-        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
-
-
-def divergence_has_a_teacher(config: SftConfig) -> Iterator[str]:
-    """Refuse keys of a teacher where there is none."""
+    yield from export_has_a_folder(config)
     if config.teacher.path is None and config.teacher != SftTeacherConfig():
         yield "teacher is set, but there is no teacher.path: name one, or remove the section"
 
@@ -570,25 +632,16 @@ class PreferConfig(ExportingRunConfig):
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        check(
-            self,
-            longest_pair_fits,
-            export_has_a_folder,
-            profiled_steps_are_steps,
-            adapter_is_new_or_given,
-            adapter_has_a_kept_base,
-            own_model_is_plain,
-            text_is_all,
-        )
+        check(self, longest_pair_fits, export_has_a_folder, run_is_possible, text_is_all)
 
 
 def longest_pair_fits(config: PreferConfig) -> Iterator[str]:
     """Require room for the longest pair, unless devices share a row."""
-    room, needed = config.batch.max_tokens_per_device, 2 * config.data.max_tokens
-    if config.mesh.train.context == 1 and room < needed:
+    room, longest = config.batch.max_tokens_per_device, config.data.max_tokens
+    if config.mesh.train.context == 1 and room < 2 * longest:
         yield (
             f"batch.max_tokens_per_device={room} can't hold the longest pair: twice "
-            f"data.max_tokens={config.data.max_tokens}"
+            f"data.max_tokens={longest}"
         )
 
 
@@ -599,12 +652,6 @@ def text_is_all(config: PreferConfig) -> Iterator[str]:
             f"model.vision={config.model.vision}: expected none, as preferences are of text alone "
             "(jaxrl_llm.train and jaxrl_llm.sft read images)"
         )
-
-
-def export_has_a_folder(config: PreferConfig) -> Iterator[str]:
-    """Refuse to export into the folder of the run."""
-    if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
-        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
 
 
 # jaxrl_llm.evaluate.
@@ -667,20 +714,16 @@ class EvaluateConfig(AgentConfig, VisualKeys, EvaluationKeys):  # the keys of th
 
     def __post_init__(self) -> None:
         """Refuse contradictions between keys."""
-        check(self, samples_differ, k_is_at_most_samples)
+        check(self, samples_differ)
 
 
 def samples_differ(config: EvaluateConfig) -> Iterator[str]:
-    """Refuse several samples of the likeliest answer."""
+    """Refuse several samples of the likeliest answer, and a k of more samples than there are."""
     if config.samples > 1 and config.temperature == 0:
         yield (
             f"samples={config.samples} at temperature=0 draws the same answer each time: "
             "raise the temperature, or take one sample"
         )
-
-
-def k_is_at_most_samples(config: EvaluateConfig) -> Iterator[str]:
-    """Require that each k is a number of samples that there are."""
     if not all(1 <= k <= config.samples for k in config.k):
         yield f"k: expected numbers from 1 to samples={config.samples}, got {list(config.k)}"
 

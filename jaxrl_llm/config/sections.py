@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from jaxrl_llm.config import functions
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.keys import (
     STRICT,
@@ -23,7 +24,6 @@ from jaxrl_llm.config.keys import (
     Table,
     function_key,
 )
-from jaxrl_llm.config.rules import check
 from jaxrl_llm.workers.protocol import finite_number
 
 
@@ -226,14 +226,13 @@ class ClassifierConfig(Section):
 
     def __post_init__(self) -> None:
         """Refuse keys of a reward model where there is none."""
-        check(self, keys_have_a_classifier)
-
-
-def keys_have_a_classifier(config: ClassifierConfig) -> Iterator[str]:
-    """Refuse keys of a reward model where there is none."""
-    for name, field in ClassifierConfig.__pydantic_fields__.items():
-        if config.classifier is None and getattr(config, name) != field.default:
-            yield f"{name} is set, but reward.classifier names no reward model"
+        lines = [
+            f"{name} is set, but reward.classifier names no reward model"
+            for name, field in ClassifierConfig.__pydantic_fields__.items()
+            if self.classifier is None and getattr(self, name) != field.default
+        ]
+        if lines:
+            raise ConfigError(*lines)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -651,7 +650,11 @@ class MeshSizes(Section):
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
-        check(self, sizes_are_positive_or_one_is_open)
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        several_open = list(sizes.values()).count(-1) > 1
+        if several_open or any(size < 1 and size != -1 for size in sizes.values()):
+            shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ConfigError(f"expected sizes of 1 or more, at most one of them -1, got {shown}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -704,15 +707,6 @@ class EngineMeshConfig(Section):
     """The device mesh of an engine that stands alone."""
 
     rollout: RolloutSizes = Field(default_factory=RolloutSizes)
-
-
-def sizes_are_positive_or_one_is_open(mesh: MeshSizes) -> Iterator[str]:
-    """Require sizes of 1 or more, of which at most one is -1."""
-    sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-    several_open = list(sizes.values()).count(-1) > 1
-    if several_open or any(size < 1 and size != -1 for size in sizes.values()):
-        shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        yield f"expected sizes of 1 or more, at most one of them -1, got {shown}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

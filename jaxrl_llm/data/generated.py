@@ -10,7 +10,6 @@ from typing import Any
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.config.keys import RENAMED
 from jaxrl_llm.files import remove_partials, write_text
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.sharding import distributed
@@ -86,11 +85,10 @@ def build_once(directory: Path, recipe: Mapping[str, Any], make: Callable[[], No
 def _check_made_by(directory: Path, kept: str, recipe: Mapping[str, Any]) -> None:
     """Refuse a directory whose kept recipe is another one, with the keys that differ."""
     try:
-        items: dict[str, Any] = dict(json.loads(kept).items())
+        before: dict[str, Any] = dict(json.loads(kept).items())
     except (ValueError, AttributeError):
         what = "by a version that did not write down how"
     else:
-        before = {RENAMED.get(key, key): value for key, value in items.items()}
         names = sorted({*before, *recipe})
         changed = [n for n in names if (n in before, before.get(n)) != (n in recipe, recipe.get(n))]
         if not changed:

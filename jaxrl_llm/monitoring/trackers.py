@@ -15,10 +15,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -160,51 +160,7 @@ def dotted_keys(tree: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
 REACHED_S = 10.0
 """Seconds that a service has to answer."""
 
-
-class ServiceRun:
-    """A run of a service whose package has the interface of Weights & Biases.
-
-    Args:
-        client: the package.
-        settings: arguments of its `init`.
-
-    Attributes:
-        name: of the service, for messages.
-    """
-
-    name: str
-
-    def __init__(self, client: Any, settings: dict[str, Any]) -> None:
-        """Begin nothing yet."""
-        self._client, self._settings = client, settings
-        self._run: Any = None
-
-    def open(self) -> None:
-        """Begin the run, or continue it."""
-        self._run = self._client.init(**{**self._settings, **self._found_settings()})
-
-    def write(self, record: TrackedStep, /) -> None:
-        """Write a step."""
-        values: dict[str, Any] = dict(record.metrics)
-        for name, seen in record.histograms.items():
-            values[f"histograms/{name}"] = self._histogram(seen)
-        if record.answers:
-            values["answers"] = self._table(*as_table(record.answers))
-        self._run.log(values, step=record.step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._run.finish()
-
-    def _found_settings(self) -> dict[str, Any]:
-        """Return settings that are found out when the run begins, which may take a while."""
-        return {}
-
-    def _histogram(self, seen: Distribution) -> Any:
-        return self._client.Histogram(np_histogram=(seen.counts, seen.edges))
-
-    def _table(self, columns: list[str], rows: list[list[Plain]]) -> Any:
-        return self._client.Table(columns=columns, data=rows)
+log = logging.getLogger(__name__)
 
 
 def import_client(tracker: str, *packages: str) -> Any:
@@ -251,9 +207,63 @@ def has_login(url: str) -> bool:
     return False
 
 
-log = logging.getLogger(__name__)
+class Service:
+    """A run of a service, whose package is the client.
 
-SERVER = "https://www.comet.com"
+    Args:
+        client: the package.
+        run: to be tracked.
+        settings: of the run there.
+
+    Attributes:
+        name: of the service, for messages.
+    """
+
+    name: str
+
+    def __init__(self, client: Any, run: TrackedRun, settings: dict[str, Any]) -> None:
+        """Begin nothing yet."""
+        self._client, self._tracked, self._settings = client, run, settings
+        self._run: Any = None
+
+    def _can_send(self, url: str, key: Any, login: str, later: str) -> bool:
+        """Tell whether there are a key and a network; else say how to send what is kept."""
+        if key and is_reachable(url):
+            return True
+        why = f"{url} can't be reached" if key else f"there is no API key ({login})"
+        log.warning("%s is offline, as %s; to send %s", self.name, why, later)
+        return False
+
+
+class LikeWandb(Service):
+    """A run of a service whose package has the interface of Weights & Biases."""
+
+    def open(self) -> None:
+        """Begin the run, or continue it."""
+        self._run = self._client.init(**{**self._settings, **self._found_settings()})
+
+    def write(self, record: TrackedStep, /) -> None:
+        """Write a step."""
+        values: dict[str, Any] = dict(record.metrics)
+        for name, seen in record.histograms.items():
+            values[f"histograms/{name}"] = self._histogram(seen)
+        if record.answers:
+            values["answers"] = self._table(*as_table(record.answers))
+        self._run.log(values, step=record.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+    def _found_settings(self) -> dict[str, Any]:
+        """Return settings that are found out when the run begins, which may take a while."""
+        return {}
+
+    def _histogram(self, seen: Distribution) -> Any:
+        return self._client.Histogram(np_histogram=(seen.counts, seen.edges))
+
+    def _table(self, columns: list[str], rows: list[list[Plain]]) -> Any:
+        return self._client.Table(columns=columns, data=rows)
 
 
 def comet(
@@ -277,92 +287,64 @@ def comet(
     Raises:
         ConfigError: the package is not installed.
     """
-    settings = {"project_name": project, "workspace": workspace, "experiment_key": run.id}
     client = import_client("comet", "comet_ml")
-    return Comet(client, run, settings, name or run.folder.name, online)
+    settings = {
+        "name": name or run.folder.name,
+        "online": online,
+        "project_name": project,
+        "workspace": workspace,
+        "experiment_key": run.id,
+    }
+    return Comet(client, run, settings)
 
 
-class Comet:
-    """An experiment at Comet, or in a file that can be sent there.
-
-    Args:
-        client: the package.
-        run: to be tracked.
-        settings: arguments of its `start`.
-        title: name of the experiment.
-        online: whether to send it at once; None: where that is possible.
-    """
+class Comet(Service):
+    """An experiment at Comet, or in a file that can be sent there."""
 
     name = "Comet"
 
-    def __init__(
-        self,
-        client: Any,
-        run: TrackedRun,
-        settings: dict[str, Any],
-        title: str,
-        online: bool | None,
-    ) -> None:
-        """Begin nothing yet."""
-        self._client, self._tracked, self._settings = client, run, settings
-        self._title, self._online = title, online
-        self._experiment: Any = None
-
     def open(self) -> None:
         """Begin the experiment, or continue it."""
-        own = {f"auto_{what}_logging": False for what in ("metric", "param")}
+        settings = dict(self._settings)
+        title, online = settings.pop("name"), settings.pop("online")
         config = self._client.ExperimentConfig(
-            name=self._title,
+            name=title,
+            auto_metric_logging=False,
+            auto_param_logging=False,
             offline_directory=str(self._tracked.folder / "comet"),
             auto_output_logging=False,  # the terminal's lines are the run's own
             log_code=False,
             log_graph=False,
             parse_args=False,
             display_summary_level=0,  # else the whole config is printed at the end
-            **own,
         )
-        online = self._can_send() if self._online is None else self._online
-        self._experiment = self._client.start(
-            **self._settings, online=online, experiment_config=config
-        )
-        self._experiment.log_parameters(dotted_keys(self._tracked.config))
+        known = self._client.get_config()
+        if online is None:
+            online = self._can_send(
+                known["comet.url_override"] or "https://www.comet.com",
+                known["comet.api_key"],
+                "comet login",
+                f"the experiment later: comet upload {self._tracked.folder / 'comet'}/*.zip",
+            )
+        self._run = self._client.start(**settings, online=online, experiment_config=config)
+        self._run.log_parameters(dotted_keys(self._tracked.config))
 
     def write(self, record: TrackedStep, /) -> None:
         """Send a step."""
-        self._experiment.log_metrics(dict(record.metrics), step=record.step)
+        self._run.log_metrics(dict(record.metrics), step=record.step)
         for name, seen in record.histograms.items():
             histogram = self._client.Histogram()
             histogram.add(seen.centres, counts=seen.counts.tolist())
-            self._experiment.log_histogram_3d(
-                histogram, name=f"histograms/{name}", step=record.step
-            )
+            self._run.log_histogram_3d(histogram, name=f"histograms/{name}", step=record.step)
         if record.answers:
             columns, rows = as_table(record.answers)
             name = f"answers_step_{record.step:06d}.csv"
-            self._experiment.log_table(name, tabular_data=rows, headers=columns)
+            self._run.log_table(name, tabular_data=rows, headers=columns)
 
     def close(self) -> None:
         """Send what is left."""
-        self._experiment.end()
+        self._run.end()
 
-    def _can_send(self) -> bool:
-        config = self._client.get_config()
-        url = config["comet.url_override"] or SERVER
-        if not config["comet.api_key"]:
-            why = "there is no API key (comet login)"
-        elif not is_reachable(url):
-            why = f"{url} can't be reached"
-        else:
-            return True
-        log.warning(
-            "Comet is offline, as %s; to send the experiment later: comet upload %s/*.zip",
-            why,
-            self._tracked.folder / "comet",
-        )
-        return False
-
-
-Item = TypeVar("Item")
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """What MLflow takes at once."""
@@ -393,84 +375,72 @@ def mlflow(
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     client = import_client("mlflow", "mlflow", *([] if uri else ["sqlalchemy", "alembic"]))
-    return Mlflow(client, run, uri, experiment, name or run.folder.name)
+    settings = {"uri": uri, "experiment": experiment, "name": name or run.folder.name}
+    return Mlflow(client, run, settings)
 
 
-class Mlflow:
-    """A run in an MLflow store.
-
-    Args:
-        client: the package.
-        run: to be tracked.
-        uri: of the store; None for one in the run's folder.
-        experiment: its name.
-        title: name of the run.
-    """
+class Mlflow(Service):
+    """A run in an MLflow store."""
 
     name = "MLflow"
 
-    def __init__(
-        self, client: Any, run: TrackedRun, uri: str | None, experiment: str, title: str
-    ) -> None:
-        """Begin nothing yet."""
-        self._module, self._tracked, self._uri = client, run, uri
-        self._experiment, self._title = experiment, title
-        self._client: Any = None
-        self._id = ""
-
     def open(self) -> None:
         """Begin the run, or continue it."""
-        uri, artifacts = self._uri, None
+        uri, name, artifacts = self._settings["uri"], self._settings["experiment"], None
         if uri is None:
             folder = Path(self._tracked.folder).resolve() / "mlflow"
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder}/mlflow.db", (folder / "artifacts").as_uri()
-        self._client = self._module.MlflowClient(tracking_uri=uri)
-        known = self._client.get_experiment_by_name(self._experiment)
+        self._store = self._client.MlflowClient(tracking_uri=uri)
+        known = self._store.get_experiment_by_name(name)
         experiment = (
             known.experiment_id
             if known
-            else self._client.create_experiment(self._experiment, artifact_location=artifacts)
+            else self._store.create_experiment(name, artifact_location=artifacts)
         )
         mine = f"tags.`{TAG}` = '{self._tracked.id}'"
-        runs = self._client.search_runs([experiment], filter_string=mine, max_results=1)
-        self._id = runs[0].info.run_id if runs else self._begin(experiment)
-        self._client.update_run(self._id, status="RUNNING")
+        runs = self._store.search_runs([experiment], filter_string=mine, max_results=1)
+        self._run = runs[0].info.run_id if runs else self._begin(experiment)
+        self._store.update_run(self._run, status="RUNNING")
 
     def write(self, record: TrackedStep, /) -> None:
         """Write a step; answers and distributions become files of the run."""
-        entities, now = self._module.entities, int(time.time() * 1000)
+        entities, now = self._client.entities, int(time.time() * 1000)
         metrics = [
             entities.Metric(metric_name(name), float(value), now, record.step)
             for name, value in record.metrics.items()
         ]
-        for part in parts(metrics, MOST_METRICS):
-            self._client.log_batch(self._id, metrics=part)
+        for start in range(0, len(metrics), MOST_METRICS):
+            part = metrics[start : start + MOST_METRICS]
+            self._store.log_batch(self._run, metrics=part)
         if record.answers:
             columns, rows = as_table(record.answers)
             table = {"columns": columns, "data": rows}  # as `mlflow.log_table` writes it
-            self._client.log_dict(self._id, table, f"answers/step_{record.step:06d}.json")
+            self._store.log_dict(self._run, table, f"answers/step_{record.step:06d}.json")
         if record.histograms:
             shown = {
                 name: {"counts": seen.counts.tolist(), "edges": seen.edges.tolist()}
                 for name, seen in record.histograms.items()
             }
-            self._client.log_dict(self._id, shown, f"histograms/step_{record.step:06d}.json")
+            self._store.log_dict(self._run, shown, f"histograms/step_{record.step:06d}.json")
 
     def close(self) -> None:
         """Mark the run as ended."""
-        self._client.set_terminated(self._id)
+        self._store.set_terminated(self._run)
 
     def _begin(self, experiment: str) -> str:
         tags = {TAG: self._tracked.id}
-        run = self._client.create_run(experiment, tags=tags, run_name=self._title).info.run_id
+        run = self._store.create_run(
+            experiment, tags=tags, run_name=self._settings["name"]
+        ).info.run_id
         params = [
-            self._module.entities.Param(metric_name(key), str(value)[:LONGEST_PARAM])
+            self._client.entities.Param(metric_name(key), str(value)[:LONGEST_PARAM])
             for key, value in dotted_keys(self._tracked.config).items()
         ]
-        for part in parts(params, MOST_PARAMS):
-            self._client.log_batch(run, params=part)
-        self._client.log_dict(run, dict(self._tracked.config), "config.json")
+        for start in range(0, len(params), MOST_PARAMS):
+            part = params[start : start + MOST_PARAMS]
+            self._store.log_batch(run, params=part)
+        self._store.log_dict(run, dict(self._tracked.config), "config.json")
         return run
 
 
@@ -481,16 +451,6 @@ def metric_name(name: str) -> str:
     'val-core/gsm8k/acc/mean_at_8'
     """
     return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
-
-
-def parts(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
-    """Yield pieces of a sequence, in order.
-
-    >>> list(parts([1, 2, 3], 2))
-    [[1, 2], [3]]
-    """
-    for number in range(math.ceil(len(items) / most)):
-        yield items[number * most : (number + 1) * most]
 
 
 def swanlab(
@@ -527,16 +487,23 @@ def swanlab(
         "log_dir": str(run.folder / "swanlab"),
         "mode": mode,
     }
-    return SwanLab(import_client("swanlab", "swanlab"), settings)
+    return SwanLab(import_client("swanlab", "swanlab"), run, settings)
 
 
-class SwanLab(ServiceRun):
+class SwanLab(LikeWandb):
     """A run at SwanLab, or in a folder that can be sent there."""
 
     name = "SwanLab"
 
     def _found_settings(self) -> dict[str, Any]:
-        return {"mode": self._settings["mode"] or self._mode()}
+        if self._settings["mode"]:
+            return {}
+        known = self._client.Settings()  # of the environment and `swanlab login`
+        later = f"the run later: swanlab sync {self._settings['log_dir']}/run-*"
+        if known.mode != "online":
+            return {"mode": known.mode}
+        is_sent = self._can_send(known.api_host, known.api_key, "swanlab login", later)
+        return {"mode": "online" if is_sent else "offline"}
 
     def _histogram(self, seen: Distribution) -> Any:
         bars = self._client.echarts.Bar()
@@ -548,23 +515,6 @@ class SwanLab(ServiceRun):
         table = self._client.echarts.Table()
         table.add(columns, rows)
         return table
-
-    def _mode(self) -> str:
-        known = self._client.Settings()  # of the environment and `swanlab login`
-        if known.mode != "online":
-            return known.mode
-        if not known.api_key:
-            why = "there is no API key (swanlab login)"
-        elif not is_reachable(known.api_host):
-            why = f"{known.api_host} can't be reached"
-        else:
-            return "online"
-        log.warning(
-            "SwanLab is offline, as %s; to send the run later: swanlab sync %s/run-*",
-            why,
-            self._settings["log_dir"],
-        )
-        return "offline"
 
 
 HEADLINES = ("critic/score/mean", "train/loss")
@@ -743,10 +693,10 @@ def trackio(
         "space_id": space_id,
         "embed": False,
     }
-    return Trackio(import_client("trackio", "trackio"), settings)
+    return Trackio(import_client("trackio", "trackio"), run, settings)
 
 
-class Trackio(ServiceRun):
+class Trackio(LikeWandb):
     """A run in a Trackio project."""
 
     name = "Trackio"
@@ -786,35 +736,23 @@ def wandb(
         "resume": "allow",  # the folder's own run, when it is continued
         "mode": mode,
     }
-    return WeightsAndBiases(import_client("wandb", "wandb"), settings)
+    return WeightsAndBiases(import_client("wandb", "wandb"), run, settings)
 
 
-class WeightsAndBiases(ServiceRun):
+class WeightsAndBiases(LikeWandb):
     """A run at Weights & Biases, or in a folder that can be sent there."""
 
     name = "Weights & Biases"
 
     def _found_settings(self) -> dict[str, Any]:
-        if self._settings["mode"] is None and "WANDB_MODE" not in os.environ:
-            return {"mode": self._mode()}
-        return {}
+        if self._settings["mode"] is not None or "WANDB_MODE" in os.environ:
+            return {}
+        url = self._client.setup().settings.base_url
+        keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+        has_key = any(map(os.environ.get, keys)) or has_login(url)
+        later = f"the run later: wandb sync {self._tracked.folder / 'wandb' / 'offline-run-*'}"
+        # else what the user's settings say, as `wandb offline` writes them
+        return {} if self._can_send(url, has_key, "wandb login", later) else {"mode": "offline"}
 
     def _table(self, columns: list[str], rows: list[list[Plain]]) -> Any:
         return self._client.Table(columns=columns, data=rows, allow_mixed_types=True)
-
-    def _mode(self) -> str | None:
-        url = self._client.setup().settings.base_url
-        keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-        if not (any(map(os.environ.get, keys)) or has_login(url)):
-            why = "there is no API key (wandb login)"
-        elif not is_reachable(url):
-            why = f"{url} can't be reached"
-        else:
-            return None  # what the user's settings say, as `wandb offline` writes them
-        folder = self._settings["dir"] / "wandb"
-        log.warning(
-            "Weights & Biases is offline, as %s; to send the run later: wandb sync %s",
-            why,
-            folder / "offline-run-*",
-        )
-        return "offline"

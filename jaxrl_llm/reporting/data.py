@@ -1,10 +1,10 @@
 """What a run's folder holds, as the JSON of its page."""
 
-import fnmatch
 import functools
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,26 +19,48 @@ from jaxrl_llm.models.hf.hub import HUB_ID
 from jaxrl_llm.monitoring.tables import message_text
 from jaxrl_llm.reporting.checks import is_held
 from jaxrl_llm.reporting.health import check_run
-from jaxrl_llm.reporting.meanings import GROUPS
 from jaxrl_llm.training.run_files import RunFiles
 
 AXIS_POINTS = 4000
 """Points at most by which a step's seconds and tokens are found; between them they are straight."""
 
 
+@functools.cache
+def metric_table() -> dict[str, dict[str, dict[str, str]]]:
+    """Return what each metric means, by its group and its pattern, as `metrics.yaml` says."""
+    return read_yaml(Path(__file__).with_name("metrics.yaml"))
+
+
+@functools.cache
+def metric_pattern(name: str) -> re.Pattern[str]:
+    """Return the expression that a pattern of metrics stands for.
+
+    >>> metric_pattern("async/{age,k3_kl}/<k>").pattern
+    'async/(age|k3_kl)/[0-9]+'
+    """
+    with_words = re.sub(r"<\w+>", ".+", name.replace("<k>", "[0-9]+"))
+    return re.compile(re.sub(r"\{(.*?)\}", lambda m: f"({m[1].replace(',', '|')})", with_words))
+
+
+def find_metric(metric: str) -> tuple[str, Mapping[str, str]]:
+    """Return the group of a metric and its row of the table, which is empty for unknown ones."""
+    for group, rows in metric_table().items():
+        for name, row in rows.items():
+            if metric_pattern(name).fullmatch(metric):
+                return group, row
+    return "Other", {}
+
+
 def describe_metric(metric: str) -> tuple[str, str]:
     """Return the group of a metric, and a sentence on it, empty where it is not known.
 
     >>> describe_metric("response_length/max")
-    ('Lengths and turns', 'tokens that were generated for an answer, stop token included')
+    ('Lengths and turns', 'tokens that were generated for a response, stop token included')
     >>> describe_metric("actor/of_my_own")
     ('Other', '')
     """
-    for group, meanings in GROUPS.items():
-        for pattern, meaning in meanings.items():
-            if fnmatch.fnmatchcase(metric, pattern):
-                return group, meaning
-    return "Other", ""
+    group, row = find_metric(metric)
+    return group, row.get("meaning", "").replace("`", "")
 
 
 def curves(lines: Sequence[Mapping[str, Any]], points: int) -> dict[str, dict[str, Any]]:

@@ -19,8 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.files import write_text
 from jaxrl_llm.reporting.checks import is_held
-from jaxrl_llm.reporting.data import KeptAnswers, describe_metric, read_for_page
-from jaxrl_llm.reporting.meanings import GROUPS
+from jaxrl_llm.reporting.data import KeptAnswers, describe_metric, metric_table, read_for_page
 from jaxrl_llm.training.run_files import RunFiles, read_run
 
 MAX_BYTES = 10_000_000
@@ -76,7 +75,7 @@ class Page:
             "made": datetime.now().astimezone().isoformat(timespec="seconds"),
             "docs": DOCS.as_uri() if DOCS.is_dir() else None,
             "runs": runs,
-            "groups": list(GROUPS),
+            "groups": list(metric_table()),
             "metrics": {name: describe_metric(name) for name in metrics},
         }
 

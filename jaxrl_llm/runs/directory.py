@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.functions import FunctionSpec, split_name
-from jaxrl_llm.config.keys import Section, group_of, with_new_names
+from jaxrl_llm.config.keys import Section, group_of
 from jaxrl_llm.config.load import PACKAGED, as_tree, changes, dotted_items, read_yaml, to_yaml
 from jaxrl_llm.config.programs import RunConfig, SftConfig, TrainConfig
 from jaxrl_llm.files import write_text
@@ -380,7 +380,7 @@ def _check_unchanged(
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
     if resolved.exists():
-        before = _completed(with_new_names(read_yaml(resolved)), config)
+        before = _completed(read_yaml(resolved), config)
         changed = changes(before, as_tree(config))
         check_changed_keys(folder, _changed_functions(folder, functions, changed))
 

@@ -3,17 +3,15 @@
 import dataclasses
 import json
 import logging
-import math
 import os
 import re
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
-from xml.sax.saxutils import escape
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -49,8 +47,6 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
 from jaxrl_llm.training.objectives import LOGITS, SCORES
 from jaxrl_llm.workers.protocol import shorten
-
-Result = TypeVar("Result")
 
 WAITS_S = (1.0, 4.0, 16.0)
 """Seconds before each new attempt, where the hub does not answer or fails."""
@@ -115,45 +111,35 @@ def push_model(folder: str | Path, repo_id: str, *, private: bool = False) -> st
         raise ConfigError(f"no directory {str(folder)!r} to push")
     from huggingface_hub import HfApi
 
-    api = HfApi()
-
-    def push() -> str:
-        address = api.create_repo(repo_id, private=private or None, exist_ok=True)
-        if private and not api.model_info(repo_id).private:
-            raise PushError(
-                f"{repo_id} exists, and everybody can see it: make it private in its settings, or "
-                "leave --private out"
-            )
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message="Push a model of jaxrl_llm",
-            delete_patterns=[*WEIGHTS],
-        )
-        return str(address)
-
-    try:
-        return _patiently(push)
-    except PushError:
-        raise
-    except Exception as error:  # what the hub's client raises differs by its version
-        raise PushError(f"{_reason(error, repo_id)}. {_remedy(folder, repo_id)}") from error
-
-
-def _patiently(action: Callable[[], Result]) -> Result:
-    """Do what may fail for a moment; each attempt goes on where the one before has ended."""
-    for wait in WAITS_S:
+    api, waits = HfApi(), iter(WAITS_S)
+    while True:  # each attempt goes on where the one before has ended
         try:
-            return action()
+            address = api.create_repo(repo_id, private=private or None, exist_ok=True)
+            if private and not api.model_info(repo_id).private:
+                raise PushError(
+                    f"{repo_id} exists, and everybody can see it: make it private in its settings, "
+                    "or leave --private out"
+                )
+            api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message="Push a model of jaxrl_llm",
+                delete_patterns=[*WEIGHTS],
+            )
+            return str(address)
         except PushError:
             raise
-        except Exception as error:
-            status = _status(error)
-            if status is not None and status != 429 and status < 500:
-                raise
+        except Exception as error:  # what the hub's client raises differs by its version
+            status, wait = _status(error), next(waits, None)
+            is_refused = status is not None and status != 429 and status < 500
+            if is_refused or wait is None:
+                command = shlex.join(["hf", "upload", repo_id, os.fspath(folder)])
+                raise PushError(
+                    f"{_reason(error, repo_id)}. The model is in {os.fspath(folder)}; `{command}` "
+                    "pushes it later"
+                ) from error
             log.warning("the hub: %s; again in %g s", _error_text(error), wait)
             time.sleep(wait)
-    return action()
 
 
 def _status(error: BaseException | None) -> int | None:
@@ -193,108 +179,9 @@ def _error_text(error: BaseException | None) -> str:
     return ": ".join(dict.fromkeys(texts))
 
 
-def _remedy(folder: str | Path, repo_id: str) -> str:
-    shown = os.fspath(folder)
-    command = shlex.join(["hf", "upload", repo_id, shown])
-    return f"The model is in {shown}; `{command}` pushes it later"
-
-
-WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 40, 40
-COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
-CHARACTER = 6.6  # pixels of a legend's character, about
-
-Number = float | int
-Curve = tuple[Sequence[Number], Sequence[Number]]
-
-
-def draw_curves(curves: Mapping[str, Curve]) -> str:
-    """Draw curves over steps as an SVG image.
-
-    Args:
-        curves: steps and values by name; at least one has a point, and all values are finite.
-
-    Returns:
-        The image's text.
-
-    >>> image = draw_curves({"score": ([0, 10], [0.25, 0.75])})
-    >>> image.splitlines()[-2]
-    '<polyline points="64.0,260.0 704.0,60.0" fill="none" stroke="#1f77b4" stroke-width="1.8"/>'
-    """
-    xs = [x for steps, _ in curves.values() for x in steps]
-    ys = [y for _, values in curves.values() for y in values]
-    x_range, y_range = _padded(xs, 0.0), _padded(ys, 0.1)
-
-    def place(x: Number, y: Number) -> tuple[float, float]:
-        across = (x - x_range[0]) / (x_range[1] - x_range[0])
-        up = (y - y_range[0]) / (y_range[1] - y_range[0])
-        return (
-            LEFT + across * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM),
-        )
-
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12" fill="#444">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',  # also on a dark page
-    ]
-    for y in nice_ticks(*y_range):
-        _, down = place(x_range[0], y)
-        lines.append(f'<path d="M{LEFT},{down:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-        lines.append(_text(LEFT - 8, down + 4, f"{y:g}", "end"))
-    for x in filter(float.is_integer, nice_ticks(*x_range)):  # there are no half steps
-        across, _ = place(x, y_range[0])
-        lines.append(_text(across, HEIGHT - BOTTOM + 18, f"{x:.0f}", "middle"))
-    lines.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "step", "middle"))
-    across = float(LEFT)
-    for index, (name, (steps, values)) in enumerate(curves.items()):
-        color = COLORS[index % len(COLORS)]
-        points = [place(x, y) for x, y in zip(steps, values, strict=True)]
-        lines.append(f'<rect x="{across:.1f}" y="15" width="12" height="4" fill="{color}"/>')
-        lines.append(_text(across + 17, 21, name, "start"))
-        across += 17 + CHARACTER * len(name) + 18
-        if len(points) == 1:
-            [(x, y)] = points
-            lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
-        else:
-            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            lines.append(
-                f'<polyline points="{joined}" fill="none" stroke="{color}" stroke-width="1.8"/>'
-            )
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def nice_ticks(low: Number, high: Number) -> list[float]:
-    """Return about five round numbers from low to high.
-
-    >>> nice_ticks(0.0, 1.0)
-    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    """
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    width = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
-    first, last = math.ceil(low / width - 1e-9), math.floor(high / width + 1e-9)
-    digits = max(0, -math.floor(math.log10(width)))
-    return [round(n * width, digits) for n in range(first, last + 1)]
-
-
-def _padded(values: Sequence[Number], share: float) -> tuple[float, float]:
-    """Return the range of some values, a little larger and never empty."""
-    low, high = min(values), max(values)
-    if low == high:
-        width = max(0.5, 1e-3 * abs(low))
-        return low - width, high + width
-    return low - share * (high - low), high + share * (high - low)
-
-
-def _text(x: Number, y: Number, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-CARD, CURVE, CONFIG = "README.md", "learning_curve.svg", "training.yaml"
+CARD, CONFIG = "README.md", "training.yaml"
 """The files that `make_card` adds to a model's directory."""
 
-CURVES = 4  # that one image shows at most
 USE = {
     "transformers": """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -340,7 +227,7 @@ class Exported(NamedTuple):
 
 
 def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
-    """Return a model's page, its learning curve and the run's config, by the names of their files.
+    """Return a model's page and the run's config, by the names of their files.
 
     Secrets are left out, and the home directory's name is `~`: a page is for everybody.
 
@@ -354,20 +241,20 @@ def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
     config = without_secrets(read_yaml(folder / "config.yaml"))
     metrics = MetricsTable.read(folder / "metrics.jsonl")
     until = MetricsTable(line for line in metrics if line["step"] <= exported.step)
-    curves, files = _curves(until), _files(config)
+    files = _data_files(config)
     public = _without_home(to_yaml(config))
     parts = [
         f"# {exported.name}",
         _summary(config, exported),
         *_use(config, exported),
-        *_results(until, with_image=bool(curves)),
+        *_results(until),
         *_training(folder, config, public),
         *_data(files),
     ]
     body = _without_home("\n\n".join(parts))
-    card = ModelCard(f"---\n{_front_matter(config, exported, files)}\n---\n\n{body}\n")
-    image = {CURVE: draw_curves(curves)} if curves else {}
-    return {CARD: str(card), CONFIG: public, **image}
+    sources = [str(name) for _, counts in files for name in counts or () if name is not None]
+    card = ModelCard(f"---\n{_front_matter(config, exported, sources)}\n---\n\n{body}\n")
+    return {CARD: str(card), CONFIG: public}
 
 
 def _without_home(text: str) -> str:
@@ -385,7 +272,7 @@ def _method(config: Mapping[str, Any]) -> str:
     return function_name(config["loss"]) if program == "prefer" else program
 
 
-def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence["_File"]) -> str:
+def _front_matter(config: Mapping[str, Any], exported: Exported, sources: Iterable[str]) -> str:
     """Return what the hub reads of a card, as YAML."""
     from huggingface_hub import ModelCardData
 
@@ -393,7 +280,6 @@ def _front_matter(config: Mapping[str, Any], exported: Exported, files: Sequence
     kinds = ["reinforcement-learning"] if program_of(config) == "train" else []
     tags = ["jaxrl_llm", *kinds, _method(config)]
     generates = exported.role == "actor" and exported.head is None
-    sources = [name for file in files for name in file.sources]
     data = ModelCardData(
         base_model=base[0] if base else None,
         datasets=[*dict.fromkeys(s for s in sources if HUB_ID.fullmatch(s))] or None,
@@ -446,21 +332,12 @@ def _use(config: Mapping[str, Any], exported: Exported) -> Iterator[str]:
     yield f"```python\n{code}\n```"
 
 
-def _results(metrics: MetricsTable, *, with_image: bool) -> Iterator[str]:
+def _results(metrics: MetricsTable) -> Iterator[str]:
     """Yield the section of results, if there are any."""
     rows = metrics.before_and_after()
     if rows:
         yield "## Results"
         yield _table(BEFORE_AND_AFTER, [[f"`{row[0]}`", *row[1:]] for row in rows])
-    if with_image:
-        yield f"![Learning curve]({CURVE})"
-
-
-def _curves(metrics: MetricsTable) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the curves of the scores; where there are none, that of the loss."""
-    names = [row[0] for row in metrics.before_and_after()]
-    scores = [name for name in names if name != "train/loss"]
-    return {name: metrics.curve(name) for name in (scores or names)[:CURVES]}
 
 
 def _training(folder: Path, config: Mapping[str, Any], public: str) -> Iterator[str]:
@@ -499,54 +376,40 @@ def _version_rows(versions: Mapping[str, Any]) -> list[list[str]]:
     return [*rows, ["devices", ", ".join(f"{n} x {kind}" for kind, n in counts.items())]]
 
 
-class _File(NamedTuple):
-    """A data file: its rows by source; None where it can't be read any more."""
-
-    path: str
-    rows: int | None
-    sources: Mapping[str, int]
-
-    def cells(self) -> list[str]:
-        """Return its line in the table."""
-        named = ", ".join(f"{name} ({rows})" for name, rows in self.sources.items())
-        return [
-            f"`{self.path}`",
-            "not there any more" if self.rows is None else str(self.rows),
-            named,
-        ]
-
-
-def _files(config: Mapping[str, Any]) -> list[_File]:
-    """Return the data files of a run's config."""
+def _data_files(config: Mapping[str, Any]) -> list[tuple[str, Counter[str | None] | None]]:
+    """Return the data files of a run's config, and how many rows each has of a source."""
     data = config.get("data", {})
-    return [_count(path) for key in ("train", "validation") for path in data.get(key) or ()]
+    paths = [path for key in ("train", "validation") for path in data.get(key) or ()]
+    return [(path, _rows_by_source(Path(path))) for path in paths]
 
 
-def _data(files: Sequence[_File]) -> Iterator[str]:
-    """Yield the section of the data files, if there are any."""
-    if files:
-        yield "## Data"
-        yield _table(["file", "rows", "sources"], [file.cells() for file in files])
-
-
-def _count(path: str) -> _File:
+def _rows_by_source(path: Path) -> Counter[str | None] | None:
+    """Return the number of rows of each `data_source`; None where the file can't be read."""
     try:
-        found = _sources(Path(path))
+        if path.suffix != ".parquet":
+            return Counter(row.get("data_source") for row in read_rows(path))
+        import pyarrow.parquet  # slow, and not every file needs it
+
+        with pyarrow.parquet.ParquetFile(str(path)) as file:
+            if "data_source" not in file.schema_arrow.names:
+                return Counter({None: file.metadata.num_rows})
+            return Counter(file.read(columns=["data_source"])["data_source"].to_pylist())
     except (OSError, ValueError):  # moved, or a custom data set's own kind of file
-        return _File(path, None, {})
-    return _File(path, len(found), Counter(str(s) for s in found if s is not None))
+        return None
 
 
-def _sources(path: Path) -> Sequence[Any]:
-    """Return the source of each row, None where it has none."""
-    if path.suffix != ".parquet":
-        return [row.get("data_source") for row in read_rows(path)]
-    import pyarrow.parquet  # slow, and not every file needs it
-
-    with pyarrow.parquet.ParquetFile(str(path)) as file:
-        if "data_source" not in file.schema_arrow.names:
-            return [None] * file.metadata.num_rows
-        return file.read(columns=["data_source"])["data_source"].to_pylist()
+def _data(files: Sequence[tuple[str, Counter[str | None] | None]]) -> Iterator[str]:
+    """Yield the section of the data files, if there are any."""
+    if not files:
+        return
+    rows = []
+    for path, counts in files:
+        known = counts or Counter()
+        named = ", ".join(f"{name} ({n})" for name, n in known.items() if name is not None)
+        total = "not there any more" if counts is None else str(counts.total())
+        rows.append([f"`{path}`", total, named])
+    yield "## Data"
+    yield _table(["file", "rows", "sources"], rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -28,6 +28,7 @@ ENGINE = (*MODEL, *NATIVE, "jaxrl_llm/rollout/engine.py")
 
 TESTED_ELSEWHERE = {
     "code.api": "tests/test_api.py",
+    "code.metrics": "tests/reporting/test_data.py",
     "code.release": "tests/test_release.py",
     "figures": "tests/benchmarks/test_figures.py",
     "planning.costs": "tests/planning/test_costs.py",

@@ -8,16 +8,14 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import RENAMED
 from jaxrl_llm.config.load import (
     apply_override,
-    describe,
     find_config,
     from_tree,
     load,
     read_yaml,
 )
-from jaxrl_llm.config.programs import EvaluateConfig, TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 from tests.config.example import Group, Whole
 
 
@@ -331,21 +329,6 @@ def test_keywords_without_a_name_go_to_the_default_function():
     apply_override(tree, "algorithm.kl_loss.coef=1")  # no default: a name is needed
     with pytest.raises(ConfigError, match=r"algorithm.kl_loss: expected a function's name"):
         from_tree(TrainConfig, tree)
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_renamed_key_is_refused_with_its_new_name(old, new):
-    *groups, leaf = old.split(".")
-    if groups or old == "reward_model":
-        cls, tree = TrainConfig, {"run_dir": "x", "model": {"path": "m"}, "data": {"train": "t"}}
-    else:
-        cls, tree = EvaluateConfig, {"model": "m", "data": "d"}
-    group = tree
-    for name in groups:
-        group = group.setdefault(name, {})
-    group[leaf] = 1
-    assert refusal(from_tree, cls, tree) == f"{old} was renamed to {new}"
-    assert new in {name for name, _, _ in describe(cls)} | {"implicit_reward_model"}
 
 
 def test_all_that_is_wrong_is_said_at_once():

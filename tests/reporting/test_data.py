@@ -12,11 +12,19 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxrl_llm
+from benchmarks.code import metrics
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.report import main
-from jaxrl_llm.reporting.data import KeptAnswers, TokenTexts, curves, decoder, describe_metric
+from jaxrl_llm.reporting.data import (
+    KeptAnswers,
+    TokenTexts,
+    curves,
+    decoder,
+    describe_metric,
+    metric_pattern,
+    metric_table,
+)
 from jaxrl_llm.reporting.health import Finding
-from jaxrl_llm.reporting.meanings import GROUPS
 from jaxrl_llm.reporting.page import Page
 from jaxrl_llm.training.run_files import RunFiles
 from tests.reporting.folders import byte_tokenizer, kept_answer, step_line, write_run
@@ -105,30 +113,24 @@ def test_secrets_of_the_config_are_not_on_the_page(tmp_path):
 # ----------------------------------------------------------------------------------------- metrics
 
 
-def documented_metrics():
-    """List the names in the pages' tables of metrics, braces expanded, `<key>` as a word."""
-    names, pages = [], [(ROOT / "docs/metrics.md").read_text()]
-    pages.append((ROOT / "docs/preference.md").read_text().partition("## Metrics\n")[2])
-    for cell in re.findall(r"^\| `([^`]+)` \|", "\n".join(pages), re.M):
-        found = [cell]
-        while any("{" in name for name in found):
-            found = [
-                name.replace(group, part, 1)
-                for name in found
-                for group in re.findall(r"\{.*?\}", name)[:1]
-                for part in group[1:-1].split(",")
-            ]
-        names += [re.sub(r"<\w+>", "word", name) for name in found]
-    return names
+@pytest.mark.parametrize("page", metrics.PAGES)
+def test_the_tables_of_metrics_say_what_the_librarys_says(page):
+    text = (metrics.DOCS / page).read_text(encoding="utf-8")
+    assert metrics.filled(text) == text, "run python -m benchmarks.code.metrics"
 
 
-def test_every_documented_metric_has_a_group_and_a_meaning_and_no_other_has():
-    names = documented_metrics()
+def test_every_metric_of_the_librarys_table_is_in_one_of_the_pages():
+    text = "".join((metrics.DOCS / page).read_text(encoding="utf-8") for page in metrics.PAGES)
+    cells = [name for _, name, _ in metrics.listed(text) if name]
+    names = [name for cell in cells for name in metrics.names_of(cell)]
     assert len(names) > 150
     assert [name for name in names if not describe_metric(name)[1]] == []
-    patterns = {p: re.compile(p.replace("*", ".*")) for group in GROUPS.values() for p in group}
-    unknown = [p for p, form in patterns.items() if not any(map(form.fullmatch, names))]
-    assert unknown == []
+    patterns = [pattern for rows in metric_table().values() for pattern in rows]
+    assert [p for p in patterns if not any(map(metric_pattern(p).fullmatch, names))] == []
+    several = [
+        name for name in names if sum(bool(metric_pattern(p).fullmatch(name)) for p in patterns) > 1
+    ]
+    assert several == []
 
 
 def test_a_long_curve_keeps_each_parts_extremes():

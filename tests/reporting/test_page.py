@@ -7,7 +7,7 @@ import numpy as np
 import pandas
 import pytest
 
-from jaxrl_llm.reporting.meanings import GROUPS
+from jaxrl_llm.reporting.data import metric_table
 from tests.reporting.browsing import plot_data, show, until
 from tests.reporting.folders import (
     kept_answer,
@@ -42,7 +42,7 @@ def test_every_view_of_a_finished_run_has_content(open_runs, whole_run):
 
     curves = show(page, "curves")
     titles = curves.locator("details.group > summary h2").all_inner_texts()
-    assert titles == [group for group in GROUPS if group != "Other"]
+    assert titles == [group for group in metric_table() if group != "Other"]
     mean, highest, lowest = plot_data(page, "critic/score", 3)
     assert mean["x"] == list(range(1, 41)) and highest["y"][0] == 1 and lowest["y"][0] == 0
     assert "score of an answer" in curves.inner_text()

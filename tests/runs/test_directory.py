@@ -228,11 +228,10 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, caplog):
         tree = read_yaml(tmp_path / "config.yaml")
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     del tree["algorithm"]["max_generation_batches"], tree["offload"], tree["critic"]["loss"]
-    tree["algorithm"]["keep"] = tree["algorithm"].pop("group_filter")
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     with recorded(tmp_path, config):
         assert caplog.messages == []
-    tree["algorithm"]["keep"] = "with_spread"
+    tree["algorithm"]["group_filter"] = "with_spread"
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     assert "algorithm.group_filter: with_spread -> None" in refusal(enter, tmp_path, config)
 

@@ -2,9 +2,7 @@
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -13,7 +11,7 @@ from huggingface_hub import ModelCard
 from jaxrl_llm.config.load import load, to_yaml
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.training.export import Exported, draw_curves, make_card, nice_ticks
+from jaxrl_llm.training.export import Exported, make_card
 
 LINES = [
     {"step": 0, "val-core/openai/gsm8k/acc/mean@1": 0.25},
@@ -117,36 +115,6 @@ def test_the_function_of_a_model_is_shown_without_its_secrets(run_dir):
     use = re.search(r"## Use.*?```yaml\n(.*?)```", text, re.DOTALL)[1]
     shown = {"fn": "mine.py:model", "api_key": "(not published)", "width": 4}
     assert yaml.safe_load(use) == {"model": {"path": ".", "function": shown}}
-
-
-def test_the_curve_is_an_image_of_finite_points(run_dir):
-    files = make_card(run_dir, Exported("adder", SOURCE, 4))
-    assert "![Learning curve](learning_curve.svg)" in files["README.md"]
-    space = "{http://www.w3.org/2000/svg}"
-    root = ElementTree.fromstring(files["learning_curve.svg"])
-    assert root.tag == f"{space}svg"
-    lines = [line.get("points").split() for line in root.iter(f"{space}polyline")]
-    points = [[tuple(map(float, point.split(","))) for point in line] for line in lines]
-    assert [len(line) for line in points] == [3, 3]
-    assert [x for x, _ in points[0]] == [64.0, 384.0, 704.0]  # steps 0, 2, 4
-    heights = [y for _, y in points[0]]
-    assert heights[1] < heights[0] < heights[2], "SVG's y grows downwards"
-    assert {text.text for text in root.iter(f"{space}text")} >= {"critic/score/mean", "step", "0.4"}
-
-
-def test_names_are_escaped_and_one_point_is_seen():
-    root = ElementTree.fromstring(draw_curves({"<a> & b": ([5], [0.1])}))
-    assert "<a> & b" in {element.text for element in root.iter()}
-    assert [element.get("r") for element in root.iter() if element.tag.endswith("circle")] == ["3"]
-    assert "1e+20" in draw_curves({"as large": ([1, 2], [1e20, 1e20])})
-
-
-@pytest.mark.parametrize("low, high", [(0, 1e-5), (-3.2, 150), (5.5, 6.5), (1e6, 1e6 + 3)])
-def test_ticks_are_some_evenly_spaced_numbers_inside(low, high):
-    ticks = nice_ticks(low, high)
-    assert 3 <= len(ticks) <= 6
-    assert low <= ticks[0] < ticks[-1] <= high
-    assert {round((b - a) / (ticks[1] - ticks[0]), 6) for a, b in pairwise(ticks)} == {1}
 
 
 def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):

@@ -151,11 +151,9 @@ def test_a_recipe_has_the_sources_of_users_functions(tmp_path):
     assert {key for key in one if one[key] != other[key]} == {"optim.optimizer: source"}
 
 
-def test_a_base_of_before_a_key_was_renamed_is_taken_and_one_without_recipe_refused(tmp_path):
+def test_a_base_without_a_recipe_is_refused(tmp_path):
     (tmp_path / "base").mkdir()
-    (tmp_path / "base.made_by").write_text('{"data.template": {"a": 1}}')
     recipe = {"data.chat_template_kwargs": {"a": 1}}
-    build_once(tmp_path / "base", recipe, lambda: pytest.fail("made again"))
     (tmp_path / "base.made_by").write_text("5d41402abc")
     message = refusal(build_once, tmp_path / "base", recipe, lambda: None)
     assert "was made by a version that did not write down how. Remove that directory" in message
