@@ -59,6 +59,7 @@ from jaxrl_llm.training.roles import (
     taught_by,
 )
 from jaxrl_llm.training.teachers import TeacherModel
+from jaxrl_llm.training.update import ROUTER
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows
 
@@ -221,14 +222,12 @@ def plan_role(
         return params, frozen, micro(update.objective.asks_for(), bucket), coefs
 
     total = learner.total_like(*inputs(of_updates))
-    metrics = total[1]
+    router = total[1].get(ROUTER)
     trace = {
         StepId(name, StepKind.ACCUMULATE): lambda bucket=of_updates: learner.accumulate.trace(
             total, *inputs(bucket)
         ),
-        StepId(name, StepKind.APPLY): lambda: learner.apply.trace(
-            state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
-        ),
+        StepId(name, StepKind.APPLY): lambda: learner.apply.trace(state, params, router),
         StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.trace(
             params, frozen, micro(set(), bucket).rows
         ),

@@ -79,7 +79,7 @@ from jaxrl_llm.training.objectives import (
 )
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 from jaxrl_llm.training.run_files import closing_lines
-from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped, router_hooks
+from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
 from jaxrl_llm.types import Batch
 
 PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
@@ -466,7 +466,6 @@ def _open(
         mesh=layout.mesh,
         params_like=model.like,
         frozen=model.frozen,
-        hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     reference, data = _with_reference(config, data, model, learner, layout, watchdog)
     trained = {"actor": TrainableModel(model, learner)}

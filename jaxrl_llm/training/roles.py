@@ -42,7 +42,7 @@ from jaxrl_llm.training.teachers import (
     Teachers,
     open_policy_teacher,
 )
-from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState, router_hooks
+from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import ROUTES, Batch
 
@@ -352,7 +352,6 @@ def learner_of(
         mesh=layout.mesh,
         params_like=params_like,
         frozen=frozen,
-        hooks=router_hooks(settings, shape, layout.mesh, frozen),
     )
 
 

@@ -46,7 +46,7 @@ from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.teachers import open_teacher_model
-from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped, router_hooks
+from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
 from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 
@@ -189,7 +189,6 @@ def _open(
         mesh=layout.mesh,
         params_like=model.like,
         frozen=model.frozen,
-        hooks=router_hooks(forward, shape, layout.mesh, model.frozen),
     )
     trained = {"actor": TrainableModel(model, learner)}
     files, saved = open_files(

@@ -37,7 +37,7 @@ from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
 from jaxrl_llm.training.roles import row_shapes
 from jaxrl_llm.training.sampler import merge_for_engine
-from jaxrl_llm.training.update import Learner, router_hooks
+from jaxrl_llm.training.update import Learner
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +201,6 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
         shape=shape,
         mesh=layout.mesh,
         params_like=params,
-        hooks=router_hooks(settings, shape, layout.mesh),
     )
     count, weigh = jitted
     check(count.trace(params, {}, micro.rows), spec, StepKind.INFER)
