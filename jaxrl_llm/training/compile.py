@@ -42,8 +42,7 @@ from jaxrl_llm.training.bind import (
     abstract_pairs,
     resolve_functions,
 )
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import Inference, logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
 from jaxrl_llm.training.microbatches import MicroBatch

@@ -34,6 +34,7 @@ from jaxrl_llm.models.moe.routing import RouterStats
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.forward import (
     ForwardConfig,
+    Inference,
     by_sequence,
     hidden_states,
     split_head,
@@ -42,7 +43,6 @@ from jaxrl_llm.training.forward import (
     token_stats_from_hidden,
     values_from_hidden,
 )
-from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.microbatches import MEANS, Fields, MicroBatch
 from jaxrl_llm.types import Rows
 

@@ -41,7 +41,7 @@ from jaxrl_llm.runs.directory import RunFolder, check_same_data, ending_together
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
-from jaxrl_llm.training.inference import Inference, logprob_pass
+from jaxrl_llm.training.forward import Inference, logprob_pass
 from jaxrl_llm.training.layouts import open_layout, packed_shape
 from jaxrl_llm.training.load_model import (
     LoadedModel,

@@ -46,7 +46,7 @@ from jaxrl_llm.training.bind import (
     check_schedules,
     resolve_functions,
 )
-from jaxrl_llm.training.buffer import Buffer, open_schedule
+from jaxrl_llm.training.buffer import Buffer, PolicyWeights, Sampler, Scorer, open_schedule
 from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
@@ -67,8 +67,6 @@ from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
 from jaxrl_llm.training.roles import open_models
 from jaxrl_llm.training.run_files import RunFiles, closing_lines
-from jaxrl_llm.training.sampler import PolicyWeights, Sampler
-from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.sft import run_sft
 from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
 from jaxrl_llm.training.trainer import FinishedStep, RLTrainer

@@ -40,7 +40,7 @@ from jaxrl_llm.training.batch_metrics import (
     throughput_metrics,
 )
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer
+from jaxrl_llm.training.buffer import Buffer, Sampler, Scorer
 from jaxrl_llm.training.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
 from jaxrl_llm.training.experience import (
     Selected,
@@ -59,11 +59,8 @@ from jaxrl_llm.training.experience import (
 )
 from jaxrl_llm.training.loop import Metrics, OpenFiles, Trainer
 from jaxrl_llm.training.policy import Policy
-from jaxrl_llm.training.prompted_teacher import add_prompted_logprobs
 from jaxrl_llm.training.roles import REFERENCE, Models, Role
-from jaxrl_llm.training.sampler import Sampler
-from jaxrl_llm.training.scoring import Scorer
-from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers
+from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers, add_prompted_logprobs
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
 from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import Batch

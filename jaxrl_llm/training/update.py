@@ -31,8 +31,7 @@ from jaxrl_llm.models.moe.routing import RouterStats, load_balance_loss, router_
 from jaxrl_llm.sharding.layout import Layout, replicated
 from jaxrl_llm.sharding.offload import on_device, to_device
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import balance_pass
+from jaxrl_llm.training.forward import ForwardConfig, balance_pass
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.microbatches import (
     Fields,

@@ -21,6 +21,7 @@ from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated
 from jaxrl_llm.training import load_model
 from jaxrl_llm.training.bind import abstract_fields, resolve_functions
+from jaxrl_llm.training.buffer import merge_for_engine
 from jaxrl_llm.training.compile import (
     StepId,
     StepKind,
@@ -36,7 +37,6 @@ from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
 from jaxrl_llm.training.roles import row_shapes
-from jaxrl_llm.training.sampler import merge_for_engine
 from jaxrl_llm.training.update import Learner
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 

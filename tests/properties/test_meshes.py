@@ -26,8 +26,7 @@ from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import BATCH, Layout, batch_shards, make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig, token_fields
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, token_fields
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner

@@ -7,8 +7,7 @@ from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, Completion, ScoredTokens
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
-from jaxrl_llm.training.teacher_tokens import Retokenizer
-from jaxrl_llm.training.teachers import SequenceTeacher, Teachers, UnalignedError
+from jaxrl_llm.training.teachers import Retokenizer, SequenceTeacher, Teachers, UnalignedError
 from tests.training.tokenizers import byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]

@@ -20,14 +20,11 @@ from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer, Collected, Schedule
+from jaxrl_llm.training.buffer import Buffer, Collected, PolicyWeights, Sampler, Schedule, Scorer
 from jaxrl_llm.training.experience import with_ages, with_scores
 from jaxrl_llm.training.loop import OpenFiles
-from jaxrl_llm.training.prompted_teacher import TeacherPrompts
 from jaxrl_llm.training.roles import Models, Reference, Role
-from jaxrl_llm.training.sampler import PolicyWeights, Sampler
-from jaxrl_llm.training.scoring import Scorer
-from jaxrl_llm.training.teachers import Teachers
+from jaxrl_llm.training.teachers import TeacherPrompts, Teachers
 from jaxrl_llm.training.trainer import RLTrainer
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
