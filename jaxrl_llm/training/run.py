@@ -63,11 +63,11 @@ from jaxrl_llm.training.loop import (
     train_to_the_end,
     validate_before,
 )
+from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
 from jaxrl_llm.training.roles import open_models
 from jaxrl_llm.training.run_files import RunFiles, closing_lines
-from jaxrl_llm.training.sft import run_sft
 from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
 from jaxrl_llm.training.trainer import FinishedStep, RLTrainer
 from jaxrl_llm.training.update import Learner

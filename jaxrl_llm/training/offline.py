@@ -1,4 +1,7 @@
-"""Training on preferences: the update of RL with a loss of pairs or of labelled answers."""
+"""Training on files of examples: on responses (`sft`), and on preferences (`prefer`).
+
+Both are the update of RL with another loss, and the loop that `train` has, too.
+"""
 
 import contextlib
 import dataclasses
@@ -6,12 +9,13 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.compilation import BACKGROUND
 from jaxrl_llm.compiler_options import Task, compiler_options
@@ -19,9 +23,11 @@ from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.fields import asks_for, check_fields
 from jaxrl_llm.config.functions import load_function
-from jaxrl_llm.config.programs import PreferConfig
+from jaxrl_llm.config.programs import PreferConfig, PreferValidationConfig, SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.preferences import (
     Preference,
     normalize_preference_row,
@@ -29,7 +35,7 @@ from jaxrl_llm.data.preferences import (
     rotate_answers,
     tokenize_preferences,
 )
-from jaxrl_llm.data.rows import Row, load_rows
+from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
@@ -37,12 +43,13 @@ from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.metrics_log import check_trackers
 from jaxrl_llm.runs.checkpoint import Saved
-from jaxrl_llm.runs.directory import RunFolder, check_same_data, ending_together, run_folder
+from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folder
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
-from jaxrl_llm.training.forward import Inference, logprob_pass
-from jaxrl_llm.training.layouts import open_layout, packed_shape
+from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
+from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
@@ -63,7 +70,7 @@ from jaxrl_llm.training.loop import (
     train_to_the_end,
     validate_before,
 )
-from jaxrl_llm.training.microbatches import MicroBatchStep, finished_metrics
+from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, finished_metrics
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     COEFS,
@@ -73,18 +80,315 @@ from jaxrl_llm.training.objectives import (
     OF_ROWS,
     OF_STEPS,
     SCORES,
+    Objective,
+    PolicyObjective,
     PreferenceObjective,
     StepObjective,
     split_sums,
 )
 from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 from jaxrl_llm.training.run_files import closing_lines
+from jaxrl_llm.training.teachers import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
-from jaxrl_llm.types import Batch
-
-PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
+from jaxrl_llm.training.visuals import check_room, row_visuals
+from jaxrl_llm.types import VISUALS, Batch
 
 log = logging.getLogger(__name__)
+
+# What both programs share.
+
+
+class OfflineTrainer(Trainer[Step]):
+    """Updates a model on the next items of its data.
+
+    Args:
+        config: of the run.
+        learner: the update.
+        schedule: updates -> learning rate.
+        opened: files of the run, and where it stands.
+        coefs: of the objective.
+        validation: when it validates; None: nothing is held out.
+    """
+
+    def __init__(
+        self,
+        config: SftConfig | PreferConfig,
+        learner: Learner,
+        schedule: Callable[[Any], Any],
+        opened: tuple[OpenFiles, Saved],
+        *,
+        coefs: Fields = COEFS,
+        validation: PreferValidationConfig | None = None,
+    ) -> None:
+        """Compile nothing yet."""
+        super().__init__(*opened, validation)
+        self.config, self.learner, self.schedule, self.coefs = config, learner, schedule, coefs
+
+    def step(self, clock: Clock) -> Step:
+        """Update the model on the next items."""
+        state, visuals = self.states["actor"], self.learner.model.visuals
+        rate = float(self.schedule(int(state.updates)))
+        batch = self.batch(next(self.files.stream), clock)
+        with clock("update_actor"):
+            if visuals is not None and visuals.tower is not None:
+                visuals.tower.keep(batch)
+            state, updated = self.learner.update(state, batch, self.coefs)
+            updated = jax.device_get(updated)
+        check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
+        self.states = {"actor": state}
+        return Step(self.number + 1, self.metrics(updated) | {"train/lr": rate})
+
+    def batch(self, items: list[Any], clock: Clock) -> Batch:
+        """Lay items out as a mini-batch."""
+        raise NotImplementedError
+
+    def metrics(self, updated: Fields) -> Metrics:
+        """Return the metrics of an update by the names that the log has."""
+        raise NotImplementedError
+
+
+class Opening(NamedTuple):
+    """What is open when the model of a run is loaded.
+
+    Attributes:
+        function: that the config names: a loss, or a divergence from a teacher.
+        optimizer: of the model.
+        schedule: updates -> learning rate.
+        layout: of the devices.
+        watchdog: of the run.
+        stack: of the whole program.
+    """
+
+    function: Any
+    optimizer: OptimizerOf
+    schedule: Callable[[Any], Any]
+    layout: Layout
+    watchdog: Watchdog
+    stack: contextlib.ExitStack
+
+    def learner(
+        self,
+        objective: Objective,
+        reduce: Callable[..., Any],
+        forward: ForwardConfig,
+        shape: RowShape,
+        model: LoadedModel,
+    ) -> Learner:
+        """Build the update of a model."""
+        return Learner(
+            objective,
+            forward,
+            self.optimizer(model.model.declare(), model.like),
+            reduce=reduce,
+            shape=shape,
+            mesh=self.layout.mesh,
+            params_like=model.like,
+            frozen=model.frozen,
+        )
+
+
+def _run(
+    config: SftConfig | PreferConfig,
+    title: str,
+    load: Callable[[Any], Callable[..., Any] | None],
+    open_trainer: Callable[[Any, Opening], tuple[OfflineTrainer, LoadedModel]],
+    *,
+    hints: bool = True,
+) -> None:
+    """Train on a config's examples, then export the model.
+
+    Args:
+        config: of the run.
+        title: of the run, for the log.
+        load: returns the function that the config names.
+        open_trainer: loads the model and its data, and returns what trains it.
+        hints: whether to print what can be done with the model.
+    """
+    with contextlib.ExitStack() as stack:
+        enter_process(config, stack)
+        check_trackers(config)
+        function = load(config)
+        optimizer, schedule = make_optimizer(config.optim)
+        if config.steps is not None:
+            check_learning_rates(schedule, config.optim, config.steps)
+        held_out = config.data.validation if isinstance(config, PreferConfig) else ()
+        prepare_files(config.data.prepare, (*config.data.train, *held_out))
+        check_export(config.export_to)
+        folder = stack.enter_context(run_folder(config.run_dir, config))
+        with ending_together():  # the others, before this process waits for its files to close
+            compile_on_demand(stack)
+            watchdog = stack.enter_context(open_watchdog(config))
+            log.info("%s %s", title, config.model.path)
+            own_axes = config.model.function is not None
+            with activity("opening the devices"):
+                layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=own_axes)
+            opening = Opening(function, optimizer, schedule, layout, watchdog, stack)
+            trainer, loaded = open_trainer(config, opening)
+            folder.record()
+            model, base = loaded.model, jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
+            del loaded
+            validate_before(trainer)
+            train_to_the_end(trainer, run_steps(trainer))
+            display, params = trainer.files.display, trainer.states["actor"].params
+            del trainer  # merging and saving hold the model once
+            BACKGROUND.clear()  # its programs' shapes hold on to the weights
+            source = config.model.path
+            scoring = scoring_of(config) if isinstance(config, PreferConfig) else None
+            export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
+            for line in closing_lines(config) if hints else ():
+                display.line(line)
+
+
+# Responses.
+
+
+class SftTrainer(OfflineTrainer):
+    """Trains a model to imitate responses, and the distributions of a teacher where it has one."""
+
+    config: SftConfig
+
+    def batch(self, items: list[Example], clock: Clock) -> Batch:
+        """Lay examples out."""
+        del clock
+        return to_batch(items, self.config.data.max_tokens)
+
+    def metrics(self, updated: Fields) -> Metrics:
+        """Return the metrics of an update's loss by the names that the log has."""
+        loss, teacher = float(updated["pg_loss"]), self.config.teacher
+        metrics = {
+            f"train/{name}": float(value)
+            for name, value in updated.items()
+            if name.startswith(("router_", "divergence/")) or name == "top1_agreement"
+        } | {"train/grad_norm": float(updated["grad_norm"])}
+        if teacher.path is None:
+            return {"train/loss": loss} | metrics
+        whole = (1 - teacher.share) * loss + teacher.share * float(updated["distillation_loss"])
+        return {"train/loss": whole, "train/nll": loss} | metrics
+
+    def line(self, number: int, metrics: Metrics) -> str:
+        """Return a step's line on the screen."""
+        return f"sft step {number}/{self.files.total_steps}  loss {metrics['train/loss']:.4f}"
+
+
+def run_sft(config: SftConfig, *, hints: bool = True) -> None:
+    """Train on a config's examples, then export the model.
+
+    Args:
+        config: of the run.
+        hints: whether to print what can be done with the model.
+    """
+    weights = "random weights of" if config.model.random_init else "weights of"
+    title = f"supervised training: making ready {weights}"
+    _run(config, title, _load_divergence, _open_sft, hints=hints)
+
+
+def _load_divergence(config: SftConfig) -> Callable[..., Any] | None:
+    """Return the divergence that a config names, if it has a teacher."""
+    if config.teacher.path is None:
+        return None
+    divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
+    check_divergence("teacher.divergence", divergence)
+    return divergence
+
+
+def _open_sft(config: SftConfig, opening: Opening) -> tuple[SftTrainer, LoadedModel]:
+    """Load a model and the examples that it is trained on."""
+    layout, data = opening.layout, config.data
+    rows = _read_examples(config)
+    model = open_model(config.model, layout, seed=config.seed).for_length(data.max_tokens)
+    examples = _tokenize_examples(config, rows, model.model.vocab_size)
+    forward = forward_config(config.model, model.model, layout, 1.0, model.tower, data.max_pixels)
+    shape = packed_shape(
+        layout,
+        model.model,
+        tokens=config.batch.max_tokens_per_device,
+        longest=data.max_tokens,
+        sequences=config.batch.examples_per_step,
+        long_rows=takes_long_rows(forward, layout, data.max_tokens),
+        visual_tokens=config.batch.max_visual_tokens_per_device,
+    )
+    forward = forward.over(shape)
+    named = (
+        (f"data.train: {e.load.where if e.load else i}", e.tokens) for i, e in enumerate(examples)
+    )
+    check_room(named, forward.visuals, shape)
+    objective, coefs = _imitation(config, opening, model.model, shape)
+    learner = opening.learner(objective, token_mean, forward, shape, model)
+    opened = open_files(
+        *(config, {"actor": TrainableModel(model, learner)}, examples),
+        *(opening.watchdog, opening.stack),
+        frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
+    )
+    return SftTrainer(config, learner, opening.schedule, opened, coefs=coefs), model
+
+
+def _imitation(
+    config: SftConfig, opening: Opening, model: Model, shape: RowShape
+) -> tuple[PolicyObjective, Fields]:
+    """Return what an update minimises, and its coefficients with the teacher's weights in them."""
+    if config.teacher.path is None:
+        return PolicyObjective(loss=negative_log_likelihood), dict(COEFS)
+    share, tokenizer = config.teacher.share, load_tokenizer(config.model.path)
+    with config_errors_at("teacher.path"):
+        teacher = open_teacher_model(
+            *(config.teacher.path, config.model, tokenizer, model, opening.layout),
+            longest=config.data.max_tokens,
+        )
+    objective = PolicyObjective(
+        loss=negative_log_likelihood,
+        share=1 - share,
+        distillation=teacher.compared_by(opening.function, shape),
+    )
+    return objective, COEFS | {"distillation_coef": share, "teacher": teacher.params}
+
+
+@activity("reading the data")
+def _read_examples(config: SftConfig) -> Sequence[Row]:
+    with config_errors_at("data.train"):
+        return load_rows(config.data.dataset, config.data.train, normalize=normalize_example_row)
+
+
+@activity("tokenizing the examples")
+def _tokenize_examples(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[Example]:
+    with config_errors_at("model.path"):
+        tokenizer = load_tokenizer(config.model.path)
+    visuals = row_visuals(config.model, config.data)
+    with config_errors_at("data.train"):
+        examples, _ = tokenize_examples(
+            rows,
+            tokenizer,
+            max_tokens=config.data.max_tokens,
+            filter_overlong=config.data.filter_overlong,
+            train_on=config.data.train_on,
+            template_kwargs=config.data.chat_template_kwargs,
+            visuals=visuals,
+            vocab_size=vocab_size,
+        )
+    check_same_data("data.train", (example.tokens for example in examples))
+    return examples
+
+
+def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:
+    """Lay examples out as a batch [B T] with their masks; decode images."""
+    tokens = np.zeros((len(examples), max_tokens), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example.tokens)] = example.tokens
+        mask[i, : len(example.mask)] = example.mask
+    sizes = np.array([len(example.tokens) for example in examples], np.int32)
+    batch = Batch(tokens, sizes, {"mask": mask})
+    if any(example.load for example in examples):
+        visuals = np.empty(len(examples), object)
+        for i, example in enumerate(examples):
+            visuals[i] = example.load() if example.load else ()
+        batch = batch.add(**{VISUALS: visuals})
+    return batch
+
+
+# Preferences.
+
+
+PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,33 +622,32 @@ SHOWN = {
 """Metrics that have a place in a step's line, by their labels there."""
 
 
-class PreferTrainer(Trainer[Step]):
+class PreferTrainer(OfflineTrainer):
     """Trains a policy or a reward model on preferences.
 
     Args:
         config: of the run.
-        data: its rows, with log-probs under the reference where the loss asks for them.
         learner: the update.
-        reference: for what each step asks it; None where the rows have all that is needed.
         schedule: updates -> learning rate.
-        files: of the run.
-        saved: where it stands.
+        opened: files of the run, and where it stands.
+        data: its rows, with log-probs under the reference where the loss asks for them.
+        reference: for what each step asks it; None where the rows have all that is needed.
     """
 
     def __init__(
         self,
         config: PreferConfig,
-        data: PreferenceData,
         learner: Learner,
-        reference: PairReference | None,
         schedule: Callable[[Any], Any],
-        files: OpenFiles,
-        saved: Saved,
+        opened: tuple[OpenFiles, Saved],
+        *,
+        data: PreferenceData,
+        reference: PairReference | None,
     ) -> None:
         """Compile nothing yet."""
-        super().__init__(files, saved, config.validation if data.validation else None)
-        self.config, self.data, self.learner = config, data, learner
-        self.reference, self.schedule = reference, schedule
+        validation = config.validation if data.validation else None
+        super().__init__(config, learner, schedule, opened, validation=validation)
+        self.data, self.reference = data, reference
         objective, forward, mesh = learner.objective, learner.model, learner.mesh
 
         @functools.partial(
@@ -356,17 +659,9 @@ class PreferTrainer(Trainer[Step]):
 
         self._measure = MicroBatchStep("validation", measure, learner.shape, mesh, place=2)
 
-    def step(self, clock: Clock) -> Step:
-        """Update the model on the next preferences."""
-        state = self.states["actor"]
-        rate = float(self.schedule(int(state.updates)))
-        batch = self._batch(next(self.files.stream), clock)
-        with clock("update_actor"):
-            state, updated = self.learner.update(state, batch, COEFS)
-            updated = jax.device_get(updated)
-        check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
-        self.states = {"actor": state}
-        return Step(self.number + 1, _named("train", updated) | {"train/lr": rate})
+    def metrics(self, updated: Fields) -> Metrics:
+        """Return the metrics of an update by the names that the log has."""
+        return _named("train", updated)
 
     @activity("validating")
     def validate(self, number: int) -> Metrics:
@@ -374,7 +669,7 @@ class PreferTrainer(Trainer[Step]):
         del number
         learner, params = self.learner, self.states["actor"].params
         rest = learner.frozen or {}
-        batch = self._batch(self.data.validation, Clock())
+        batch = self.batch(self.data.validation, Clock())
         batch = batch.add(weights=np.asarray(learner.reduce(jnp.asarray(batch["mask"]))))
         names = learner.objective.asks_for() | {"mask", "weights"}
         cut = self._measure.microbatches(batch, names)
@@ -387,7 +682,7 @@ class PreferTrainer(Trainer[Step]):
         parts = [f"{label} {metrics[name]:.4f}" for label, name in SHOWN.items() if name in metrics]
         return f"step {number}/{self.files.total_steps}  " + "  ".join(parts)
 
-    def _batch(self, items: list[Preference], clock: Clock) -> Batch:
+    def batch(self, items: list[Preference], clock: Clock) -> Batch:
         """Lay a mini-batch out, with what the objective asks of the whole of it."""
         data, names = self.data, self.learner.objective.asks_for()
         batch = preference_batch(items, data.width)
@@ -404,51 +699,19 @@ class PreferTrainer(Trainer[Step]):
 
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
-    with contextlib.ExitStack() as stack:
-        enter_process(config, stack)
-        check_trackers(config)
-        loss = load_preference_loss(config)
-        optimizer, schedule = make_optimizer(config.optim)
-        if config.steps is not None:
-            check_learning_rates(schedule, config.optim, config.steps)
-        prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
-        check_export(config.export_to)
-        folder = stack.enter_context(run_folder(config.run_dir, config))
-        with ending_together():  # the others, before this process waits for its files to close
-            trainer, model, base = _open(config, loss, optimizer, schedule, folder, stack)
-            validate_before(trainer)
-            train_to_the_end(trainer, run_steps(trainer))
-            display, params = trainer.files.display, trainer.states["actor"].params
-            del trainer  # merging and saving hold the model once
-            BACKGROUND.clear()  # its programs' shapes hold on to the weights
-            source, scoring = config.model.path, scoring_of(config)
-            export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
-            for line in closing_lines(config):
-                display.line(line)
+    title = "training on preferences: making ready the weights of"
+    _run(config, title, load_preference_loss, _open_prefer)
 
 
-def _open(
-    config: PreferConfig,
-    loss: Callable[..., Any],
-    optimizer: OptimizerOf,
-    schedule: Callable[[Any], Any],
-    folder: RunFolder,
-    stack: contextlib.ExitStack,
-) -> tuple[PreferTrainer, Model, Any]:
-    """Return what trains, the model, and the layout of an adapter's base."""
-    compile_on_demand(stack)
-    watchdog = stack.enter_context(open_watchdog(config))
-    log.info("training on preferences: making ready the weights of %s", config.model.path)
-    has_own_axes = config.model.function is not None
-    with activity("opening the devices"):
-        layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=has_own_axes)
+def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer, LoadedModel]:
+    """Load a model and the preferences that it is trained on."""
+    layout, loss = opening.layout, opening.function
     rows = read_preference_rows(config)
     names = set(asks_for(loss))
     of_steps = LOGITS in names
     load = open_step_scorer if of_steps else open_scorer if names & SCORES else open_model
     model = load(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
     data = tokenize_preference_rows(config, loss, rows, model.model.vocab_size)
-    forward = forward_config(config.model, model.model, layout)
     shape = packed_shape(
         layout,
         model.model,
@@ -456,24 +719,17 @@ def _open(
         longest=data.width,
         sequences=config.batch.pairs_per_step,
     )
-    forward = forward.over(shape)
-    learner = Learner(
-        StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss),
-        forward,
-        optimizer(model.model.declare(), model.like),
-        reduce=token_mean if of_steps else sequence_mean_token_mean,
-        shape=shape,
-        mesh=layout.mesh,
-        params_like=model.like,
-        frozen=model.frozen,
-    )
-    reference, data = _with_reference(config, data, model, learner, layout, watchdog)
+    forward = forward_config(config.model, model.model, layout).over(shape)
+    objective = StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss)
+    reduce = token_mean if of_steps else sequence_mean_token_mean
+    learner = opening.learner(objective, reduce, forward, shape, model)
+    reference, data = _with_reference(config, data, model, learner, layout, opening.watchdog)
     trained = {"actor": TrainableModel(model, learner)}
-    files, saved = open_files(config, trained, data.train, watchdog, stack)
-    folder.record()
-    base = jax.tree.map(lambda leaf: leaf.sharding, model.frozen)  # None without an adapter
-    trainer = PreferTrainer(config, data, learner, reference, schedule, files, saved)
-    return trainer, model.model, base
+    opened = open_files(config, trained, data.train, opening.watchdog, opening.stack)
+    trainer = PreferTrainer(
+        config, learner, opening.schedule, opened, data=data, reference=reference
+    )
+    return trainer, model
 
 
 def _with_reference(
