@@ -148,23 +148,6 @@ def split_head(params: Params, config: ForwardConfig, layout: Layout) -> SplitMa
     return head if head is None or isinstance(head, SplitMatrix) else SplitMatrix(head, (), ())
 
 
-def value_fields(
-    params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
-) -> Float32[Array, "b T"]:
-    """Run a model with a value head over packed rows and gather its values back to [b T].
-
-    Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
-    """
-    return values_from_hidden(params, hidden_states(params, rows, config, mesh)[0], rows, config)
-
-
-def router_totals(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> RouterStats:
-    """Run a model with experts over packed rows and sum up what its routers did."""
-    router = hidden_states(params, rows, config, mesh)[1]
-    assert router is not None, "the model has experts"
-    return router
-
-
 def hidden_states(
     params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
 ) -> tuple[Float[Array, "P l D"], RouterStats | None]:
@@ -316,7 +299,9 @@ def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference"
     """Return a function from a critic's parameters and a batch to its `values` [B T]."""
 
     def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
-        return {"values": value_fields(combine_params(params, rest), rows, model, mesh)}
+        everything = combine_params(params, rest)
+        hidden = hidden_states(everything, rows, model, mesh)[0]
+        return {"values": values_from_hidden(everything, hidden, rows, model)}
 
     return Inference(infer, shape, mesh, {}, model)
 
@@ -396,7 +381,9 @@ def balance_pass(
 
     @functools.partial(jax.jit, out_shardings=everywhere, compiler_options=options)
     def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
-        return router_totals(combine_params(params, rest), rows, model, mesh)
+        router = hidden_states(combine_params(params, rest), rows, model, mesh)[1]
+        assert router is not None, "the model has experts"
+        return router
 
     step = MicroBatchStep("experts' load", count, shape, mesh, place=2, visuals=model.visuals)
 

@@ -30,14 +30,14 @@ from jaxrl_llm.training.compile import (
     plan_role,
     plan_shapes,
     role_spec,
-    with_shardings,
 )
 from jaxrl_llm.training.experience import advantage_step, correction_step
+from jaxrl_llm.training.forward import balance_pass
 from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
 from jaxrl_llm.training.roles import row_shapes
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, shape_in
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,13 +202,14 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
         mesh=layout.mesh,
         params_like=params,
     )
+    balance_pass(settings, shape, layout.mesh, {})
     count, weigh = jitted
     check(count.trace(params, {}, micro.rows), spec, StepKind.INFER)
     totals = jax.eval_shape(count, params, {}, micro.rows)
     coefs = {"balance_weights": jax.eval_shape(weigh, totals)}
     assert not lower(weigh.trace(totals)).calls
     metrics = jax.eval_shape(learner.zeros, params, {}, micro, coefs)[1]
-    metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
+    metrics = jax.tree.map(lambda x: shape_in(x, everywhere), metrics)
     update = learner.accumulate.trace((params, metrics), params, {}, micro, coefs)
     check(update, spec, StepKind.ACCUMULATE)
 
