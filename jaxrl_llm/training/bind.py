@@ -64,15 +64,7 @@ from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.build import is_low_precision
 from jaxrl_llm.rollout.vllm.setup import find_python
-from jaxrl_llm.training.experience import (
-    check_marks,
-    check_pairs,
-    check_per_answer,
-    checked_controller,
-    compute_advantages,
-    correction_weights,
-    with_key,
-)
+from jaxrl_llm.training import experience
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     LENGTHS,
@@ -859,7 +851,7 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
         control = functools.partial(
-            checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
+            experience.checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
         )
         check_function("algorithm.kl_controller", controller, control)  # it gets numbers
     if config.steps is not None:
@@ -881,7 +873,7 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
     """Yield the functions of a config that get arrays."""
     algorithm, needs_returns = config.algorithm, "critic" in functions.updates
     if functions.advantage:
-        compute = functools.partial(compute_advantages, with_returns=needs_returns)
+        compute = functools.partial(experience.compute_advantages, with_returns=needs_returns)
         yield "algorithm.advantage", functions.advantage, compute
     if functions.kl:
         key = "kl_reward" if algorithm.kl_loss is None else "kl_loss"
@@ -893,7 +885,7 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
             key = f"algorithm.{name}"
             yield key, function, functools.partial(_per_answer, key=key, kind=kind)
     for number, function in enumerate(functions.corrections):
-        yield f"algorithm.correction[{number}]", function, correction_weights
+        yield f"algorithm.correction[{number}]", function, experience.correction_weights
     if functions.select_covariant:
         yield "algorithm.high_covariance", functions.select_covariant, _marks
     if functions.pairs:
@@ -926,16 +918,16 @@ def _jitted(function: Function, fields: Fields) -> Any:
 
 def _per_answer(function: Function, fields: Fields, *, key: str, kind: type[np.generic]) -> Any:
     result = _jitted(function, fields)
-    return check_per_answer(result, function, key, kind, len(fields["mask"]))
+    return experience.check_per_answer(result, function, key, kind, len(fields["mask"]))
 
 
 def _marks(function: Function, fields: Fields) -> Any:
-    result = _jitted(with_key(function, jax.random.key(0)), fields)
-    return check_marks(result, function, fields["mask"].shape)
+    result = _jitted(experience.with_key(function, jax.random.key(0)), fields)
+    return experience.check_marks(result, function, fields["mask"].shape)
 
 
 def _pairs(function: Function, fields: Fields) -> Any:
-    return check_pairs(_jitted(function, fields), function)
+    return experience.check_pairs(_jitted(function, fields), function)
 
 
 def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:

@@ -46,6 +46,7 @@ from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folder
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.training import loop
 from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
@@ -56,19 +57,6 @@ from jaxrl_llm.training.load_model import (
     open_model,
     open_scorer,
     open_step_scorer,
-)
-from jaxrl_llm.training.loop import (
-    Metrics,
-    OpenFiles,
-    Step,
-    Trainer,
-    compile_on_demand,
-    enter_process,
-    open_files,
-    open_watchdog,
-    run_steps,
-    train_to_the_end,
-    validate_before,
 )
 from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, finished_metrics
 from jaxrl_llm.training.objectives import (
@@ -98,7 +86,7 @@ log = logging.getLogger(__name__)
 # What both programs share.
 
 
-class OfflineTrainer(Trainer[Step]):
+class OfflineTrainer(loop.Trainer[loop.Step]):
     """Updates a model on the next items of its data.
 
     Args:
@@ -115,7 +103,7 @@ class OfflineTrainer(Trainer[Step]):
         config: SftConfig | PreferConfig,
         learner: Learner,
         schedule: Callable[[Any], Any],
-        opened: tuple[OpenFiles, Saved],
+        opened: tuple[loop.OpenFiles, Saved],
         *,
         coefs: Fields = COEFS,
         validation: PreferValidationConfig | None = None,
@@ -124,7 +112,7 @@ class OfflineTrainer(Trainer[Step]):
         super().__init__(*opened, validation)
         self.config, self.learner, self.schedule, self.coefs = config, learner, schedule, coefs
 
-    def step(self, clock: Clock) -> Step:
+    def step(self, clock: Clock) -> loop.Step:
         """Update the model on the next items."""
         state, visuals = self.states["actor"], self.learner.model.visuals
         rate = float(self.schedule(int(state.updates)))
@@ -136,13 +124,13 @@ class OfflineTrainer(Trainer[Step]):
             updated = jax.device_get(updated)
         check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
         self.states = {"actor": state}
-        return Step(self.number + 1, self.metrics(updated) | {"train/lr": rate})
+        return loop.Step(self.number + 1, self.metrics(updated) | {"train/lr": rate})
 
     def batch(self, items: list[Any], clock: Clock) -> Batch:
         """Lay items out as a mini-batch."""
         raise NotImplementedError
 
-    def metrics(self, updated: Fields) -> Metrics:
+    def metrics(self, updated: Fields) -> loop.Metrics:
         """Return the metrics of an update by the names that the log has."""
         raise NotImplementedError
 
@@ -205,7 +193,7 @@ def _run(
         hints: whether to print what can be done with the model.
     """
     with contextlib.ExitStack() as stack:
-        enter_process(config, stack)
+        loop.enter_process(config, stack)
         check_trackers(config)
         function = load(config)
         optimizer, schedule = make_optimizer(config.optim)
@@ -216,8 +204,8 @@ def _run(
         check_export(config.export_to)
         folder = stack.enter_context(run_folder(config.run_dir, config))
         with ending_together():  # the others, before this process waits for its files to close
-            compile_on_demand(stack)
-            watchdog = stack.enter_context(open_watchdog(config))
+            loop.compile_on_demand(stack)
+            watchdog = stack.enter_context(loop.open_watchdog(config))
             log.info("%s %s", title, config.model.path)
             own_axes = config.model.function is not None
             with activity("opening the devices"):
@@ -227,8 +215,8 @@ def _run(
             folder.record()
             model, base = loaded.model, jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
             del loaded
-            validate_before(trainer)
-            train_to_the_end(trainer, run_steps(trainer))
+            loop.validate_before(trainer)
+            loop.train_to_the_end(trainer, loop.run_steps(trainer))
             display, params = trainer.files.display, trainer.states["actor"].params
             del trainer  # merging and saving hold the model once
             BACKGROUND.clear()  # its programs' shapes hold on to the weights
@@ -252,7 +240,7 @@ class SftTrainer(OfflineTrainer):
         del clock
         return to_batch(items, self.config.data.max_tokens)
 
-    def metrics(self, updated: Fields) -> Metrics:
+    def metrics(self, updated: Fields) -> loop.Metrics:
         """Return the metrics of an update's loss by the names that the log has."""
         loss, teacher = float(updated["pg_loss"]), self.config.teacher
         metrics = {
@@ -265,7 +253,7 @@ class SftTrainer(OfflineTrainer):
         whole = (1 - teacher.share) * loss + teacher.share * float(updated["distillation_loss"])
         return {"train/loss": whole, "train/nll": loss} | metrics
 
-    def line(self, number: int, metrics: Metrics) -> str:
+    def line(self, number: int, metrics: loop.Metrics) -> str:
         """Return a step's line on the screen."""
         return f"sft step {number}/{self.files.total_steps}  loss {metrics['train/loss']:.4f}"
 
@@ -314,7 +302,7 @@ def _open_sft(config: SftConfig, opening: Opening) -> tuple[SftTrainer, LoadedMo
     check_room(named, forward.visuals, shape)
     objective, coefs = _imitation(config, opening, model.model, shape)
     learner = opening.learner(objective, token_mean, forward, shape, model)
-    opened = open_files(
+    opened = loop.open_files(
         *(config, {"actor": TrainableModel(model, learner)}, examples),
         *(opening.watchdog, opening.stack),
         frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
@@ -639,7 +627,7 @@ class PreferTrainer(OfflineTrainer):
         config: PreferConfig,
         learner: Learner,
         schedule: Callable[[Any], Any],
-        opened: tuple[OpenFiles, Saved],
+        opened: tuple[loop.OpenFiles, Saved],
         *,
         data: PreferenceData,
         reference: PairReference | None,
@@ -659,12 +647,12 @@ class PreferTrainer(OfflineTrainer):
 
         self._measure = MicroBatchStep("validation", measure, learner.shape, mesh, place=2)
 
-    def metrics(self, updated: Fields) -> Metrics:
+    def metrics(self, updated: Fields) -> loop.Metrics:
         """Return the metrics of an update by the names that the log has."""
         return _named("train", updated)
 
     @activity("validating")
-    def validate(self, number: int) -> Metrics:
+    def validate(self, number: int) -> loop.Metrics:
         """Return the loss and diagnostics of the held-out rows."""
         del number
         learner, params = self.learner, self.states["actor"].params
@@ -677,7 +665,7 @@ class PreferTrainer(OfflineTrainer):
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
         return _named("val", finished_metrics(jax.device_get(total)))
 
-    def line(self, number: int, metrics: Metrics) -> str:
+    def line(self, number: int, metrics: loop.Metrics) -> str:
         """Return a step's line on the screen."""
         parts = [f"{label} {metrics[name]:.4f}" for label, name in SHOWN.items() if name in metrics]
         return f"step {number}/{self.files.total_steps}  " + "  ".join(parts)
@@ -725,7 +713,7 @@ def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer,
     learner = opening.learner(objective, reduce, forward, shape, model)
     reference, data = _with_reference(config, data, model, learner, layout, opening.watchdog)
     trained = {"actor": TrainableModel(model, learner)}
-    opened = open_files(config, trained, data.train, opening.watchdog, opening.stack)
+    opened = loop.open_files(config, trained, data.train, opening.watchdog, opening.stack)
     trainer = PreferTrainer(
         config, learner, opening.schedule, opened, data=data, reference=reference
     )
