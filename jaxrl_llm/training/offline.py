@@ -56,7 +56,6 @@ from jaxrl_llm.training.load_model import (
     forward_config,
     open_model,
     open_scorer,
-    open_step_scorer,
 )
 from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, finished_metrics
 from jaxrl_llm.training.objectives import (
@@ -697,8 +696,11 @@ def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer,
     rows = read_preference_rows(config)
     names = set(asks_for(loss))
     of_steps = LOGITS in names
-    load = open_step_scorer if of_steps else open_scorer if names & SCORES else open_model
-    model = load(config.model, layout, seed=config.seed).for_length(config.data.max_tokens)
+    if of_steps or names & SCORES:
+        model = open_scorer(config.model, layout, seed=config.seed, of_steps=of_steps)
+    else:
+        model = open_model(config.model, layout, seed=config.seed)
+    model = model.for_length(config.data.max_tokens)
     data = tokenize_preference_rows(config, loss, rows, model.model.vocab_size)
     shape = packed_shape(
         layout,

@@ -51,7 +51,7 @@ from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objectives import Distillation, top_pass
-from jaxrl_llm.training.reward_model import check_same_tokens
+from jaxrl_llm.training.reward_model import token_difference
 from jaxrl_llm.training.update import MovingAverage, States, TrainableModel
 from jaxrl_llm.types import ROUTES, Batch
 
@@ -128,7 +128,8 @@ class Retokenizer:
     ) -> None:
         """Find out how the teacher's template ends a turn."""
         self._policy, self.teacher = policy.tokenizer, teacher.tokenizer
-        self._special = special_tokens(self._policy)
+        added = self._policy.added_tokens_decoder.items()
+        self._special = {number for number, token in added if token.special}  # stand for no text
         self._vocabularies = Vocabulary(self._policy), Vocabulary(self.teacher)
         self._is_same = self._policy.get_vocab() == self.teacher.get_vocab()
         turns = TurnTemplate(self.teacher, teacher.stops, template_kwargs=template_kwargs)
@@ -222,12 +223,6 @@ class _Rendered(NamedTuple):
     told: str
 
 
-def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that stand for no text, such as that of the end of a turn."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(number for number, token in added if token.special)
-
-
 def whole_text(data: bytes) -> str:
     """Return the text of bytes, up to the first that are no whole character.
 
@@ -317,8 +312,8 @@ def shared_tokens(path: str, spec: ModelSpec, tokenizer: Any, student: Model) ->
         ValueError: one of the student's tokens is another one for the teacher.
     """
     has_tokenizer = any((resolve(path) / name).is_file() for name in VOCABULARIES)
-    if has_tokenizer:
-        check_same_tokens(path, tokenizer)
+    if has_tokenizer and (difference := token_difference(path, tokenizer)):
+        raise ValueError(difference)
     if spec.vocab_size == student.vocab_size:
         return None
     known = max(tokenizer.get_vocab().values()) + 1
@@ -367,10 +362,6 @@ class SequenceTeacher:
     top: int = 0
     model: Any = None
 
-    def __call__(self, batch: Batch, rollouts: Rollouts) -> Fields:
-        """Return fields of a batch of answers; see `begin`."""
-        return self.begin(batch, rollouts)()
-
     def begin(self, batch: Batch, rollouts: Rollouts) -> Callable[[], Fields]:
         """Begin to score a batch of answers; return what waits for its fields.
 
@@ -386,7 +377,11 @@ class SequenceTeacher:
         def finish() -> Fields:
             with activity(f"waiting for {self.name}"):
                 scored = scores()
-            fields = self._empty(batch)
+            fields = without_teacher(batch)
+            if self.top:
+                places = (*batch.tokens.shape, self.top)
+                fields["teacher_ids"] = np.zeros(places, np.int32)
+                fields["teacher_top_logprobs"] = np.zeros(places, np.float32)
             for i, score in zip(asked, scored, strict=True):
                 episode = rollouts.episodes[rows[i]]
                 self._fill(fields, rows[i], episode, sequences[i], score)
@@ -404,14 +399,6 @@ class SequenceTeacher:
             answer = tuple(episode.tokens.tolist())
             sequence = TeacherSequence(episode.prompt, answer, Alignment(same, same))
         return sequence if self.longest is None else sequence.cut(self.longest)
-
-    def _empty(self, batch: Batch) -> Fields:
-        fields = without_teacher(batch)
-        if self.top:
-            places = (*batch.tokens.shape, self.top)
-            fields["teacher_ids"] = np.zeros(places, np.int32)
-            fields["teacher_top_logprobs"] = np.zeros(places, np.float32)
-        return fields
 
     def _fill(
         self,
@@ -657,13 +644,17 @@ class Teacher:
     vocab_size: int
     model: TeacherModel | None = None
 
-    def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
+    def begin(self, batch: Batch, rollouts: Rollouts) -> Callable[[], Fields]:
+        """Return what computes the fields of a batch of answers; nothing is begun."""
+        del rollouts
+        return functools.partial(self._fields, batch)
+
+    def _fields(self, batch: Batch) -> Fields:
         """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
 
         Raises:
             TeacherError: a token is beyond the teacher's vocabulary, or it gives NaN.
         """
-        del rollouts
         results = self._infer(batch)
         logprobs = results.pop("logprobs")
         self._refuse_nan(logprobs[batch["mask"]])
@@ -745,37 +736,26 @@ def open_teachers(
     opened: dict[Any, AnyTeacher] = {}
     teachers = {}
     for source, where in ({EVERYTHING: named} if isinstance(named, str) else named).items():
-        own, model = of_source(asked.tokenizer, source), of_source(asked.model, source)
+        own, model = (
+            value.get(source) if isinstance(value, Mapping) else value
+            for value in (asked.tokenizer, asked.model)
+        )
         key = where, own, model
         if key not in opened and asked.path is None:
             opened[key] = open_server_teacher(config, *key, tokens, stack)
         elif key not in opened and own is not None:
             opened[key] = open_retokenized(config, where, own, tokens, actor, layout)
         elif key not in opened:
-            teacher = open_teacher(config, where, tokens.tokenizer, actor, layout)
+            longest = config.longest_teacher_sequence
+            with config_errors_at("teacher.path"):
+                loaded = open_teacher_model(
+                    *(where, config.model, tokens.tokenizer, actor, layout), longest=longest
+                )
+            teacher = as_teacher(config, where, loaded, layout, longest)
             inside = teacher.model if functions.runs_teacher_in_update else None
             opened[key] = dataclasses.replace(teacher, model=inside)
         teachers[source] = opened[key]
     return Teachers(teachers)
-
-
-def of_source(value: str | Mapping[str, str] | None, source: str) -> str | None:
-    """Return what a key that may be a mapping says of a data source.
-
-    >>> of_source({"math": "a"}, "math"), of_source({"math": "a"}, "code"), of_source("b", "code")
-    ('a', None, 'b')
-    """
-    return value.get(source) if isinstance(value, Mapping) else value
-
-
-def open_teacher(
-    config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
-) -> Teacher:
-    """Load a teacher that has the policy's tokens; see `open_teachers`."""
-    longest = config.longest_teacher_sequence
-    with config_errors_at("teacher.path"):
-        model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
-    return as_teacher(config, path, model, layout, longest)
 
 
 def open_retokenized(
@@ -876,7 +856,7 @@ class Teachers:
         for source, teacher, rows in self._shares(rollouts):
             part = batch.take(rows)
             asked = self._asked.pop(source, None)
-            results = asked() if asked else teacher(part, rollouts.take(rows.tolist()))
+            results = (asked or teacher.begin(part, rollouts.take(rows.tolist())))()
             for name, values in results.items():
                 empty = np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype)
                 fields.setdefault(name, empty)[rows] = values
