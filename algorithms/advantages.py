@@ -16,20 +16,25 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxrl_llm.algorithms import stats
+from jaxrl_llm.algorithms.stats import (
+    AnswerInts,
+    Mask,
+    PerAnswer,
+    PerAnswer32,
+    PerToken,
+    PerToken32,
+    TokenInts,
+)
 
 # From one score per answer, compared with the other answers to the same prompt.
 
 
 def grpo(
-    scores: Float[Array, " B"],
-    group_ids: Int[Array, " B"],
-    *,
-    scale_by_std: bool = True,
-    eps: float = 1e-6,
-) -> Float32[Array, " B"]:
+    scores: PerAnswer, group_ids: AnswerInts, *, scale_by_std: bool = True, eps: float = 1e-6
+) -> PerAnswer32:
     """Standardise scores within their group: A = (R − mean) / (std + eps).
 
     GRPO (https://arxiv.org/abs/2402.03300, section 4.1.2). The standard deviation divides by
@@ -56,7 +61,7 @@ def grpo(
     return jnp.where(groups.size == 1, scores.astype(jnp.float32), advantages)
 
 
-def dr_grpo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[Array, " B"]:
+def dr_grpo(scores: PerAnswer, group_ids: AnswerInts) -> PerAnswer32:
     """Compare scores with their group's mean: A = R − mean.
 
     Dr. GRPO (https://arxiv.org/abs/2503.20783, section 3.2): GRPO without the division by the
@@ -76,7 +81,7 @@ def dr_grpo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[
     return grpo(scores, group_ids, scale_by_std=False)
 
 
-def rloo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[Array, " B"]:
+def rloo(scores: PerAnswer, group_ids: AnswerInts) -> PerAnswer32:
     """Compare scores with the mean of the others in the group: A = R − Σ_{j≠i} R_j / (G − 1).
 
     RLOO (https://arxiv.org/abs/2402.14740, section 2.3), computed as G / (G − 1) · (R − mean). A
@@ -99,9 +104,7 @@ def rloo(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Float32[Arr
     )
 
 
-def opo(
-    scores: Float[Array, " B"], response_lengths: Int[Array, " B"], group_ids: Int[Array, " B"]
-) -> Float32[Array, " B"]:
+def opo(scores: PerAnswer, response_lengths: AnswerInts, group_ids: AnswerInts) -> PerAnswer32:
     """Compare scores with the group's mean weighted by length: A = R − Σ_j l_j R_j / Σ_j l_j.
 
     OPO (https://arxiv.org/abs/2505.23585): the baseline of least variance where the squared norm of
@@ -128,12 +131,8 @@ def opo(
 
 
 def grpo_pass_at_k(
-    scores: Float[Array, " B"],
-    group_ids: Int[Array, " B"],
-    *,
-    scale_by_std: bool = True,
-    eps: float = 1e-6,
-) -> Float32[Array, " B"]:
+    scores: PerAnswer, group_ids: AnswerInts, *, scale_by_std: bool = True, eps: float = 1e-6
+) -> PerAnswer32:
     """Reward only the best of a group, by its lead: A = (R_best − R_second) / (std + eps).
 
     The gradient of the expected maximum of a group, with the leave-one-out baseline
@@ -165,12 +164,8 @@ def grpo_pass_at_k(
 
 
 def gpg(
-    scores: Float[Array, " B"],
-    group_ids: Int[Array, " B"],
-    mask: Bool[Array, "B T"],
-    *,
-    f_norm: float = 1.0,
-) -> Float32[Array, " B"]:
+    scores: PerAnswer, group_ids: AnswerInts, mask: Mask, *, f_norm: float = 1.0
+) -> PerAnswer32:
     """Compare with the group's mean and make up for idle groups: A = α (R − mean) / f_norm.
 
     GPG (https://arxiv.org/abs/2504.02546) with its "accurate gradient estimation": α = B / B_used,
@@ -202,12 +197,12 @@ def gpg(
 
 def gdpo(
     score_components: Float[Array, "B C"],
-    group_ids: Int[Array, " B"],
-    mask: Bool[Array, "B T"],
+    group_ids: AnswerInts,
+    mask: Mask,
     *,
     weights: Sequence[float] | None = None,
     eps: float = 1e-6,
-) -> Float32[Array, " B"]:
+) -> PerAnswer32:
     """Standardise each score component by itself, add them up, whiten: A = whiten(Σ_c w_c A_c).
 
     A_c is GRPO's advantage of component c. GDPO (https://arxiv.org/abs/2601.05242): sums of
@@ -243,8 +238,8 @@ def gdpo(
 
 
 def reinforce_plus_plus_baseline(
-    scores: Float[Array, " B"], group_ids: Int[Array, " B"], mask: Bool[Array, "B T"]
-) -> Float32[Array, "B T"]:
+    scores: PerAnswer, group_ids: AnswerInts, mask: Mask
+) -> PerToken32:
     """Compare with the group's mean, then whiten over the batch: A = whiten(R − mean).
 
     REINFORCE++ with a baseline (https://arxiv.org/abs/2501.03262): the standard deviation is the
@@ -298,7 +293,7 @@ def whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float32[Array, "*S
     return centred * jax.lax.rsqrt(variance + 1e-8 / unit / unit)
 
 
-def to_tokens(advantages: Float[Array, " B"], mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+def to_tokens(advantages: PerAnswer, mask: Mask) -> PerToken32:
     """Give every token on the mask its answer's advantage: A_t = A.
 
     Args:
@@ -314,9 +309,7 @@ def to_tokens(advantages: Float[Array, " B"], mask: Bool[Array, "B T"]) -> Float
     return jnp.where(mask, advantages.astype(jnp.float32)[:, None], 0.0)
 
 
-def rewards_from_scores(
-    scores: Float[Array, " B"], mask: Bool[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def rewards_from_scores(scores: PerAnswer, mask: Mask) -> PerToken32:
     """Put an answer's score on its last token on the mask.
 
     Args:
@@ -334,12 +327,8 @@ def rewards_from_scores(
 
 
 def kl_penalized_rewards(
-    rewards: Float[Array, "B T"],
-    kl: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    coef: Float[ArrayLike, ""],
-) -> Float32[Array, "B T"]:
+    rewards: PerToken, kl: PerToken, mask: Mask, *, coef: Float[ArrayLike, ""]
+) -> PerToken32:
     """Charge each token for leaving the reference: r_t − β KL_t.
 
     InstructGPT (https://arxiv.org/abs/2203.02155, eq. 2), with any estimator of `kl`.
@@ -361,9 +350,7 @@ def kl_penalized_rewards(
     return jnp.where(mask, charged, 0.0)
 
 
-def reward_to_go(
-    rewards: Float[Array, "B T"], mask: Bool[Array, "B T"], *, gamma: float = 1.0
-) -> Float32[Array, "B T"]:
+def reward_to_go(rewards: PerToken, mask: Mask, *, gamma: float = 1.0) -> PerToken32:
     """Add up what comes from here on: G_t = r_t + γ G_{t+1}.
 
     The discount counts tokens on the mask only.
@@ -385,13 +372,8 @@ def reward_to_go(
 
 
 def gae(
-    rewards: Float[Array, "B T"],
-    values: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+    rewards: PerToken, values: PerToken, mask: Mask, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[PerToken32, PerToken32]:
     """Estimate advantages from a critic: δ_t = r_t + γ V_{t+1} − V_t, A_t = δ_t + γλ A_{t+1}.
 
     GAE (https://arxiv.org/abs/1506.02438, eq. 16). t + 1 is the next token on the mask: V and A
@@ -421,13 +403,8 @@ def gae(
 
 
 def gae_whitened(
-    rewards: Float[Array, "B T"],
-    values: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+    rewards: PerToken, values: PerToken, mask: Mask, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[PerToken32, PerToken32]:
     """Estimate advantages by `gae` and whiten them over the batch, as PPO is usually run.
 
     Args:
@@ -449,9 +426,7 @@ def gae_whitened(
     return whiten(advantages, mask), returns
 
 
-def remax(
-    rewards: Float[Array, "B T"], mask: Bool[Array, "B T"], greedy_scores: Float[Array, " B"]
-) -> Float32[Array, "B T"]:
+def remax(rewards: PerToken, mask: Mask, greedy_scores: PerAnswer) -> PerToken32:
     """Compare the return with the score of the greedy answer: A_t = Σ_{s≥t} r_s − R_greedy.
 
     ReMax (https://arxiv.org/abs/2310.10505).
@@ -471,9 +446,7 @@ def remax(
     return reward_to_go(rewards, mask) - to_tokens(greedy_scores, mask)
 
 
-def reinforce_plus_plus(
-    rewards: Float[Array, "B T"], mask: Bool[Array, "B T"], *, gamma: float = 1.0
-) -> Float32[Array, "B T"]:
+def reinforce_plus_plus(rewards: PerToken, mask: Mask, *, gamma: float = 1.0) -> PerToken32:
     """Whiten discounted returns over the batch: A = whiten(reward_to_go(r)).
 
     REINFORCE++ (https://arxiv.org/abs/2501.03262): no critic and no groups; the KL penalty belongs
@@ -494,7 +467,7 @@ def reinforce_plus_plus(
     return whiten(reward_to_go(rewards, mask, gamma=gamma), mask)
 
 
-def _next_on_mask(values: Float32[Array, "B T"], mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+def _next_on_mask(values: PerToken32, mask: Mask) -> PerToken32:
     """Return for each token the value of the next one on the mask, 0 where there is none.
 
     Args:
@@ -509,9 +482,7 @@ def _next_on_mask(values: Float32[Array, "B T"], mask: Bool[Array, "B T"]) -> Fl
     return jnp.pad(here_or_next[:, 1:], [(0, 0), (0, 1)])
 
 
-def _from_the_end(
-    decay: Float32[Array, "B T"], inputs: Float32[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def _from_the_end(decay: PerToken32, inputs: PerToken32) -> PerToken32:
     """Solve y_t = inputs_t + decay_t · y_{t+1} in log T steps.
 
     >>> _from_the_end(jnp.array([[0.5, 0.5]]), jnp.array([[1.0, 4.0]])).tolist()
@@ -528,15 +499,15 @@ def _from_the_end(
 
 
 def grpo_turns(
-    rewards: Float[Array, "B T"],
-    turn_ids: Int[Array, "B T"],
-    group_ids: Int[Array, " B"],
-    mask: Bool[Array, "B T"],
+    rewards: PerToken,
+    turn_ids: TokenInts,
+    group_ids: AnswerInts,
+    mask: Mask,
     *,
     gamma: float = 1.0,
     scale_by_std: bool = True,
     eps: float = 1e-6,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Standardise each turn's return within its group: A_k = (G_k − mean_k) / (std_k + eps).
 
     G_k = r_k + γ G_{k+1}, where r_k is the sum of the rewards of turn k's tokens, and k + 1 the
@@ -578,14 +549,14 @@ def grpo_turns(
 
 
 def gae_turns(
-    rewards: Float[Array, "B T"],
-    values: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    turn_ids: Int[Array, "B T"],
+    rewards: PerToken,
+    values: PerToken,
+    mask: Mask,
+    turn_ids: TokenInts,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+) -> tuple[PerToken32, PerToken32]:
     """Take `gae` with γ and λ per turn: δ_t = r_t + γ_t V_{t+1} − V_t, A_t = δ_t + γ_t λ_t A_{t+1}.
 
     γ_t = γ and λ_t = λ where the next token on the mask is another turn's, else both are 1: a long
@@ -622,9 +593,7 @@ def gae_turns(
     return advantages, advantages + values
 
 
-def _by_turn(
-    rewards: Float[Array, "B T"], turn_ids: Int[Array, "B T"], mask: Bool[Array, "B T"]
-) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
+def _by_turn(rewards: PerToken, turn_ids: TokenInts, mask: Mask) -> tuple[PerToken32, Mask]:
     """Return the sum of each turn's rewards, with turn k in column k, and which turns there are."""
     length = mask.shape[1]
 
@@ -638,8 +607,8 @@ def _by_turn(
 
 
 def _centred(
-    returns: Float32[Array, "B T"], drawn: Bool[Array, "B T"], groups: stats.Groups
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+    returns: PerToken32, drawn: Mask, groups: stats.Groups
+) -> tuple[PerToken32, PerToken32]:
     """Return the returns less the mean of their group and column, and the episodes in the mean."""
     # Less the minimum first, as in `stats.centred`: then equal returns give exactly 0.
     lowest = stats.over_group(jax.ops.segment_min, jnp.where(drawn, returns, jnp.inf), groups)
@@ -656,12 +625,12 @@ def _centred(
 
 
 def optimal_token_baseline(
-    rewards: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    group_ids: Int[Array, " B"],
-    old_logprobs: Float[Array, "B T"],
-    sum_pi_squared: Float[Array, "B T"],
-) -> Float32[Array, "B T"]:
+    rewards: PerToken,
+    mask: Mask,
+    group_ids: AnswerInts,
+    old_logprobs: PerToken,
+    sum_pi_squared: PerToken,
+) -> PerToken32:
     """Compare returns, token by token, with the group's: A_t = G_t − Σ_j G_jt W_jt / Σ_j W_jt.
 
     The sums go over the answers of the group that are still being generated at t. Where a single
@@ -688,15 +657,15 @@ def optimal_token_baseline(
 
 
 def optimal_token_baseline_corrected(
-    rewards: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    group_ids: Int[Array, " B"],
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    sum_pi_squared: Float[Array, "B T"],
+    rewards: PerToken,
+    mask: Mask,
+    group_ids: AnswerInts,
+    old_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    sum_pi_squared: PerToken,
     *,
     cap: float = 2.0,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Take `optimal_token_baseline` where the loss is weighted by ρ: w = ρ² (1 − 2π + Σ_v π_v²).
 
     ρ = min(exp(log π_old − log π_rollout), cap) is the weight that `correction.truncated_token`
@@ -729,12 +698,12 @@ def optimal_token_baseline_corrected(
 
 
 def optimal_token_baseline_multi_turn(
-    rewards: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    group_ids: Int[Array, " B"],
-    old_logprobs: Float[Array, "B T"],
-    sum_pi_squared: Float[Array, "B T"],
-) -> Float32[Array, "B T"]:
+    rewards: PerToken,
+    mask: Mask,
+    group_ids: AnswerInts,
+    old_logprobs: PerToken,
+    sum_pi_squared: PerToken,
+) -> PerToken32:
     """Take `optimal_token_baseline` with answers aligned by how many tokens were generated.
 
     Tool output has another length in every answer, so the n-th generated token of an answer is
@@ -769,20 +738,15 @@ def optimal_token_baseline_multi_turn(
     return jnp.take_along_axis(advantages, jnp.argsort(order, axis=1), axis=1)
 
 
-def _energy(
-    logprobs: Float[Array, "B T"], sum_pi_squared: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def _energy(logprobs: PerToken, sum_pi_squared: PerToken) -> PerToken32:
     # At least (1 − π)²; rounding may leave it below 0 where π is near 1.
     pi = jnp.exp(logprobs.astype(jnp.float32))
     return jnp.maximum(1.0 - 2.0 * pi + sum_pi_squared.astype(jnp.float32), 0.0)
 
 
 def _less_baseline(
-    rewards: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    group_ids: Int[Array, " B"],
-    energy: Float32[Array, "B T"],
-) -> Float32[Array, "B T"]:
+    rewards: PerToken, mask: Mask, group_ids: AnswerInts, energy: PerToken32
+) -> PerToken32:
     groups = stats.grouped(group_ids)
     returns = reward_to_go(rewards, mask)
     gathered = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
@@ -801,16 +765,16 @@ def _less_baseline(
 
 
 def prime(
-    reward_logprobs: Float[Array, "B T"],
-    ref_logprobs: Float[Array, "B T"],
-    scores: Float[Array, " B"],
-    group_ids: Int[Array, " B"],
-    mask: Bool[Array, "B T"],
+    reward_logprobs: PerToken,
+    ref_logprobs: PerToken,
+    scores: PerAnswer,
+    group_ids: AnswerInts,
+    mask: Mask,
     *,
     beta: float = 0.05,
     gamma: float = 1.0,
     outcome_coef: float = 1.0,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Add up process and outcome: A_t = Σ_{s≥t} γ^{s−t} (r_s − Σ_{j≠i} r̄_j / (G − 1)) + c A_RLOO.
 
     r_t = β (log π_φ − log π_ref) is the implicit process reward of a reward model φ that
@@ -862,13 +826,13 @@ def prime(
 
 
 def reverse_kl(
-    rollout_logprobs: Float[Array, "B T"],
-    teacher_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    rollout_logprobs: PerToken,
+    teacher_logprobs: PerToken,
+    mask: Mask,
     *,
     coef: float = 1.0,
     discount: float = 0.0,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Reward tokens that the teacher finds likelier: A_t = −c Σ_{s ≥ t} γ^(s−t) d_s, d = log π/π_T.
 
     d is an estimate of the reverse KL, KL(π ‖ π_T), at the token that the student drew. With γ = 0

@@ -11,18 +11,15 @@ They are taken once, before the mini-batches, from log-probs of the start of the
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float32
 
 from jaxrl_llm.algorithms import reduce, stats
+from jaxrl_llm.algorithms.stats import Mask, PerToken, PerToken32, TokenInts
 
 
 def truncated_token(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    cap: float = 2.0,
-) -> Float32[Array, "B T"]:
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, *, cap: float = 2.0
+) -> PerToken32:
     """Weigh each token by its truncated ratio: w_t = min(ρ_t, cap).
 
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl).
@@ -48,12 +45,8 @@ def truncated_token(
 
 
 def truncated_sequence(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    cap: float = 2.0,
-) -> Float32[Array, "B T"]:
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, *, cap: float = 2.0
+) -> PerToken32:
     """Weigh each answer by its truncated ratio: w = min(Π_t ρ_t, cap).
 
     Unbiased but for the cap, at the price of a variance that grows with the length
@@ -81,12 +74,8 @@ def truncated_sequence(
 
 
 def truncated_token_normalized(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    cap: float = 2.0,
-) -> Float32[Array, "B T"]:
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, *, cap: float = 2.0
+) -> PerToken32:
     """Scale `truncated_token` to a mean of 1 over the tokens of the batch.
 
     Args:
@@ -110,12 +99,8 @@ def truncated_token_normalized(
 
 
 def truncated_sequence_normalized(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    cap: float = 2.0,
-) -> Float32[Array, "B T"]:
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, *, cap: float = 2.0
+) -> PerToken32:
     """Scale `truncated_sequence` to a mean of 1 over the answers of the batch.
 
     Args:
@@ -139,13 +124,13 @@ def truncated_sequence_normalized(
 
 
 def icepop(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    old_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    mask: Mask,
     *,
     low: float = 0.5,
     high: float = 5.0,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Weigh tokens by their ratio inside a band and drop the others: w_t = ρ_t if low ≤ ρ_t ≤ high.
 
     IcePop (https://arxiv.org/abs/2510.18855, eqs. 1 and 2; the band of its section 2.3.4).
@@ -173,13 +158,13 @@ def icepop(
 
 
 def reject_sequence(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    old_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    mask: Mask,
     *,
     low: float = 0.5,
     high: float = 2.0,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Keep answers whose ratio lies inside a band: w = 1 if low ≤ Π_t ρ_t ≤ high.
 
     Masked importance sampling (https://richardli.xyz/rl-collapse).
@@ -207,13 +192,13 @@ def reject_sequence(
 
 
 def reject_sequence_geometric(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    old_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    mask: Mask,
     *,
     low: float = 0.999,
     high: float = 1.001,
-) -> Float32[Array, "B T"]:
+) -> PerToken32:
     """Keep answers whose mean ratio lies inside a band: w = 1 if low ≤ (Π_t ρ_t)^{1/T} ≤ high.
 
     The geometric mean does not drift with the length, unlike the product that `reject_sequence`
@@ -243,12 +228,8 @@ def reject_sequence_geometric(
 
 
 def reject_sequence_k3(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    cap: float = 0.01,
-) -> Float32[Array, "B T"]:
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, *, cap: float = 0.01
+) -> PerToken32:
     """Keep answers with a small mean divergence: w = 1 if mean_t(ρ_t − 1 − log ρ_t) ≤ cap.
 
     Estimates KL(π_rollout ‖ π_old) by k3, whose parts can't cancel each other as those of
@@ -276,9 +257,7 @@ def reject_sequence_k3(
     return (mask & (divergence <= cap)).astype(jnp.float32)
 
 
-def normalized(
-    weights: Float[Array, "B T"], averaging: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def normalized(weights: PerToken, averaging: PerToken) -> PerToken32:
     """Scale weights to a mean of 1, unless all are 0: w / Σ(averaging · w).
 
     Args:
@@ -296,9 +275,7 @@ def normalized(
 
 
 def mismatch_metrics(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask
 ) -> dict[str, Float32[Array, ""]]:
     """Measure how far the trainer's policy is from the one that sampled.
 
@@ -339,16 +316,12 @@ def mismatch_metrics(
     }
 
 
-def _token_ratio(
-    old_logprobs: Float[Array, "B T"], rollout_logprobs: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def _token_ratio(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken32:
     return jnp.exp(stats.clipped_log_ratio(old_logprobs, rollout_logprobs))
 
 
 def _sequence_ratio(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask
 ) -> Float32[Array, "B 1"]:
     total = stats.sequence_sum(stats.log_ratio(old_logprobs, rollout_logprobs), mask)
     return jnp.exp(stats.clip_log_ratio(total))
@@ -358,17 +331,13 @@ def _within(ratio: Float32[Array, "B t"], low: float, high: float) -> Bool[Array
     return (ratio >= low) & (ratio <= high)
 
 
-def _covariance(
-    x: Float32[Array, "B T"], y: Float32[Array, "B T"], mask: Bool[Array, "B T"]
-) -> Float32[Array, ""]:
+def _covariance(x: PerToken32, y: PerToken32, mask: Mask) -> Float32[Array, ""]:
     product = (x - stats.masked_mean(x, mask)) * (y - stats.masked_mean(y, mask))
     count = jnp.maximum(mask.sum() - 1, 1).astype(jnp.float32)
     return jnp.where(mask, product, 0.0).sum() / count
 
 
-def _correlation(
-    x: Float32[Array, "B T"], y: Float32[Array, "B T"], mask: Bool[Array, "B T"]
-) -> Float32[Array, ""]:
+def _correlation(x: PerToken32, y: PerToken32, mask: Mask) -> Float32[Array, ""]:
     scale = jnp.sqrt(_covariance(x, x, mask)) * jnp.sqrt(_covariance(y, y, mask))
     return jnp.where(scale > 0, _covariance(x, y, mask) / jnp.where(scale > 0, scale, 1.0), 0.0)
 
@@ -387,9 +356,7 @@ def _check_band(low: float, high: float) -> None:
 # kept and 0 for those that are not.
 
 
-def reject_old(
-    ages: Int[Array, "B T"], mask: Bool[Array, "B T"], *, most: int = 1
-) -> Float32[Array, "B T"]:
+def reject_old(ages: TokenInts, mask: Mask, *, most: int = 1) -> PerToken32:
     """Keep tokens that are at most so many updates old: w_t = 1 if age_t ≤ most.
 
     The later tokens of an answer may be kept where its first ones are not.
@@ -414,12 +381,8 @@ def reject_old(
 
 
 def second_moment_mask(
-    old_logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    threshold: float = 0.04,
-) -> Float32[Array, "B T"]:
+    old_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, *, threshold: float = 0.04
+) -> PerToken32:
     """Drop the tokens with the largest (log ρ_t)² until the mean of the others is ≤ threshold.
 
     M2PO (https://arxiv.org/abs/2510.01161): the second moment of the log-ratio bounds how far the

@@ -13,11 +13,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.algorithms import stats
+from jaxrl_llm.algorithms.stats import PerToken, PerToken32
 
-Estimator = Callable[[Float[Array, "B T"], Float[Array, "B T"]], Float32[Array, "B T"]]
+Estimator = Callable[[PerToken, PerToken], PerToken32]
 
 
-def k1(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:
+def k1(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Estimate the KL divergence by k1 = d.
 
     Unbiased with a high variance; can be negative. As a loss its expected gradient is zero, so it
@@ -36,9 +37,7 @@ def k1(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     return stats.log_ratio(logprobs, ref_logprobs)
 
 
-def absolute(
-    logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def absolute(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Measure the distance to the reference by |d|.
 
     Not an estimate of the KL divergence; a symmetric penalty that is zero only where d is.
@@ -56,7 +55,7 @@ def absolute(
     return jnp.abs(stats.log_ratio(logprobs, ref_logprobs))
 
 
-def k2(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:
+def k2(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Estimate the KL divergence by k2 = d² / 2.
 
     Biased with a low variance. On-policy its gradient d · ∇log π is an unbiased estimate of the
@@ -75,7 +74,7 @@ def k2(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     return 0.5 * jnp.square(stats.log_ratio(logprobs, ref_logprobs))
 
 
-def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:
+def k3(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Estimate the KL divergence by k3 = exp(−d) + d − 1.
 
     Unbiased with a low variance, and at least 0. GRPO (https://arxiv.org/abs/2402.03300, eq. 4).
@@ -96,9 +95,7 @@ def k3(logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]) -> Floa
     return jnp.clip(jnp.expm1(-d) + d, 0.0, 10.0)
 
 
-def k1_with_k2_gradient(
-    logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def k1_with_k2_gradient(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Report k1 and descend on k2: k2 + sg(k1 − k2).
 
     Args:
@@ -114,9 +111,7 @@ def k1_with_k2_gradient(
     return _with_k2_gradient(k1, logprobs, ref_logprobs)
 
 
-def absolute_with_k2_gradient(
-    logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def absolute_with_k2_gradient(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Report |d| and descend on k2: k2 + sg(|d| − k2).
 
     Args:
@@ -132,9 +127,7 @@ def absolute_with_k2_gradient(
     return _with_k2_gradient(absolute, logprobs, ref_logprobs)
 
 
-def k3_with_k2_gradient(
-    logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def k3_with_k2_gradient(logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     """Report k3 and descend on k2: k2 + sg(k3 − k2).
 
     Args:
@@ -150,9 +143,7 @@ def k3_with_k2_gradient(
     return _with_k2_gradient(k3, logprobs, ref_logprobs)
 
 
-def _with_k2_gradient(
-    value: Estimator, logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def _with_k2_gradient(value: Estimator, logprobs: PerToken, ref_logprobs: PerToken) -> PerToken32:
     gradient = k2(logprobs, ref_logprobs)
     # gradient − sg(gradient) is exactly 0 in value, however large k2 is.
     return jax.lax.stop_gradient(value(logprobs, ref_logprobs)) + (

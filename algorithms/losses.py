@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Key
+from jaxtyping import Array, Float32, Key
 
 from jaxrl_llm.algorithms import stats
+from jaxrl_llm.algorithms.stats import Mask, PerToken, PerToken32, TokenInts
 
 # Every token stands for itself.
 
@@ -28,14 +29,14 @@ class TokenLoss(NamedTuple):
         diagnostics: numbers for the log, per token.
     """
 
-    loss: Float32[Array, "B T"]
-    diagnostics: dict[str, Float32[Array, "B T"]]
+    loss: PerToken32
+    diagnostics: dict[str, PerToken32]
 
 
 def ppo_clip(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -85,7 +86,7 @@ def ppo_clip(
     )
 
 
-def reinforce(logprobs: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> TokenLoss:
+def reinforce(logprobs: PerToken, advantages: PerToken) -> TokenLoss:
     """Take the plain policy gradient: L = −A log π.
 
     REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), and the loss of GPG
@@ -105,7 +106,7 @@ def reinforce(logprobs: Float[Array, "B T"], advantages: Float[Array, "B T"]) ->
     return TokenLoss(-advantages.astype(jnp.float32) * stats.finite(logprobs), {})
 
 
-def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> TokenLoss:
+def negative_log_likelihood(logprobs: PerToken) -> TokenLoss:
     """Imitate the answers, whatever their advantages: L = −log π.
 
     The loss of supervised training, and of RAFT (https://arxiv.org/abs/2304.06767) on the answers
@@ -124,9 +125,9 @@ def negative_log_likelihood(logprobs: Float[Array, "B T"]) -> TokenLoss:
 
 
 def cispo(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float = 10.0,
     clip_high: float = 0.2,
@@ -165,9 +166,9 @@ def cispo(
 
 
 def sapo(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
@@ -203,9 +204,9 @@ def sapo(
 
 
 def dppo_tv(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float = 0.15,
     clip_high: float = 0.15,
@@ -245,9 +246,9 @@ def dppo_tv(
 
 
 def dppo_kl(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
     *,
     clip_low: float = 0.05,
     clip_high: float = 0.05,
@@ -289,11 +290,7 @@ def dppo_kl(
 
 
 def dro(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    *,
-    beta: float,
+    logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, beta: float
 ) -> TokenLoss:
     """Hold the policy by a quadratic penalty: L = −A log π + β/2 (log π − log π_old)².
 
@@ -327,11 +324,8 @@ def dro(
 
 
 def _clipped_surrogate(
-    ratio: Float32[Array, "B T"],
-    advantages: Float32[Array, "B T"],
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
+    ratio: PerToken32, advantages: PerToken32, clip_low: float, clip_high: float
+) -> tuple[PerToken32, Mask]:
     """Return max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)), and where the clipped one is larger.
 
     >>> loss, clipped = _clipped_surrogate(jnp.array([[1.5]]), jnp.array([[1.0]]), 0.25, 0.25)
@@ -355,17 +349,13 @@ def _check_bounds(clip_low: float, clip_high: float) -> None:
         raise ValueError(f"got clip_low {clip_low} and clip_high {clip_high}, expected at least 0")
 
 
-def _probability(logprobs: Float[Array, "B T"]) -> Float32[Array, "B T"]:
+def _probability(logprobs: PerToken) -> PerToken32:
     # Below 1, so that log(1 − π) is finite; the step from there to 1 is float32's last.
     return jnp.minimum(jnp.exp(jax.lax.stop_gradient(stats.finite(logprobs))), 1.0 - 2.0**-24)
 
 
 def _kept(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    keep: Bool[Array, "B T"],
-    cap: float,
+    logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, keep: Mask, cap: float
 ) -> TokenLoss:
     """Return −A sg(min(r, cap) · keep) log π."""
     log_ratio = stats.clipped_log_ratio(logprobs, old_logprobs)
@@ -380,10 +370,10 @@ def _kept(
 
 
 def gspo(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    mask: Mask,
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
@@ -431,10 +421,10 @@ def gspo(
 
 
 def gmpo(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    mask: Mask,
     *,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
@@ -485,10 +475,10 @@ def gmpo(
 
 
 def a3po(
-    logprobs: Float[Array, "B T"],
-    rollout_logprobs: Float[Array, "B T"],
-    ages: Int[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    ages: TokenInts,
+    advantages: PerToken,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -550,9 +540,7 @@ def a3po(
 # the ratio's clipping already holds back when it draws for Clip-Cov.
 
 
-def _covariance(
-    logprobs: Float[Array, "B T"], advantages: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> Float32[Array, "B T"]:
+def _covariance(logprobs: PerToken, advantages: PerToken, mask: Mask) -> PerToken32:
     """Return each token's part in the covariance: (log π − mean) · (A − mean).
 
     The paper's eq. 10, over the tokens on the mask.
@@ -577,15 +565,15 @@ def _covariance(
 
 
 def select_clip_cov(
-    logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    logprobs: PerToken,
+    advantages: PerToken,
+    mask: Mask,
     *,
     key: Key[Array, ""],
     ratio: float = 2e-4,
     low: float = 1.0,
     high: float = 5.0,
-) -> Bool[Array, "B T"]:
+) -> Mask:
     """Draw tokens whose covariance lies between two bounds: `high_covariance` for `clip_cov`.
 
     The paper's eq. 11, with the numbers of its section 4.3. The number drawn is `ratio` of the
@@ -615,12 +603,8 @@ def select_clip_cov(
 
 
 def select_kl_cov(
-    logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    ratio: float = 2e-4,
-) -> Bool[Array, "B T"]:
+    logprobs: PerToken, advantages: PerToken, mask: Mask, *, ratio: float = 2e-4
+) -> Mask:
     """Take the tokens of the highest covariance: `high_covariance` for `kl_cov`.
 
     The paper's eq. 13. The number taken is `ratio` of the tokens on the mask, at least 1. The paper
@@ -644,10 +628,10 @@ def select_kl_cov(
 
 
 def clip_cov(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    high_covariance: Bool[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    high_covariance: Mask,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -693,10 +677,10 @@ def clip_cov(
 
 
 def kl_cov(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    high_covariance: Bool[Array, "B T"],
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    advantages: PerToken,
+    high_covariance: Mask,
     *,
     kl_coef: float = 1.0,
 ) -> TokenLoss:
@@ -732,13 +716,13 @@ def kl_cov(
     )
 
 
-def _share(mask: Bool[Array, "B T"], ratio: float) -> Float32[Array, ""]:
+def _share(mask: Mask, ratio: float) -> Float32[Array, ""]:
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio: got {ratio}, expected a share from 0 to 1")
     return jnp.maximum(jnp.floor(mask.sum().astype(jnp.float32) * ratio), 1.0)
 
 
-def _largest(values: Float32[Array, "B T"], count: Float32[Array, ""]) -> Bool[Array, "B T"]:
+def _largest(values: PerToken32, count: Float32[Array, ""]) -> Mask:
     """Mark the `count` largest values; of equal ones the first come first."""
     order = jnp.argsort(-values.ravel(), stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))

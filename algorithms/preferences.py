@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms.losses import TokenLoss
+from jaxrl_llm.algorithms.stats import AnswerMask, PerAnswer, PerAnswer32, PerPair, PerPair32
 
 # Pairs, measured against a reference policy.
 
@@ -31,15 +32,15 @@ class PairLoss(NamedTuple):
             them count in their mean.
     """
 
-    loss: Float32[Array, " P"]
-    diagnostics: Mapping[str, Float32[Array, " P"] | tuple[Float32[Array, " P"], Bool[Array, " P"]]]
+    loss: PerPair32
+    diagnostics: Mapping[str, PerPair32 | tuple[PerPair32, Bool[Array, " P"]]]
 
 
 def dpo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
@@ -76,10 +77,10 @@ def dpo(
 
 
 def robust_dpo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.1,
@@ -112,10 +113,10 @@ def robust_dpo(
 
 
 def ipo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     chosen_lengths: Int[Array, " P"],
     rejected_lengths: Int[Array, " P"],
     *,
@@ -149,10 +150,10 @@ def ipo(
 
 
 def slic(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     *,
     beta: float = 0.1,
 ) -> PairLoss:
@@ -179,10 +180,10 @@ def slic(
 
 
 def dpo_length_normalized(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     chosen_lengths: Int[Array, " P"],
     rejected_lengths: Int[Array, " P"],
     *,
@@ -214,10 +215,10 @@ def dpo_length_normalized(
 
 
 def nca(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     *,
     beta: float = 0.1,
 ) -> PairLoss:
@@ -245,10 +246,10 @@ def nca(
 
 
 def apo_zero(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     *,
     beta: float = 0.1,
 ) -> PairLoss:
@@ -276,10 +277,10 @@ def apo_zero(
 
 
 def apo_down(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     *,
     beta: float = 0.1,
 ) -> PairLoss:
@@ -307,10 +308,10 @@ def apo_down(
 
 
 def rpo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
-    ref_chosen_logps: Float[Array, " P"],
-    ref_rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
+    ref_chosen_logps: PerPair,
+    ref_rejected_logps: PerPair,
     chosen_lengths: Int[Array, " P"],
     *,
     beta: float = 0.1,
@@ -341,7 +342,7 @@ def rpo(
     return PairLoss(loss + nll_coef * nll, {**diagnostics, "nll": nll})
 
 
-def _answer_mean(values: Float[Array, " P"], lengths: Int[Array, " P"]) -> Float32[Array, " P"]:
+def _answer_mean(values: PerPair, lengths: Int[Array, " P"]) -> PerPair32:
     """Divide sums over tokens by how many these are; 0 where there are none.
 
     >>> _answer_mean(jnp.array([-6.0, 0.0]), jnp.array([3, 0])).tolist()
@@ -350,9 +351,7 @@ def _answer_mean(values: Float[Array, " P"], lengths: Int[Array, " P"]) -> Float
     return values / jnp.maximum(lengths, 1).astype(jnp.float32)
 
 
-def _reward_diagnostics(
-    chosen: Float32[Array, " P"], rejected: Float32[Array, " P"]
-) -> dict[str, Float32[Array, " P"]]:
+def _reward_diagnostics(chosen: PerPair32, rejected: PerPair32) -> dict[str, PerPair32]:
     """Return rewards of both answers, their difference, and where it has the right sign."""
     return {
         "rewards/chosen": chosen,
@@ -377,7 +376,7 @@ def _check_smoothing(label_smoothing: float) -> None:
 
 def _rewards(
     chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, beta: float
-) -> tuple[Float32[Array, " P"], Float32[Array, " P"]]:
+) -> tuple[PerPair32, PerPair32]:
     """Return β Δ of both answers, for a positive β."""
     _check_positive(beta=beta)
     chosen, rejected, ref_chosen, ref_rejected = (
@@ -394,8 +393,8 @@ LARGEST_MEAN = -1e-6
 
 
 def simpo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
     chosen_lengths: Int[Array, " P"],
     rejected_lengths: Int[Array, " P"],
     *,
@@ -435,8 +434,8 @@ def simpo(
 
 
 def cpo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
     chosen_lengths: Int[Array, " P"],
     *,
     beta: float = 0.1,
@@ -474,8 +473,8 @@ def cpo(
 
 
 def orpo(
-    chosen_logps: Float[Array, " P"],
-    rejected_logps: Float[Array, " P"],
+    chosen_logps: PerPair,
+    rejected_logps: PerPair,
     chosen_lengths: Int[Array, " P"],
     rejected_lengths: Int[Array, " P"],
     *,
@@ -514,10 +513,7 @@ def orpo(
 
 
 def bradley_terry(
-    chosen_scores: Float[Array, " P"],
-    rejected_scores: Float[Array, " P"],
-    *,
-    center_coef: float = 0.0,
+    chosen_scores: PerPair, rejected_scores: PerPair, *, center_coef: float = 0.0
 ) -> PairLoss:
     """Score the chosen answer higher: L = −log σ(r_w − r_l) + c (r_w + r_l)².
 
@@ -544,11 +540,7 @@ def bradley_terry(
 
 
 def bradley_terry_margin(
-    chosen_scores: Float[Array, " P"],
-    rejected_scores: Float[Array, " P"],
-    margins: Float[Array, " P"],
-    *,
-    center_coef: float = 0.0,
+    chosen_scores: PerPair, rejected_scores: PerPair, margins: PerPair, *, center_coef: float = 0.0
 ) -> PairLoss:
     """Score the chosen answer higher by a margin: L = −log σ(r_w − r_l − m) + c (r_w + r_l)².
 
@@ -579,7 +571,7 @@ def _ranked(chosen: Array, rejected: Array, margins: Array, center_coef: float) 
     return PairLoss(centered, _reward_diagnostics(chosen, rejected))
 
 
-def _log_odds(mean: Float32[Array, " P"]) -> Float32[Array, " P"]:
+def _log_odds(mean: PerPair32) -> PerPair32:
     """Return log(p / (1 − p)) of p = e^mean."""
     mean = jnp.minimum(mean, LARGEST_MEAN)
     return mean - jnp.log(-jnp.expm1(mean))
@@ -589,10 +581,10 @@ def _log_odds(mean: Float32[Array, " P"]) -> Float32[Array, " P"]:
 
 
 def kto(
-    logps: Float[Array, " B"],
-    ref_logps: Float[Array, " B"],
-    labels: Bool[Array, " B"],
-    kl_baseline: Float[Array, " B"],
+    logps: PerAnswer,
+    ref_logps: PerAnswer,
+    labels: AnswerMask,
+    kl_baseline: PerAnswer,
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
@@ -633,19 +625,13 @@ def kto(
     baseline = jax.lax.stop_gradient(kl_baseline.astype(jnp.float32))
     gain = beta * (ratio - baseline)
     loss = jnp.where(
-        labels,
-        desirable_weight * jax.nn.sigmoid(-gain),
-        undesirable_weight * jax.nn.sigmoid(gain),
+        labels, desirable_weight * jax.nn.sigmoid(-gain), undesirable_weight * jax.nn.sigmoid(gain)
     )
     return PairLoss(loss, {**_label_diagnostics(beta * ratio, labels), "kl_baseline": baseline})
 
 
 def apo_zero_labelled(
-    logps: Float[Array, " B"],
-    ref_logps: Float[Array, " B"],
-    labels: Bool[Array, " B"],
-    *,
-    beta: float = 0.1,
+    logps: PerAnswer, ref_logps: PerAnswer, labels: AnswerMask, *, beta: float = 0.1
 ) -> PairLoss:
     """Make what is desirable likelier, the rest less: L = 1 − σ(βΔ) where desirable, else σ(βΔ).
 
@@ -670,8 +656,8 @@ def apo_zero_labelled(
 
 
 def _label_diagnostics(
-    rewards: Float32[Array, " B"], labels: Bool[Array, " B"]
-) -> dict[str, tuple[Float32[Array, " B"], Bool[Array, " B"]]]:
+    rewards: PerAnswer32, labels: AnswerMask
+) -> dict[str, tuple[PerAnswer32, AnswerMask]]:
     return {"rewards/desirable": (rewards, labels), "rewards/undesirable": (rewards, ~labels)}
 
 

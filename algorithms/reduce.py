@@ -7,10 +7,12 @@ that rows that only fill a batch change no weight. A mask that is false everywhe
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
+
+from jaxrl_llm.algorithms.stats import Mask, PerToken32
 
 
-def token_mean(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+def token_mean(mask: Mask) -> PerToken32:
     """Weigh all tokens alike: w = 1 / N.
 
     N is the number of tokens on the mask. DAPO (https://arxiv.org/abs/2503.14476, eq. 8).
@@ -28,7 +30,7 @@ def token_mean(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
     return on / jnp.maximum(on.sum(), 1.0)
 
 
-def token_sum(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+def token_sum(mask: Mask) -> PerToken32:
     """Add up all tokens: w = 1.
 
     The scale of the loss then grows with the batch and with the length of the answers.
@@ -45,7 +47,7 @@ def token_sum(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
     return mask.astype(jnp.float32)
 
 
-def sequence_mean_token_sum(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+def sequence_mean_token_sum(mask: Mask) -> PerToken32:
     """Average over sequences the sum over tokens: w = 1 / B.
 
     B is the number of sequences with a token on the mask. This is the policy gradient of an
@@ -64,7 +66,7 @@ def sequence_mean_token_sum(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
     return mask.astype(jnp.float32) / _sequences(mask)
 
 
-def sequence_mean_token_mean(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+def sequence_mean_token_mean(mask: Mask) -> PerToken32:
     """Average over sequences the mean over tokens: w = 1 / (B · |o_i|).
 
     B is the number of sequences with a token on the mask, |o_i| the number of such tokens in
@@ -83,9 +85,7 @@ def sequence_mean_token_mean(mask: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
     return on / (jnp.maximum(on.sum(axis=1, keepdims=True), 1.0) * _sequences(mask))
 
 
-def sequence_mean_token_sum_norm(
-    mask: Bool[Array, "B T"], *, horizon: float
-) -> Float32[Array, "B T"]:
+def sequence_mean_token_sum_norm(mask: Mask, *, horizon: float) -> PerToken32:
     """Average over sequences the sum over tokens, in units of a horizon: w = 1 / (B · horizon).
 
     Dr. GRPO (https://arxiv.org/abs/2503.20783, listing 1) divides by the longest answer allowed.
@@ -110,5 +110,5 @@ def sequence_mean_token_sum_norm(
     return sequence_mean_token_sum(mask) / horizon
 
 
-def _sequences(mask: Bool[Array, "B T"]) -> Float32[Array, ""]:
+def _sequences(mask: Mask) -> Float32[Array, ""]:
     return jnp.maximum(mask.any(axis=1).sum().astype(jnp.float32), 1.0)

@@ -6,14 +6,14 @@ for the answers to keep: one of groups the same for a whole group, one of answer
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxrl_llm.algorithms import stats
+from jaxrl_llm.algorithms.stats import AnswerInts, AnswerMask, PerAnswer, PerAnswer32
 
 
 def overlong_penalty(
-    response_lengths: Int[Array, " B"], *, max_tokens: int, buffer: int, factor: float = 1.0
-) -> Float32[Array, " B"]:
+    response_lengths: AnswerInts, *, max_tokens: int, buffer: int, factor: float = 1.0
+) -> PerAnswer32:
     """Charge for answers that come near the longest one: f · clip((L − c − l) / c, −1, 0).
 
     L is `max_tokens`, c the `buffer`: nothing up to L − c, then a straight line to −f at L and −f
@@ -46,7 +46,7 @@ def overlong_penalty(
     return factor * jnp.clip(left / max(buffer, 1), -1.0, 0.0)
 
 
-def with_spread(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Bool[Array, " B"]:
+def with_spread(scores: PerAnswer, group_ids: AnswerInts) -> AnswerMask:
     """Keep the groups whose scores are not all equal: max_j R_j > min_j R_j.
 
     Elsewhere every group-relative advantage is 0. DAPO's dynamic sampling
@@ -69,12 +69,8 @@ def with_spread(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Bool
 
 
 def mean_between(
-    scores: Float[Array, " B"],
-    group_ids: Int[Array, " B"],
-    *,
-    low: float = 0.2,
-    high: float = 0.8,
-) -> Bool[Array, " B"]:
+    scores: PerAnswer, group_ids: AnswerInts, *, low: float = 0.2, high: float = 0.8
+) -> AnswerMask:
     """Keep the groups of medium difficulty: low ≤ mean_j R_j ≤ high.
 
     PRIME's online prompt filtering (https://arxiv.org/abs/2502.01456, section 3.3); the bounds are
@@ -104,8 +100,8 @@ def mean_between(
 
 
 def best_of_group(
-    scores: Float[Array, " B"], group_ids: Int[Array, " B"], *, threshold: float | None = None
-) -> Bool[Array, " B"]:
+    scores: PerAnswer, group_ids: AnswerInts, *, threshold: float | None = None
+) -> AnswerMask:
     """Keep the best answer to each prompt; of equal ones the first.
 
     The filter of RAFT (https://arxiv.org/abs/2304.06767), which imitates the best of G answers. A
@@ -135,7 +131,7 @@ def best_of_group(
     return is_good & (place == stats.over_group(jax.ops.segment_min, first, groups))
 
 
-def at_least(scores: Float[Array, " B"], *, threshold: float) -> Bool[Array, " B"]:
+def at_least(scores: PerAnswer, *, threshold: float) -> AnswerMask:
     """Keep the answers with a score of at least a threshold: rejection sampling.
 
     RAFT++ (https://arxiv.org/abs/2504.11343) keeps all right answers so.

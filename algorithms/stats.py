@@ -7,6 +7,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
+# Arrays of B answers of T tokens each, or of P pairs. Inputs may be of any floating-point dtype.
+
+PerToken = Float[Array, "B T"]
+PerToken32 = Float32[Array, "B T"]
+Mask = Bool[Array, "B T"]
+TokenInts = Int[Array, "B T"]
+PerAnswer = Float[Array, " B"]
+PerAnswer32 = Float32[Array, " B"]
+AnswerInts = Int[Array, " B"]
+AnswerMask = Bool[Array, " B"]
+PerPair = Float[Array, " P"]
+PerPair32 = Float32[Array, " P"]
+
+
 # Log-probs kept finite, and means over the tokens of a sequence.
 
 
@@ -60,7 +74,7 @@ def clip_log_ratio(values: Float[Array, "*S"]) -> Float32[Array, "*S"]:
     return jnp.clip(values, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
-def sequence_sum(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float32[Array, "B 1"]:
+def sequence_sum(values: PerToken, mask: Mask) -> Float32[Array, "B 1"]:
     """Return the sum over each sequence's tokens on the mask; what lies off it is not read.
 
     >>> sequence_sum(jnp.array([[1.0, 2.0, jnp.nan]]), jnp.array([[True, True, False]])).tolist()
@@ -69,7 +83,7 @@ def sequence_sum(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float
     return jnp.where(mask, values.astype(jnp.float32), 0.0).sum(axis=1, keepdims=True)
 
 
-def sequence_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float32[Array, "B 1"]:
+def sequence_mean(values: PerToken, mask: Mask) -> Float32[Array, "B 1"]:
     """Return the mean over each sequence's tokens on the mask, 0 where it has none.
 
     >>> sequence_mean(jnp.array([[1.0, 2.0, 9.0]]), jnp.array([[True, True, False]])).tolist()
@@ -79,7 +93,7 @@ def sequence_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Floa
     return sequence_sum(values, mask) / count.astype(jnp.float32)
 
 
-def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float32[Array, ""]:
+def masked_mean(values: PerToken, mask: Mask) -> Float32[Array, ""]:
     """Return the mean over all tokens on the mask, 0 where there are none.
 
     >>> float(masked_mean(jnp.array([[1.0, 3.0, 9.0]]), jnp.array([[True, True, False]])))
@@ -100,11 +114,11 @@ class Groups(NamedTuple):
         size: answers in the group of each answer.
     """
 
-    number: Int[Array, " B"]
-    size: Int[Array, " B"]
+    number: AnswerInts
+    size: AnswerInts
 
 
-def grouped(group_ids: Int[Array, " B"]) -> Groups:
+def grouped(group_ids: AnswerInts) -> Groups:
     """Number the groups from 0 and count their answers.
 
     >>> groups = grouped(jnp.array([40, -2, 40]))
@@ -128,7 +142,7 @@ def over_group(
     return reduction(values, groups.number, num_segments=groups.number.size)[groups.number]
 
 
-def centred(scores: Float[Array, " B"], groups: Groups) -> Float32[Array, " B"]:
+def centred(scores: PerAnswer, groups: Groups) -> PerAnswer32:
     """Return scores less their group's mean.
 
     >>> centred(jnp.array([1.0, 2.0, 5.0]), grouped(jnp.array([0, 0, 1]))).tolist()

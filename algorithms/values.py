@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms import stats
 from jaxrl_llm.algorithms.losses import TokenLoss
+from jaxrl_llm.algorithms.stats import Mask, PerAnswer, PerToken
 
 
-def squared_value_loss(values: Float[Array, "B T"], returns: Float[Array, "B T"]) -> TokenLoss:
+def squared_value_loss(values: PerToken, returns: PerToken) -> TokenLoss:
     """Regress values on returns: L = (V − R)² / 2.
 
     Args:
@@ -26,11 +26,7 @@ def squared_value_loss(values: Float[Array, "B T"], returns: Float[Array, "B T"]
 
 
 def clipped_value_loss(
-    values: Float[Array, "B T"],
-    old_values: Float[Array, "B T"],
-    returns: Float[Array, "B T"],
-    *,
-    clip: float = 0.5,
+    values: PerToken, old_values: PerToken, returns: PerToken, *, clip: float = 0.5
 ) -> TokenLoss:
     """Regress values on returns, in small steps: L = max((V − R)², (V_c − R)²) / 2.
 
@@ -64,10 +60,10 @@ def clipped_value_loss(
 
 
 def implicit_reward_loss(
-    logprobs: Float[Array, "B T"],
-    ref_logprobs: Float[Array, "B T"],
-    raw_scores: Float[Array, " B"],
-    mask: Bool[Array, "B T"],
+    logprobs: PerToken,
+    ref_logprobs: PerToken,
+    raw_scores: PerAnswer,
+    mask: Mask,
     *,
     beta: float = 0.05,
 ) -> TokenLoss:

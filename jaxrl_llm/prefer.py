@@ -17,7 +17,7 @@ def prefer(config: PreferConfig) -> "RunFiles":
     Returns:
         What the run has written: metrics and checkpoints.
     """
-    from jaxrl_llm.training.prefer import run_prefer  # jax is slow, a wrong key can't wait
+    from jaxrl_llm.training.offline import run_prefer  # jax is slow, a wrong key can't wait
 
     run_prefer(config)
     from jaxrl_llm.training.run_files import RunFiles

@@ -19,7 +19,7 @@ def sft(config: SftConfig) -> "RunFiles":
         What the run has written: metrics and checkpoints.
     """
     with activity("starting"):  # jax is slow, a wrong key should not wait
-        from jaxrl_llm.training.sft import run_sft
+        from jaxrl_llm.training.offline import run_sft
 
     run_sft(config)
     from jaxrl_llm.training.run_files import RunFiles

@@ -13,6 +13,7 @@ from jaxrl_llm import compiler_options as module
 from jaxrl_llm.compiler_options import FLAGS, Flag, Task, compiler_options, flags_of_environment
 from jaxrl_llm.runs import directory
 from jaxrl_llm.training.compile import plan_shapes
+from jaxrl_llm.training.forward import balance_pass
 from jaxrl_llm.training.reward_model import score_pass
 from tests.planning.stablehlo import configure, spec_of
 
@@ -92,6 +93,7 @@ def test_the_steps_of_a_run_get_the_flags_of_their_tasks(monkeypatch, tmp_path):
         trace()
     layout, role = shapes.layouts.train, shapes.roles["actor"]
     score_pass(role.settings, role.shape, layout)
+    balance_pass(role.settings, role.shape, layout.mesh, {})
     train = ("accumulate", "apply", "infer", "count", "compute")
     tasks = dict.fromkeys(train, Task.TRAIN) | dict.fromkeys(DECODING, Task.DECODE)
     assert {name: given[name] for name in tasks} == {n: {task: True} for n, task in tasks.items()}

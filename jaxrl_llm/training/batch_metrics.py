@@ -41,14 +41,18 @@ def batch_metrics(
         rollouts: its answers.
         scores: of each answer.
     """
-    usable = batch["usable"]
+    usable, advantages = batch["usable"], batch.fields.get("advantages")
     lengths = batch["response_lengths"][usable]
     given = np.array([s.score for s in scores])[usable]
     prompts = np.array([len(episode.prompt) for episode in rollouts.episodes])
     return {
         **summary("critic/score", given),
         **summary("critic/rewards", batch["scores"][usable]),
-        **advantage_metrics(batch),
+        **(
+            summary("critic/advantages", advantages[batch["mask"]])
+            if advantages is not None
+            else {}
+        ),
         **summary("response_length", lengths),
         "response_length/clip_ratio": float(
             np.mean([episode.finish == "length" for episode in rollouts.episodes])
@@ -91,13 +95,6 @@ def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:
         "reward/errors": float(sum(score.has_failed for score in scores)),
         "reward/unscored": float(sum(score.is_unscored for score in scores)),
     }
-
-
-def advantage_metrics(batch: Batch) -> dict[str, float]:
-    """Return metrics of the advantages; none where pairs are compared instead."""
-    if "advantages" not in batch.fields:
-        return {}
-    return summary("critic/advantages", batch["advantages"][batch["mask"]])
 
 
 def over_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
@@ -64,15 +64,7 @@ from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.build import is_low_precision
 from jaxrl_llm.rollout.vllm.setup import find_python
-from jaxrl_llm.training.experience import (
-    check_marks,
-    check_pairs,
-    check_per_answer,
-    checked_controller,
-    compute_advantages,
-    correction_weights,
-    with_key,
-)
+from jaxrl_llm.training import experience
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     LENGTHS,
@@ -140,13 +132,6 @@ class AdvantageSum:
         spread = [part[:, None] if per_token and part.ndim == 1 else part for part in parts]
         total = functools.reduce(lambda a, b: a + b, spread)
         return (total, *returns) if returns else total
-
-
-def terms_of(function: Function) -> tuple[Function, ...]:
-    """Return the terms of a sum, or the function itself."""
-    if isinstance(function, AdvantageSum):
-        return tuple(term for term, _ in function.terms)
-    return (function,)
 
 
 # Loading the functions that a config names, each checked against what its key gives it.
@@ -238,7 +223,12 @@ class AlgorithmFunctions:
 
 
 def find(
-    spec: FunctionSpec, home: str, key: str, stage: Stage, besides: Iterable[str] = ()
+    spec: FunctionSpec,
+    home: str,
+    key: str,
+    available: Collection[str],
+    *,
+    passed: Iterable[str] | None = None,
 ) -> Function:
     """Return a function that asks for fields.
 
@@ -246,29 +236,29 @@ def find(
         spec: as a config names it.
         home: the module of bare names.
         key: its config key, for messages.
-        stage: at which it is called.
-        besides: fields that it is given besides those that exist then.
+        available: the fields that it may ask for.
+        passed: parameters that no keyword of a config may set; None: those without a default.
     """
+    function = load_function(spec, home, passed=passed, key=key)
+    check_fields(function, key, available=available)
+    return function
+
+
+def find_positional(spec: FunctionSpec, home: str, key: str, expected: tuple[str, ...]) -> Function:
+    """Return a function that takes so many positional arguments, whatever it calls them."""
     function = load_function(spec, home, passed=None, key=key)
-    check_fields(function, key, available=fields_at(stage).union(besides))
+    names = asks_for(function)
+    if len(names) != len(expected):
+        raise ConfigError(
+            f"{key}: {name_of(function)} takes ({', '.join(names)}), "
+            f"expected ({', '.join(expected)})"
+        )
     return function
 
 
-def find_pair_loss(spec: FunctionSpec) -> Function:
-    """Return the loss of the pairs that a step makes; a policy has no scores, and no labels."""
-    key = "algorithm.pair_loss"
-    function = load_function(spec, PREFERENCES, passed=None, key=key)
-    check_fields(function, key, available=PAIR_FIELDS)
-    return function
-
-
-def fields_of_update(
-    objective: PolicyObjective | ValueObjective | PreferenceObjective,
-) -> set[str]:
-    """Return the fields of a step's batch that an update is made from."""
-    if isinstance(objective, PreferenceObjective):
-        return {"ref_logprobs"} if objective.asks_for() & OF_REFERENCE else set()
-    return objective.asks_for()
+def find_divergence(spec: FunctionSpec, key: str) -> Function:
+    """Return a divergence of a student from its teacher."""
+    return find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
 
 
 def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
@@ -279,9 +269,9 @@ def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
     Raises:
         ConfigError: one can't be loaded, or a weight is no finite number.
     """
-    key = "algorithm.advantage"
+    key, available = "algorithm.advantage", fields_at(Stage.INFERRED)
     if isinstance(spec, FunctionSpec) and "weight" not in spec.kwargs:
-        return find(spec, ADVANTAGES, key, Stage.INFERRED)
+        return find(spec, ADVANTAGES, key, available)
     terms = []
     for term in (spec,) if isinstance(spec, FunctionSpec) else spec:
         weight, kwargs = 1.0, dict(term.kwargs)
@@ -291,7 +281,7 @@ def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
             raise ConfigError(f"{key}.weight: got {weight!r}, expected a finite number")
         bare = dataclasses.replace(term, kwargs=kwargs)
-        terms.append((find(bare, ADVANTAGES, key, Stage.INFERRED), float(weight)))
+        terms.append((find(bare, ADVANTAGES, key, available), float(weight)))
     return AdvantageSum(terms)
 
 
@@ -311,62 +301,9 @@ def update_spec(
         optim: its optimizer.
         optim_key: the config key of `optim`.
     """
-    key = f"{section}.reduce"
-    weigh = load_function(reduce, REDUCTIONS, passed=None, key=key)
-    takes(weigh, ("mask",), key)
+    weigh = find_positional(reduce, REDUCTIONS, f"{section}.reduce", ("mask",))
     optimizer, schedule = make_optimizer(optim, optim_key)
     return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
-
-
-def find_controller(spec: FunctionSpec) -> Function:
-    """Return the function that sets the KL coefficient after each step."""
-    key = "algorithm.kl_controller"
-    function = load_function(spec, KLS, passed=None, key=key)
-    takes(function, ("coef", "observed_kl", "batch_size"), key)
-    return function
-
-
-def find_kl(config: AlgorithmConfig) -> Function | None:
-    """Return the KL estimator of the loss or of the reward, if there is one.
-
-    It is called before the advantages are known, with the old log-probs for the current ones.
-    """
-    name = "kl_loss" if config.kl_loss else "kl_reward"
-    spec = config.kl_loss or config.kl_reward
-    return spec and find(spec, KLS, f"algorithm.{name}", Stage.INFERRED, ["logprobs"])
-
-
-def find_covariance_selector(spec: FunctionSpec) -> Function:
-    """Return the producer of `high_covariance`; it may take a random `key` as a keyword."""
-    name = "algorithm.high_covariance"
-    function = load_function(spec, LOSSES, passed=[*FIELDS, "key"], key=name)
-    check_fields(function, name, available=fields_at(Stage.UPDATING))
-    return function
-
-
-def find_teacher_prompt(spec: FunctionSpec) -> Function:
-    """Return the function that writes the prompt that a teacher reads."""
-    key = "teacher.prompt"
-    function = load_function(spec, TEACHER_PROMPTS, passed=None, key=key)
-    check_fields(function, key, available=TOLD)
-    return function
-
-
-def find_divergence(spec: FunctionSpec, key: str) -> Function:
-    """Return a divergence of a student from its teacher."""
-    function = load_function(spec, DIVERGENCES, passed=None, key=key)
-    takes(function, ("student_logprobs", "teacher_logprobs"), key)
-    return function
-
-
-def takes(function: Function, expected: tuple[str, ...], key: str) -> None:
-    """Raise ConfigError unless a function has as many positional parameters as it is given."""
-    names = asks_for(function)
-    if len(names) != len(expected):
-        raise ConfigError(
-            f"{key}: {name_of(function)} takes ({', '.join(names)}), "
-            f"expected ({', '.join(expected)})"
-        )
 
 
 # The functions that a config names, and what follows from their signatures.
@@ -407,25 +344,38 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
 
 def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
     """Load the functions that see the whole batch."""
-    algorithm = config.algorithm
+    algorithm, teacher_prompt = config.algorithm, config.teacher.prompt
+
+    def optional(name: str, home: str, stage: Stage) -> Function | None:
+        spec = getattr(algorithm, name)
+        return spec and find(spec, home, f"algorithm.{name}", fields_at(stage))
+
+    kl = "kl_loss" if algorithm.kl_loss else "kl_reward"
+    kl_spec, select = getattr(algorithm, kl), algorithm.high_covariance
+    # KL is called before advantages are known, with the old log-probs for the current ones
+    of_kl = [*fields_at(Stage.INFERRED), "logprobs"]
     return AlgorithmFunctions(
         advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
-        kl=find_kl(algorithm),
-        controller=find_controller(algorithm.kl_controller),
-        group_filter=algorithm.group_filter
-        and find(algorithm.group_filter, SHAPING, "algorithm.group_filter", Stage.SCORED),
-        penalty=algorithm.penalty
-        and find(algorithm.penalty, SHAPING, "algorithm.penalty", Stage.SCORED),
+        kl=kl_spec and find(kl_spec, KLS, f"algorithm.{kl}", of_kl),
+        controller=find_positional(
+            *(algorithm.kl_controller, KLS, "algorithm.kl_controller"),
+            ("coef", "observed_kl", "batch_size"),
+        ),
+        group_filter=optional("group_filter", SHAPING, Stage.SCORED),
+        penalty=optional("penalty", SHAPING, Stage.SCORED),
         corrections=tuple(
-            find(spec, CORRECTIONS, "algorithm.correction", Stage.ESTIMATED)
+            find(spec, CORRECTIONS, "algorithm.correction", fields_at(Stage.ESTIMATED))
             for spec in corrections(config)
         ),
-        select_covariant=algorithm.high_covariance
-        and find_covariance_selector(algorithm.high_covariance),
-        answer_filter=algorithm.answer_filter
-        and find(algorithm.answer_filter, SHAPING, "algorithm.answer_filter", Stage.ESTIMATED),
-        pairs=algorithm.pairs and find(algorithm.pairs, PAIRS, "algorithm.pairs", Stage.SCORED),
-        teacher_prompt=config.teacher.prompt and find_teacher_prompt(config.teacher.prompt),
+        select_covariant=select
+        and find(
+            *(select, LOSSES, "algorithm.high_covariance", fields_at(Stage.UPDATING)),
+            passed=[*FIELDS, "key"],  # which it may take as a keyword
+        ),
+        answer_filter=optional("answer_filter", SHAPING, Stage.ESTIMATED),
+        pairs=optional("pairs", PAIRS, Stage.SCORED),
+        teacher_prompt=teacher_prompt
+        and find(teacher_prompt, TEACHER_PROMPTS, "teacher.prompt", TOLD),
     )
 
 
@@ -435,13 +385,15 @@ def load_policy_objective(
     """Load the policy's loss, of tokens or of pairs, and the divergence from its teacher."""
     algorithm, distillation = config.algorithm, None
     if algorithm.pair_loss is not None:
-        return PreferenceObjective(loss=find_pair_loss(algorithm.pair_loss))
+        loss = find(algorithm.pair_loss, PREFERENCES, "algorithm.pair_loss", PAIR_FIELDS)
+        return PreferenceObjective(loss=loss)
     if algorithm.distillation:
         divergence = find_divergence(algorithm.distillation, "algorithm.distillation")
         of_top = config.teacher.top_k is not None
         distillation = Distillation(divergence=divergence, of_top=of_top)
     return PolicyObjective(
-        loss=algorithm.loss and find(algorithm.loss, LOSSES, "algorithm.loss", Stage.SELECTED),
+        loss=algorithm.loss
+        and find(algorithm.loss, LOSSES, "algorithm.loss", fields_at(Stage.SELECTED)),
         distillation=distillation,
         kl=functions.kl if algorithm.kl_loss else None,
         entropy=algorithm.entropy_coef != 0,
@@ -457,15 +409,27 @@ def load_updates(
     """Return the update of every model that is trained, and the fields that functions ask for."""
     reduce = OF_PAIRS if functions.pairs else config.algorithm.reduce
     updates = {"actor": update_spec(policy, reduce, "algorithm", config.optim)}
-    needs = fields_of_update(policy) | (fields_of_batch_functions(functions) - {"logprobs"})
+    needs = policy.asks_for()
+    if isinstance(policy, PreferenceObjective):  # its other fields are made with the pairs
+        needs = {"ref_logprobs"} if needs & OF_REFERENCE else set()
+    needs |= fields_of_batch_functions(functions) - {"logprobs"}
+    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
     for _ in range(2):  # each may ask for the other
         if "critic" not in updates and needs & fields_of_model("critic"):
-            updates["critic"] = load_critic_update(config.critic)
-            needs |= updates["critic"].objective.asks_for()
-        name = "implicit_reward_model"
+            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
+            objective = ValueObjective(loss=loss)
+            updates["critic"] = update_spec(
+                objective, critic.reduce, "critic", critic.optim, "critic.optim"
+            )
+            needs |= objective.asks_for()
         if name not in updates and needs & fields_of_model(name):
-            updates[name] = load_reward_update(config.implicit_reward_model, functions.advantage)
-            needs |= updates[name].objective.asks_for()
+            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
+            check_betas(functions.advantage, loss)
+            objective = PolicyObjective(loss=loss)
+            updates[name] = update_spec(
+                objective, reward.reduce, name, reward.optim, f"{name}.optim"
+            )
+            needs |= objective.asks_for()
     return updates, frozenset(needs)
 
 
@@ -482,22 +446,6 @@ def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
         *functions.corrections,
     ]
     return {name for function in asking if function for name in asks_for(function)}
-
-
-def load_critic_update(config: CriticConfig) -> UpdateSpec:
-    """Load the critic's loss."""
-    loss = find(config.loss, VALUES, "critic.loss", Stage.ESTIMATED)
-    objective = ValueObjective(loss=loss)
-    return update_spec(objective, config.reduce, "critic", config.optim, "critic.optim")
-
-
-def load_reward_update(config: ImplicitRewardModelConfig, advantage: Function | None) -> UpdateSpec:
-    """Load the implicit reward model's loss; the advantage takes its rewards."""
-    name = "implicit_reward_model"
-    loss = find(config.loss, VALUES, f"{name}.loss", Stage.UPDATING)
-    check_betas(advantage, loss)
-    objective = PolicyObjective(loss=loss)
-    return update_spec(objective, config.reduce, name, config.optim, f"{name}.optim")
 
 
 def is_on_policy(
@@ -541,8 +489,9 @@ def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> No
 
 def check_betas(advantage: Function | None, loss: Function) -> None:
     """Refuse an advantage whose rewards are not those that the reward model learns."""
-    terms = () if advantage is None else terms_of(advantage)
-    own = {beta_of(term) for term in terms} - {None}
+    terms = [(advantage, 1.0)] if advantage is not None else []
+    terms = advantage.terms if isinstance(advantage, AdvantageSum) else terms
+    own = {beta_of(term) for term, _ in terms} - {None}
     if len(own | {beta_of(loss)} - {None}) > 1:
         raise ConfigError(
             f"algorithm.advantage has beta={', '.join(map(str, own))}, "
@@ -874,7 +823,7 @@ def refuse_distributions(config: TrainConfig, key: str) -> None:
 
 
 Fields = dict[str, Any]
-Trial = tuple[str, Function, Callable[[Fields], Any]]
+Trial = tuple[str, Function, Callable[[Function, Fields], Any]]
 """A function's config key, the function, and how a run calls it and checks what it returns."""
 
 
@@ -891,14 +840,18 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
         config.teacher.top_k or 1,
     )
     for key, function, run in trials(config, functions):
-        check_function(key, function, functools.partial(jax.eval_shape, run, fields))
+        check_function(
+            key,
+            function,
+            functools.partial(jax.eval_shape, functools.partial(run, function), fields),
+        )
     actor = functions.updates["actor"].objective
     if isinstance(actor, PolicyObjective) and actor.distillation:
         check_divergence("algorithm.distillation", actor.distillation.divergence)
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
         control = functools.partial(
-            checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
+            experience.checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
         )
         check_function("algorithm.kl_controller", controller, control)  # it gets numbers
     if config.steps is not None:
@@ -919,43 +872,34 @@ def check_schedules(config: TrainConfig, functions: AlgorithmFunctions, steps: i
 def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial]:
     """Yield the functions of a config that get arrays."""
     algorithm, needs_returns = config.algorithm, "critic" in functions.updates
-    if advantage := functions.advantage:
-        compute = functools.partial(compute_advantages, advantage, with_returns=needs_returns)
-        yield "algorithm.advantage", advantage, compute
-    if kl := functions.kl:
-        in_loss = algorithm.kl_loss is not None
-        key = "algorithm.kl_loss" if in_loss else "algorithm.kl_reward"
-        yield key, kl, functools.partial(_kl, kl, compiled=in_loss)
-    for key, function, kind in (
-        ("algorithm.group_filter", functions.group_filter, np.bool_),
-        ("algorithm.penalty", functions.penalty, np.floating),
-        ("algorithm.answer_filter", functions.answer_filter, np.bool_),
-    ):
-        if function:
-            yield key, function, functools.partial(_per_answer, function, key, kind)
+    if functions.advantage:
+        compute = functools.partial(experience.compute_advantages, with_returns=needs_returns)
+        yield "algorithm.advantage", functions.advantage, compute
+    if functions.kl:
+        key = "kl_reward" if algorithm.kl_loss is None else "kl_loss"
+        compute = functools.partial(_kl, compiled=algorithm.kl_loss is not None)
+        yield f"algorithm.{key}", functions.kl, compute
+    kinds = {"group_filter": np.bool_, "penalty": np.floating, "answer_filter": np.bool_}
+    for name, kind in kinds.items():
+        if function := getattr(functions, name):
+            key = f"algorithm.{name}"
+            yield key, function, functools.partial(_per_answer, key=key, kind=kind)
     for number, function in enumerate(functions.corrections):
-        key = f"algorithm.correction[{number}]"
-        yield key, function, functools.partial(correction_weights, function)
-    if select := functions.select_covariant:
-        yield "algorithm.high_covariance", select, functools.partial(_marks, select)
-    if pairs := functions.pairs:
-        yield "algorithm.pairs", pairs, functools.partial(_pairs, pairs)
-    yield from trials_of_updates(functions)
-
-
-def trials_of_updates(functions: AlgorithmFunctions) -> Iterator[Trial]:
-    """Yield the losses and reductions of a config."""
+        yield f"algorithm.correction[{number}]", function, experience.correction_weights
+    if functions.select_covariant:
+        yield "algorithm.high_covariance", functions.select_covariant, _marks
+    if functions.pairs:
+        yield "algorithm.pairs", functions.pairs, _pairs
     for name, update in functions.updates.items():
         section = "algorithm" if name == "actor" else name
-        learned = "values" if name == "critic" else "logprobs"
         if isinstance(update.objective, PreferenceObjective):
-            of_pairs = update.objective.loss
-            yield "algorithm.pair_loss", of_pairs, functools.partial(_gradient_of_pairs, of_pairs)
+            yield "algorithm.pair_loss", update.objective.loss, _gradient_of_pairs
             continue
-        loss, reduce = update.objective.loss, update.reduce
-        if loss is not None:
-            yield f"{section}.loss", loss, functools.partial(_gradient, loss, learned)
-        yield f"{section}.reduce", reduce, functools.partial(_weights, reduce)
+        if update.objective.loss is not None:
+            learned = "values" if name == "critic" else "logprobs"
+            compute = functools.partial(_gradient, learned=learned)
+            yield f"{section}.loss", update.objective.loss, compute
+        yield f"{section}.reduce", update.reduce, _weights
 
 
 def _kl(function: Function, fields: Fields, *, compiled: bool) -> Any:
@@ -968,18 +912,22 @@ def _kl(function: Function, fields: Fields, *, compiled: bool) -> Any:
     return per_token(result, function, "kl", fields["mask"].shape)
 
 
-def _per_answer(function: Function, key: str, kind: type[np.generic], fields: Fields) -> Any:
-    result = jax.jit(lambda fields: call(function, fields))(fields)
-    return check_per_answer(result, function, key, kind, len(fields["mask"]))
+def _jitted(function: Function, fields: Fields) -> Any:
+    return jax.jit(lambda fields: call(function, fields))(fields)
 
 
-def _marks(select: Function, fields: Fields) -> Any:
-    result = jax.jit(lambda fields: call(with_key(select, jax.random.key(0)), fields))(fields)
-    return check_marks(result, select, fields["mask"].shape)
+def _per_answer(function: Function, fields: Fields, *, key: str, kind: type[np.generic]) -> Any:
+    result = _jitted(function, fields)
+    return experience.check_per_answer(result, function, key, kind, len(fields["mask"]))
+
+
+def _marks(function: Function, fields: Fields) -> Any:
+    result = _jitted(experience.with_key(function, jax.random.key(0)), fields)
+    return experience.check_marks(result, function, fields["mask"].shape)
 
 
 def _pairs(function: Function, fields: Fields) -> Any:
-    return check_pairs(jax.jit(lambda fields: call(function, fields))(fields), function)
+    return experience.check_pairs(_jitted(function, fields), function)
 
 
 def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
@@ -994,7 +942,7 @@ def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
     return jax.grad(total)(fields["chosen_logps"])
 
 
-def _gradient(loss: Function, learned: str, fields: Fields) -> Any:
+def _gradient(loss: Function, fields: Fields, *, learned: str) -> Any:
     """Differentiate a loss by what its model says of each token."""
 
     def total(array: Any) -> Any:
@@ -1011,9 +959,8 @@ def _weights(reduce: Function, fields: Fields) -> Any:
 def abstract_fields(size: int, length: int, components: int, top: int) -> Fields:
     """Return shape and dtype of every field of a batch [B T], with C components and K tokens."""
     sizes = {"B": size, "T": length, "C": components, "K": top}
-    shapes = {name: tuple(sizes[axis] for axis in f.axes.split()) for name, f in FIELDS.items()}
     return {
-        name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(field.dtype))
+        name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in field.axes.split()), field.dtype)
         for name, field in FIELDS.items()
     }
 

@@ -11,43 +11,535 @@ others. What is in flight then is plain data: the engine is empty.
 """
 
 import base64
+import contextlib
 import functools
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.sections import RolloutConfig
+from jaxrl_llm.config.sections import RewardConfig, RolloutConfig, ValidationConfig
+from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt, load_prompts
+from jaxrl_llm.data.token_bytes import text_decoder
+from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
+from jaxrl_llm.models.model import Model, QuantizableModel, base_model
+from jaxrl_llm.models.parameters import compute_dtypes
+from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import Completion, CountingEngine, Stop
+from jaxrl_llm.rewards.scoring import make_scoring
+from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
+from jaxrl_llm.rollout.engine import (
+    Completion,
+    CountingEngine,
+    Engine,
+    EngineError,
+    SamplingParams,
+    Stop,
+)
 from jaxrl_llm.rollout.rollouts import (
     NOT_DRAWN,
     Episode,
     EpisodeState,
+    OnEnd,
     Rollouts,
     answer_seeds,
+    as_rollouts,
+    begin_episodes,
+    lay_out,
+    sample_states,
     turn_seed,
 )
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
+from jaxrl_llm.sharding.layout import Layout
+from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.training.batch_metrics import scoring_counts
-from jaxrl_llm.training.loop import Metrics
-from jaxrl_llm.training.sampler import TRAINING, Sampler
-from jaxrl_llm.training.scoring import Scorer
+from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.experience import (
+    ScoreError,
+    add_to_scores,
+    per_answer,
+    with_scores,
+    without_rows,
+)
+from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.loop import Metrics, open_executor
+from jaxrl_llm.training.microbatches import has_chains
+from jaxrl_llm.training.reward_model import RewardModel
+from jaxrl_llm.training.run_files import Journals
 from jaxrl_llm.training.update import TrainingError
+from jaxrl_llm.types import Batch
+
+TRAINING, VALIDATION, GREEDY, CANARY = range(4)
+"""The use of sampled answers, as a part of their seeds."""
+
+CANARIES, CANARY_TOKENS = 8, 8
+"""Answers, and tokens of each, by which the engine's weights are checked where a step has none."""
+
+
+class Sampler:
+    """Samples answers from the run's engine: plain ones, or episodes of several turns.
+
+    Args:
+        rollout: how the run samples.
+        engine: holds the policy.
+        tokens: the policy's tokenizer and stop tokens.
+        weights: how the engine gets the policy's.
+        seed: of the run.
+        folder: of the run.
+        episodes: samples episodes of several turns; None: answers are plain.
+        overlaps_training: whether the engine may sample while the models are trained, as its
+            devices are not theirs. It keeps its cache then.
+
+    Attributes:
+        keeps_cache: whether answers that go on after a push keep their keys and values.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        engine: Engine,
+        tokens: PolicyTokens,
+        weights: "PolicyWeights",
+        *,
+        seed: int,
+        folder: Path,
+        episodes: EpisodeSampler | None = None,
+        overlaps_training: bool = False,
+    ) -> None:
+        """Sample nothing yet."""
+        self.engine, self.tokens, self.episodes = engine, tokens, episodes
+        self.overlaps_training = overlaps_training
+        self.keeps_cache = rollout.at_push == "keep"
+        self._rollout, self._seed = rollout, seed
+        self._decode = text_decoder(tokens.tokenizer)
+        self.weights, self._journals = weights, Journals(folder)
+
+    @activity("syncing weights")
+    def sync(self, params: Any, version: int) -> dict[str, float]:
+        """Give the engine the trained parameters, and compare its echo with what was sent.
+
+        Raises:
+            EngineError: it does not hold them.
+        """
+        with on_device(params) as trained:
+            merged = self.weights.merged(trained)
+            options = {"keep": True} if self.keeps_cache else {}
+            receipt = self.engine.load(merged, version=version, **options)
+            echoed = receipt.checksum  # None: the engine has compared by itself
+            sent = None if echoed is None else int(self.weights.checksum(merged))
+        if (receipt.version, echoed) != (version, sent):
+            raise EngineError(
+                f"the engine echoed version {receipt.version} with checksum {echoed}, expected "
+                f"version {version} with {sent}: it does not hold the weights that were sent"
+            )
+        return {"perf/moved_gb": receipt.moved_bytes / 2**30}
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let the engine have its cache."""
+        if self.overlaps_training:
+            yield
+            return
+        self.engine.wake()
+        try:
+            yield
+        finally:
+            self.engine.sleep()
+
+    def sample(
+        self,
+        states: Sequence[EpisodeState],
+        needed: int,
+        stop: Stop | None,
+        on_end: OnEnd | None,
+    ) -> None:
+        """Sample answers to train on, or go on with them.
+
+        Args:
+            states: of the answers.
+            needed: it ends when so many of the first ones are whole.
+            stop: ends it, too.
+            on_end: is called with each answer that has ended.
+        """
+        rollout = self._rollout
+        sampling = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_ids=self.tokens.stops,
+        )
+        self._run(states, sampling, needed, stop, on_end)
+
+    def gather(self, states: Sequence[EpisodeState]) -> Rollouts:
+        """Return answers that are whole."""
+        if self.episodes is None:
+            return as_rollouts(states, decode=self._decode)
+        return self.episodes.as_rollouts(states)
+
+    def examine(self, rollouts: Rollouts) -> Rollouts:
+        """Return a step's answers with metrics of how they were sampled.
+
+        Raises:
+            RunError: too many episodes are broken.
+        """
+        return rollouts if self.episodes is None else self.episodes.examine(rollouts)
+
+    def sample_validation(
+        self, prompts: Sequence[Prompt], step: int, validation: ValidationConfig
+    ) -> Rollouts:
+        """Sample answers to validation prompts."""
+        sampling = SamplingParams(
+            max_new_tokens=self._rollout.max_new_tokens,
+            temperature=validation.temperature,
+            top_p=validation.top_p,
+            stop_ids=self.tokens.stops,
+        )
+        return self._answer(prompts, sampling, validation.samples, (step, VALIDATION))
+
+    def sample_greedy(self, rollouts: Rollouts, step: int) -> Rollouts:
+        """Sample a greedy answer to each prompt of a step's answers."""
+        rollout = self._rollout
+        sampling = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop_ids=self.tokens.stops
+        )
+        prompts = rollouts.prompts[:: rollout.samples_per_prompt]
+        return self._answer(prompts, sampling, 1, (step, GREEDY))
+
+    def sample_canaries(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
+        """Sample a few short plain answers, to compare the engine with the trainer."""
+        rollout = self._rollout
+        sampling = SamplingParams(
+            max_new_tokens=min(CANARY_TOKENS, rollout.max_new_tokens),
+            temperature=rollout.temperature,
+            stop_ids=self.tokens.stops,
+        )
+        states = begin_episodes(prompts[:CANARIES], 1, (self._seed, step, CANARY))
+        with self.awake():
+            sample_states(self.engine, states, sampling, needed=len(states))
+        return as_rollouts(states, decode=self._decode)
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        samples: int,
+        seed: tuple[int, int],
+    ) -> Rollouts:
+        """Sample G answers to each prompt."""
+        states = begin_episodes(prompts, samples, (self._seed, *seed))
+        self._run(states, sampling, len(states), None, None)
+        return self.examine(self.gather(states))
+
+    def _run(
+        self,
+        states: Sequence[EpisodeState],
+        sampling: SamplingParams,
+        needed: int,
+        stop: Stop | None,
+        on_end: OnEnd | None,
+    ) -> None:
+        until: Any = {"needed": needed, "stop": stop, "on_end": on_end}
+        with self.awake():
+            if self.episodes is None:
+                sample_states(self.engine, states, sampling, **until)
+            else:
+                journal = self._journals.path
+                self.episodes.sample_states(self.engine, states, sampling, **until, journal=journal)
+
+
+class PolicyWeights:
+    """The policy's weights on their way from the trainer to the engine.
+
+    Args:
+        rollout: how the run samples.
+        model: the policy, as it was loaded.
+        layout: of training.
+        dtype: of computing.
+
+    Attributes:
+        model: without an adapter.
+        layout: of training.
+        dtype: of computing.
+        merged: trained parameters -> the model's, as the engine takes them.
+        checksum: of the model's parameters, as the engine should hold them.
+    """
+
+    def __init__(
+        self, rollout: RolloutConfig, model: LoadedModel, layout: Layout, dtype: str
+    ) -> None:
+        """Prepare the merging of an adapter, and the checksum."""
+        self.model, self.layout = base_model(model.model), layout
+        self.dtype = dtype
+        self.merged = merge_for_engine(model, self.dtype)
+        # vLLM quantizes what its host was sent, of which the checksum is
+        quantized = rollout.engine == "native" and rollout.quantization == "fp8"
+        self.checksum = engine_checksum(self.model, self.dtype, quantized=quantized)
+
+
+def merge_for_engine(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
+    """Return the function from trained parameters to those of the model, as the engine takes them.
+
+    An adapter is merged into its base in float32, and the sum is cast to the engine's dtype. A
+    frozen vision tower is put back.
+    """
+    if model.tower is not None:
+        tower, merge_rest = model.tower.params, merge_for_engine(model._replace(tower=None), dtype)
+        return lambda params: {**merge_rest(params), "vision": tower}
+    if model.frozen is None:
+        return lambda params: params
+    spec, frozen = model.spec, model.frozen
+    dtypes = compute_dtypes(without_adapter(spec), dtype)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+
+    @functools.partial(jax.jit, out_shardings=layout)
+    def merged(adapter: Any, frozen: Any) -> Any:
+        return cast_tree(merge_adapter(combine_params(adapter, frozen), spec)[0], dtypes)
+
+    return lambda adapter: merged(adapter, frozen)
+
+
+def engine_checksum(model: Model, dtype: str, *, quantized: bool) -> Callable[[Any], Any]:
+    """Return the checksum of a model's parameters as the engine casts or quantizes them."""
+    dtypes, declared = model.compute_dtypes(dtype), model.declare()
+    if quantized:
+        assert isinstance(model, QuantizableModel)  # for pyright; the engine asks
+        declared = model.declare_quantized()
+    elif all(dtype == jnp.float32 for dtype in jax.tree.leaves(dtypes)):
+        return checksum_of_leaves  # the masters are what it holds
+
+    def engines_checksum(params: Any) -> Any:
+        return checksum(quantize_params(cast_tree(params, dtypes), declared, dtypes))
+
+    return jax.jit(engines_checksum)
+
 
 log = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Scores answers, and lays them out as a batch with their scores.
+
+    Args:
+        reward: how the run scores.
+        functions: of the algorithm.
+        reward_model: that scores answers, if one does.
+        stack: ends the scoring processes at the run's end.
+        folder: of the run.
+        prompts: of a step.
+        samples: to each prompt.
+        longest: tokens of the longest prompt and answer.
+
+    Attributes:
+        score: rollouts -> one score for each answer; waits for them.
+        score_validation: the same for answers to validation prompts.
+        in_background: whether answers are scored elsewhere than on the devices.
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        functions: AlgorithmFunctions,
+        reward_model: RewardModel | None,
+        stack: contextlib.ExitStack,
+        *,
+        folder: Path,
+        prompts: int,
+        samples: int,
+        longest: int,
+    ) -> None:
+        """Start the reward functions."""
+        by_model = reward_model.score if reward_model else None
+        self.score, self.score_validation = make_scoring(reward, by_model, stack, folder)
+        # elsewhere than on the devices, and not together with other processes
+        self.in_background = (
+            reward_model is None and reward.workers > 0 and distributed.process_count() == 1
+        )
+        self._executor = open_executor(1, "scoring", stack)
+        self._samples, self._prompts, self._longest = samples, prompts, longest
+        self._components = reward.components
+        self._compares = "group_ids" in functions.needs
+        self._one_chain_only = refused_with_chains(functions, reward)
+        self._has_warned = False
+        self._penalty = functions.penalty and per_answer(
+            functions.penalty, "algorithm.penalty", np.floating
+        )
+        self._keep = functions.group_filter and whole_groups(
+            per_answer(functions.group_filter, "algorithm.group_filter", np.bool_), self._samples
+        )
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether a group filter refuses some groups."""
+        return self._keep is not None
+
+    def start(self, rollouts: Rollouts, clock: Clock) -> Future[list[Score]]:
+        """Return the scores of answers, as soon as they are known."""
+        if self.in_background:
+            return self._executor.submit(self.score, rollouts)
+        future: Future[list[Score]] = Future()
+        with clock("reward"):
+            future.set_result(self.score(rollouts))
+        return future
+
+    def keep_groups(self, rollouts: Rollouts, scores: list[Score]) -> list[bool]:
+        """Return which groups the group filter keeps [P].
+
+        It sees as many groups as a step has: where there are fewer, the first one fills the places,
+        or other numbers would compile it again.
+        """
+        assert self._keep is not None
+        samples = self._samples
+        groups, filling = len(scores) // samples, list(range(samples))
+        rows = list(range(len(scores))) + filling * (self._prompts - groups)
+        some = [scores[row] for row in rows]
+        batch = self.add_scores(self.lay_out(rollouts.take(rows)), some)
+        return np.any(self._keep(batch).reshape(-1, samples), axis=1).tolist()[:groups]
+
+    def lay_out(self, rollouts: Rollouts, *, samples: int | None = None) -> Batch:
+        """Lay answers out as a batch.
+
+        Args:
+            rollouts: the answers.
+            samples: to each prompt; None: as many as the run has.
+
+        Raises:
+            ScoreError: an episode has several chains, which the algorithm is not defined for.
+        """
+        samples = samples or self._samples
+        batch = lay_out(
+            rollouts, samples=samples, max_tokens=self._longest, compares=self._compares
+        )
+        return check_chains(batch, self._one_chain_only)
+
+    def add_scores(
+        self, batch: Batch, scores: Sequence[Score], *, samples: int | None = None
+    ) -> Batch:
+        """Add the scores of a batch's answers; see `with_scores`."""
+        samples = samples or self._samples
+        self._warn_of_rounding(scores, samples)
+        return with_scores(
+            batch, scores, samples=samples, compares=self._compares, components=self._components
+        )
+
+    def add_penalty(self, batch: Batch) -> Batch:
+        """Add the penalty to a batch's scores, if there is one."""
+        return add_to_scores(batch, self._penalty(batch)) if self._penalty else batch
+
+    def add_greedy_scores(self, batch: Batch, greedy: Rollouts) -> tuple[Batch, dict[str, float]]:
+        """Add `greedy_scores`, of a greedy answer to each prompt; return metrics, too.
+
+        Answers whose greedy one has no score are not usable.
+        """
+        scores = self.score(greedy)
+        scored = self.add_scores(self.lay_out(greedy, samples=1), scores, samples=1)
+        added = self._penalty(scored) if self._penalty else np.float32(0)
+        metrics = {
+            "reward/greedy_errors": float(sum(score.has_failed for score in scores)),
+            "reward/greedy_unscored": float(sum(score.is_unscored for score in scores)),
+        }
+        greedy_scores = np.repeat(scored["scores"] + added, self._samples)
+        batch = without_rows(batch, np.repeat(~scored["usable"], self._samples))
+        return batch.add(greedy_scores=greedy_scores), metrics
+
+    def _warn_of_rounding(self, scores: Sequence[Score], samples: int) -> None:
+        """Warn, once, of scores of one prompt that are equal in float32 alone.
+
+        What differs by float64's rounding, as 0.3 and 0.1 + 0.2, is equal.
+        """
+        if self._has_warned or (pair := lost_in_rounding(scores, samples)) is None:
+            return
+        self._has_warned = True
+        log.warning(
+            "reward.function gave answers to one prompt the scores %r and %r, which are equal "
+            "in float32, in which advantages are computed: let it return smaller numbers, less "
+            "a constant or divided by one",
+            *pair,
+        )
+
+
+def lost_in_rounding(scores: Sequence[Score], samples: int) -> tuple[float, float] | None:
+    """Return two scores of one prompt that differ, but not in float32; None: there are none.
+
+    >>> lost_in_rounding([Score(s, {}, None) for s in (1e9, 1e9 + 1)], 2)
+    (1000000000.0, 1000000001.0)
+    """
+    ordered = np.sort(np.array([score.score for score in scores]).reshape(-1, samples))
+    low, high = ordered[:, :-1], ordered[:, 1:]
+    differ = high - low > 1e-12 * np.abs(high)
+    lost = np.argwhere(differ & (low.astype(np.float32) == high.astype(np.float32)))
+    return (float(low[tuple(lost[0])]), float(high[tuple(lost[0])])) if lost.size else None
+
+
+def refused_with_chains(functions: AlgorithmFunctions, reward: RewardConfig) -> list[str]:
+    """Return the keys of a config that compare whole answers, and take no several chains."""
+    keys = {
+        "algorithm.pairs": functions.pairs is not None,
+        "algorithm.distillation": functions.distillation is not None,
+        "teacher": functions.needs_teacher,
+        "implicit_reward_model": "implicit_reward_model" in functions.updates,
+        "reward.step_rewards": reward.step_rewards,
+    }
+    return [key for key, is_set in keys.items() if is_set]
+
+
+def check_chains(batch: Batch, refused: Sequence[str]) -> Batch:
+    """Return a batch that has no episode of several chains, or has them where that is defined.
+
+    Args:
+        batch: of a step.
+        refused: as `refused_with_chains` returns them.
+
+    Raises:
+        ScoreError: it has some beside one of the keys.
+    """
+    if refused and has_chains(batch):
+        several = int((batch["chain_ids"].max(1) > 0).sum())
+        raise ScoreError(
+            f"{refused[0]} is set, and the agent has begun other chains (chat.new) in {several} of "
+            f"{len(batch.tokens)} episodes, which it is not defined for: remove {refused[0]}, or "
+            "use an agent that keeps one history"
+        )
+    return batch
+
+
+def whole_groups(
+    keep: Callable[[Batch], np.ndarray], samples: int
+) -> Callable[[Batch], np.ndarray]:
+    """Return `keep`, checked to decide for groups of `samples` answers as wholes.
+
+    Answers that are not usable go with those of their group that are; a group has to have some.
+    """
+
+    def checked(batch: Batch) -> np.ndarray:
+        usable = batch["usable"].reshape(-1, samples)
+        groups = keep(batch).reshape(-1, samples) & usable
+        split = np.flatnonzero(groups.any(1) & (groups != usable).any(1))
+        if split.size:
+            raise ScoreError(
+                f"algorithm.group_filter kept {int(groups[split[0]].sum())} of the {samples} "
+                "answers of a group; expected all or none, as baselines are over whole groups"
+            )
+        return np.repeat(groups.any(1), samples)
+
+    return checked
+
 
 WHOLE = -1
 """Stands for the tokens of an answer that is whole."""

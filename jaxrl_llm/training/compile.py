@@ -42,8 +42,7 @@ from jaxrl_llm.training.bind import (
     abstract_pairs,
     resolve_functions,
 )
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import Inference, logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
 from jaxrl_llm.training.microbatches import MicroBatch
@@ -59,6 +58,7 @@ from jaxrl_llm.training.roles import (
     taught_by,
 )
 from jaxrl_llm.training.teachers import TeacherModel
+from jaxrl_llm.training.update import ROUTER, shape_in
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows
 
@@ -147,15 +147,8 @@ def bytes_per_device(tree: Any) -> int:
     24
     """
     return sum(
-        x.dtype.itemsize * _size(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)
     )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def with_float16(lowered: Any) -> Any:
@@ -221,14 +214,12 @@ def plan_role(
         return params, frozen, micro(update.objective.asks_for(), bucket), coefs
 
     total = learner.total_like(*inputs(of_updates))
-    metrics = total[1]
+    router = total[1].get(ROUTER)
     trace = {
         StepId(name, StepKind.ACCUMULATE): lambda bucket=of_updates: learner.accumulate.trace(
             total, *inputs(bucket)
         ),
-        StepId(name, StepKind.APPLY): lambda: learner.apply.trace(
-            state, params, metrics.get(learner.hooks.statistics) if learner.hooks else None
-        ),
+        StepId(name, StepKind.APPLY): lambda: learner.apply.trace(state, params, router),
         StepId(name, StepKind.INFER): lambda bucket=shape: infer.run.trace(
             params, frozen, micro(set(), bucket).rows
         ),
@@ -340,21 +331,9 @@ def abstract_microbatch(
     slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
     scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
     replayed: Any = routes and jax.ShapeDtypeStruct((*row.shape, *routes[:2]), routes.dtype)
-    seen: Any = visuals and jax.tree.map(as_shape, visuals.without_any(shape))
+    seen: Any = visuals and visuals.without_any(shape)
     micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed, seen), fields)
-    return with_shardings(micro, jax.tree.map(lambda _: over_batch(mesh), micro))
-
-
-def as_shape(array: Any) -> jax.ShapeDtypeStruct:
-    """Return an array as a shape."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def with_shardings(tree: Any, layout: Any) -> Any:
-    """Return arrays as shapes in a layout."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
-    )
+    return jax.tree.map(lambda x: shape_in(x, over_batch(mesh)), micro)
 
 
 TEACHER = "teacher"
@@ -693,15 +672,9 @@ def compile_first_step(
         infer_ahead(actor, abstract_weights(model, layouts.reference, reference_dtype(config)))
     for role in models.to_update(1, config.critic.warmup_steps):
         if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
-            coefs = COEFS | teacher_like(role, layouts.train, config.model.dtype)
+            coefs, objective = dict[str, Any](COEFS), role.learner.objective
+            distillation = isinstance(objective, PolicyObjective) and objective.distillation
+            if distillation and distillation.teacher is not None:
+                teacher = distillation.teacher.model
+                coefs["teacher"] = abstract_weights(teacher, layouts.train, config.model.dtype)
             role.learner.compile_ahead(functools.partial(micro_like, role), coefs)
-
-
-def teacher_like(role: Role, layout: Layout, dtype: str) -> dict[str, Any]:
-    """Return as shapes, by name, the weights of a teacher that a role's update runs."""
-    objective = role.learner.objective
-    is_policy = isinstance(objective, PolicyObjective)
-    distillation = objective.distillation if is_policy else None
-    if distillation is None or distillation.teacher is None:
-        return {}
-    return {"teacher": abstract_weights(distillation.teacher.model, layout, dtype)}

@@ -15,7 +15,7 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.rollouts import without_lone
-from jaxrl_llm.training.objectives import LossError, per_token
+from jaxrl_llm.training.objectives import LossError, described, per_token
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.protocol import finite_number, short_repr
 
@@ -60,7 +60,7 @@ def with_scores(
     has_steps = np.array([bool(score.step_rewards) for score in scores])
     of_last = np.where(has_steps, np.float32(0), values)
     with np.errstate(over="ignore"):
-        rewards = of_turns + of_steps + _on_last_token(of_last, batch["mask"])
+        rewards = of_turns + of_steps + np.asarray(_on_last_token(of_last, batch["mask"]))
         sums = of_last + of_steps.sum(1) + of_turns.sum(1)
     if not np.isfinite(sums).all():
         raise ScoreError(
@@ -68,10 +68,9 @@ def with_scores(
             "turns add up to more than float32 can hold: let reward.function return smaller numbers"
         )
     batch = batch.add(scores=sums, raw_scores=values, rewards=rewards)
-    if not components:
-        return batch
-    numbers = _components(scores, components, usable)
-    return batch.add(score_components=numbers)
+    if components:
+        batch = batch.add(score_components=_components(scores, components, usable))
+    return batch
 
 
 def _components(scores: Sequence[Score], names: Sequence[str], usable: np.ndarray) -> np.ndarray:
@@ -104,11 +103,7 @@ def _on_steps(scores: Sequence[Score], mask: np.ndarray) -> np.ndarray:
     return rewards
 
 
-def _on_last_token(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.asarray(_rewards_from_scores(scores, mask))
-
-
-_rewards_from_scores = jax.jit(rewards_from_scores)
+_on_last_token = jax.jit(rewards_from_scores)
 
 
 def with_ages(batch: Batch, step: int) -> Batch:
@@ -124,7 +119,7 @@ def add_to_scores(batch: Batch, values: np.ndarray) -> Batch:
     """Add a penalty [B] to the scores, and to the reward of each answer's last token."""
     return batch.add(
         scores=batch["scores"] + values,
-        rewards=batch["rewards"] + _on_last_token(values, batch["mask"]),
+        rewards=batch["rewards"] + np.asarray(_on_last_token(values, batch["mask"])),
     )
 
 
@@ -180,13 +175,11 @@ def check_per_answer(
     Raises:
         ScoreError: it is something else.
     """
-    got = type(result).__name__
-    if isinstance(result, jax.Array):
-        got = f"{result.dtype}{list(result.shape)}"
-        if result.shape == (answers,) and np.issubdtype(result.dtype, kind):
-            return result
+    is_array = isinstance(result, jax.Array) and result.shape == (answers,)
+    if is_array and np.issubdtype(result.dtype, kind):
+        return result
     raise ScoreError(
-        f"{key}: {name_of(function)!r} returned {got}; expected one "
+        f"{key}: {name_of(function)!r} returned {described(result)}; expected one "
         f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], here [{answers}]"
     )
 
@@ -219,14 +212,9 @@ def correction_weights(function: Callable[..., Any], fields: dict[str, Any]) -> 
     """
     weights, shape = call(function, fields), fields["mask"].shape
     if not isinstance(weights, jax.Array) or weights.shape != shape:
-        got = (
-            f"{weights.dtype}{list(weights.shape)}"
-            if isinstance(weights, jax.Array)
-            else type(weights).__name__
-        )
         raise ScoreError(
-            f"algorithm.correction: {name_of(function)!r} returned {got}; expected one weight for "
-            f"each token [B T], here {list(shape)}"
+            f"algorithm.correction: {name_of(function)!r} returned {described(weights)}; expected "
+            f"one weight for each token [B T], here {list(shape)}"
         )
     return weights
 
@@ -343,14 +331,11 @@ def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Ar
     Raises:
         ScoreError: it is something else.
     """
-    got = type(result).__name__
-    if isinstance(result, jax.Array):
-        got = f"{result.dtype}{list(result.shape)}"
-        if result.shape == shape and result.dtype == bool:
-            return result
+    if isinstance(result, jax.Array) and result.shape == shape and result.dtype == bool:
+        return result
     raise ScoreError(
-        f"algorithm.high_covariance: {name_of(select)!r} returned {got}; expected true or false "
-        f"for each token [B T], here {list(shape)}"
+        f"algorithm.high_covariance: {name_of(select)!r} returned {described(result)}; expected "
+        f"true or false for each token [B T], here {list(shape)}"
     )
 
 
@@ -405,10 +390,8 @@ def select_kept(
     """
     kept = keep(batch)
     cut = [
-        filled(minibatch.take(np.flatnonzero(chosen)), unit)
-        for minibatch, chosen in zip(
-            cut_minibatches(batch, size), cut_rows(kept, size), strict=True
-        )
+        filled(batch.take(first + np.flatnonzero(kept[first : first + size])), unit)
+        for first in range(0, len(kept), size)
     ]
     return Selected(cut, {"batch/kept_answers": float(kept.sum())})
 
@@ -436,12 +419,6 @@ def select_pairs(
         own = (chosen >= first) & (chosen < first + size)
         cut.append(filled(pair_batch(batch, chosen[own], rejected[own]), unit))
     return Selected(cut, {"pairs/count": float(len(chosen)), "pairs/tied_groups": float(tied)})
-
-
-def cut_rows(values: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Cut values of all answers as `cut_minibatches` does."""
-    for first in range(0, len(values), size):
-        yield values[first : first + size]
 
 
 def pair_batch(batch: Batch, chosen: np.ndarray, rejected: np.ndarray) -> Batch:

@@ -1,12 +1,14 @@
-"""A model's forward pass in training, over packed rows."""
+"""A model's forward pass over packed rows in training, and its passes without gradients."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
@@ -16,18 +18,22 @@ from jaxrl_llm.algorithms.logprobs import (
     projected_token_stats,
     token_stats_from_logits,
 )
+from jaxrl_llm.compilation import abstract
+from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualTokens
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.linear import SplitMatrix
+from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model, RoutedModel
 from jaxrl_llm.models.moe.grouped import GroupedKernels
-from jaxrl_llm.models.moe.routing import RouterStats
+from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, balance_weights
 from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.sharding.layout import DEFAULT_RULES, TOKENS, Layout, Rules
+from jaxrl_llm.sharding.layout import DEFAULT_RULES, TOKENS, Layout, Rules, replicated
+from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, merge_microbatches
 from jaxrl_llm.training.visuals import VisualPacker
-from jaxrl_llm.types import ROUTES, Rows
+from jaxrl_llm.types import ROUTES, Batch, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,23 +146,6 @@ def split_head(params: Params, config: ForwardConfig, layout: Layout) -> SplitMa
     """Return the output projection, and how devices hold it; None where hidden states are logits"""
     head = config.model.head_matrix(params, layout)
     return head if head is None or isinstance(head, SplitMatrix) else SplitMatrix(head, (), ())
-
-
-def value_fields(
-    params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh
-) -> Float32[Array, "b T"]:
-    """Run a model with a value head over packed rows and gather its values back to [b T].
-
-    Entry (i, t) is the value of the state before token t of sequence i; entry (i, 0) is 0.
-    """
-    return values_from_hidden(params, hidden_states(params, rows, config, mesh)[0], rows, config)
-
-
-def router_totals(params: Params, rows: Rows, config: ForwardConfig, mesh: Mesh) -> RouterStats:
-    """Run a model with experts over packed rows and sum up what its routers did."""
-    router = hidden_states(params, rows, config, mesh)[1]
-    assert router is not None, "the model has experts"
-    return router
 
 
 def hidden_states(
@@ -272,3 +261,142 @@ def by_sequence(tree: Any, rows: Rows, config: ForwardConfig, *, axes: int = 0) 
         return jnp.where(inside, jnp.roll(shifted, 1, axis=1).at[:, 0].set(0), 0)
 
     return jax.tree.map(gather, tree)
+
+
+def logprob_pass(
+    model: ForwardConfig,
+    shape: RowShape,
+    mesh: Mesh,
+    names: tuple[str, ...] = ("logprobs", "entropy"),
+    *,
+    frozen: Params | None = None,
+) -> "Inference":
+    """Return a function from parameters and a batch to some of its TokenStats [B T], by name.
+
+    Args:
+        model: how the model is run. If it replays choices of experts, it takes those of a batch
+            that has such.
+        shape: of the micro-batches.
+        mesh: the devices.
+        names: of TokenStats; and `ROUTES` where it is to report the experts of each token, if the
+            model replays.
+        frozen: the parameters that are not in those given at each call.
+    """
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        everything = combine_params(params, rest)
+        if ROUTES not in names:
+            stats = token_fields(everything, rows, model, mesh)._asdict()
+            return {name: stats[name] for name in names}
+        hidden, routes = hidden_states_and_routes(everything, rows, model, mesh)
+        stats = token_stats_from_hidden(everything, hidden, rows, model, mesh)._asdict()
+        return {name: (stats | {ROUTES: routes})[name] for name in names}
+
+    return Inference(infer, shape, mesh, frozen or {}, model)
+
+
+def value_pass(model: ForwardConfig, shape: RowShape, mesh: Mesh) -> "Inference":
+    """Return a function from a critic's parameters and a batch to its `values` [B T]."""
+
+    def infer(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        everything = combine_params(params, rest)
+        hidden = hidden_states(everything, rows, model, mesh)[0]
+        return {"values": values_from_hidden(everything, hidden, rows, model)}
+
+    return Inference(infer, shape, mesh, {}, model)
+
+
+class Inference:
+    """A pass without gradients: (params, batch) -> what a model says of each token [B T], by name.
+
+    Args:
+        compute: (params, frozen, rows) -> the same of a micro-batch [b T].
+        shape: of the micro-batches.
+        mesh: the devices.
+        frozen: the parameters that are not in those given at each call.
+        model: how the model is run, which says what rows hold for it beside tokens.
+
+    Attributes:
+        run: `compute`, jitted.
+        step: `run` over micro-batches.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Params, Params, Rows], dict[str, Array]],
+        shape: RowShape,
+        mesh: Mesh,
+        frozen: Params,
+        model: ForwardConfig,
+    ) -> None:
+        """Compile nothing yet."""
+        options = compiler_options(Task.TRAIN, mesh.devices.flat)
+        self.run: Any = jax.jit(compute, compiler_options=options)
+        self.step = MicroBatchStep(
+            "log-probs", self.run, shape, mesh, place=2, visuals=model.visuals
+        )
+        self._frozen, self._route_shape = frozen, model.route_shape
+
+    def compile_ahead(self, params: Params, rows_like: Callable[[RowShape], Rows]) -> None:
+        """Begin to compile what the first batch needs in all likelihood.
+
+        Args:
+            params: that it will be given, or their shapes.
+            rows_like: bucket -> rows as shapes.
+        """
+        like = abstract((params, self._frozen))
+        self.step.begin(like[0], lambda bucket: (*like, rows_like(bucket)))
+
+    def __call__(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
+        """Run over a batch, in micro-batches."""
+        marks = ()
+        if self._route_shape is not None:
+            batch, marks = with_routes(batch, self._route_shape), (ROUTES,)
+        parts = (
+            (indices, self.step(params, self._frozen, micro.rows))
+            for indices, micro in self.step.microbatches(batch, marks)
+        )
+        return merge_microbatches(parts, batch)
+
+
+def with_routes(batch: Batch, shape: RouteShape) -> Batch:
+    """Return a batch with choices of experts: its own, or none of any token."""
+    if ROUTES in batch.fields:
+        return batch
+    each = *batch.tokens.shape, shape.layers, shape.top
+    none = np.asarray(NO_ROUTE, shape.dtype)
+    return batch.add(**{ROUTES: np.broadcast_to(none, each)})  # which takes no memory
+
+
+def balance_pass(
+    model: ForwardConfig, shape: RowShape, mesh: Mesh, frozen: Params
+) -> Callable[[Params, Batch], Fields]:
+    """Return a function from parameters and a mini-batch to the coefficients of its balance loss.
+
+    They are the constant part of `load_balance_loss` times the model's coefficient. Without experts
+    or with a coefficient of 0 there are none, and nothing is run.
+    """
+    everywhere = replicated(mesh)
+    options = compiler_options(Task.TRAIN, mesh.devices.flat)
+
+    @functools.partial(jax.jit, out_shardings=everywhere, compiler_options=options)
+    def count(params: Params, rest: Params, rows: Rows) -> RouterStats:
+        router = hidden_states(combine_params(params, rest), rows, model, mesh)[1]
+        assert router is not None, "the model has experts"
+        return router
+
+    step = MicroBatchStep("experts' load", count, shape, mesh, place=2, visuals=model.visuals)
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def weigh(total: RouterStats) -> Array:
+        return model.router_loss_coef * balance_weights(total)
+
+    def find(params: Params, batch: Batch) -> Fields:
+        if not model.model.has_router or model.router_loss_coef == 0:
+            return {}
+        cut = step.microbatches(batch, model.marks)
+        counted = (step(params, frozen, micro.rows) for _, micro in cut)
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), counted)
+        return {"balance_weights": weigh(total)}
+
+    return find

@@ -140,8 +140,13 @@ def with_frozen_tower(
     return alone._replace(tower=FrozenTower(tower, decoder, own, config.dtype))
 
 
-def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
-    """Load a reward model, or a language model with a new reward head in place of its own.
+def open_scorer(
+    config: ModelConfig, layout: Layout, *, seed: int, of_steps: bool = False
+) -> LoadedModel:
+    """Load a reward model, or another model with a new head in place of its own.
+
+    That of a process reward model, `of_steps`, is a value head, whose logit of a step is what it
+    says of the step's last token; a new one is zeros.
 
     Raises:
         ConfigError: the directory can't be read, or holds a critic or a model of one's own.
@@ -150,45 +155,22 @@ def open_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedMode
         raise ConfigError("model.function gives no reward model: name a Hugging Face directory")
     with config_errors_at("model.path"):
         spec = read_spec(config.path)
+        if spec.value_head if of_steps else spec.reward_head:
+            return read_model(config.path, spec, layout)
+        heads = {"value_head": True, "reward_head": False} if of_steps else {"reward_head": True}
+        # this refuses a head for which transformers' code of the family has no class
+        config_to_save(dataclasses.replace(spec, **heads), config.path, np.dtype(np.float32))
         if spec.reward_head:
-            return read_model(config.path, spec, layout)
-        _check_can_be_saved(config.path, dataclasses.replace(spec, reward_head=True))
-        base = open_model(config, layout, seed=seed)
-        params, spec = with_reward_head(base.params, spec, key=jax.random.key(seed))
-        log.info("a reward model starts from %s, with a new head", config.path)
+            base = read_model(config.path, spec, layout)
+        else:
+            base = open_model(config, layout, seed=seed)
+        if of_steps:
+            params, spec = with_value_head(base.params, spec)
+        else:
+            params, spec = with_reward_head(base.params, spec, key=jax.random.key(seed))
+        kind = "process reward model" if of_steps else "reward model"
+        log.info("a %s starts from %s, with a new head", kind, config.path)
         return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
-
-
-def open_step_scorer(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel:
-    """Load a process reward model, or another model with a new head of zeros in place of its own.
-
-    A step's logit is what a value head says of its last token; it is 0 at first.
-
-    Raises:
-        ConfigError: the directory can't be read, or holds a model of one's own.
-    """
-    if config.function is not None:
-        raise ConfigError("model.function gives no reward model: name a Hugging Face directory")
-    with config_errors_at("model.path"):
-        spec = read_spec(config.path)
-        if spec.value_head:
-            return read_model(config.path, spec, layout)
-        headed = dataclasses.replace(spec, value_head=True, reward_head=False)
-        _check_can_be_saved(config.path, headed)
-        scores = spec.reward_head
-        base = (
-            read_model(config.path, spec, layout)
-            if scores
-            else open_model(config, layout, seed=seed)
-        )
-        params, spec = with_value_head(base.params, spec)
-        log.info("a process reward model starts from %s, with a new head", config.path)
-        return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
-
-
-def _check_can_be_saved(path: str, spec: ModelSpec) -> None:
-    """Refuse a head for which transformers' code of the family has no class."""
-    config_to_save(spec, path, np.dtype(np.float32))
 
 
 def open_own_model(

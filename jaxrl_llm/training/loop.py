@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -52,21 +52,6 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
-@runtime_checkable
-class StepLike(Protocol):
-    """What a trainer's step returns."""
-
-    @property
-    def number(self) -> int:
-        """The step, from 1 on."""
-        ...
-
-    @property
-    def metrics(self) -> Metrics:
-        """Its metrics by name, to which the loop adds its own."""
-        ...
-
-
 class Step(NamedTuple):
     """A step of which only the metrics are kept."""
 
@@ -74,7 +59,8 @@ class Step(NamedTuple):
     metrics: Metrics
 
 
-S = TypeVar("S", bound=StepLike)
+S = TypeVar("S", bound=Any)
+"""What a trainer's step returns: its `number`, from 1 on, and `metrics`, to which the loop adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +197,7 @@ def save(trainer: Trainer[Any], metrics: Metrics) -> None:
     files.checkpoints.save(number, trainer.states, extra, score)
 
 
-def train_to_the_end(trainer: Trainer[Any], steps: Iterator[StepLike]) -> None:
+def train_to_the_end(trainer: Trainer[Any], steps: Iterator[Any]) -> None:
     """Take all steps that are left, and wait for the last checkpoint.
 
     Raises:
@@ -222,11 +208,7 @@ def train_to_the_end(trainer: Trainer[Any], steps: Iterator[StepLike]) -> None:
     trainer.files.profiler.close()
     with activity("saving"):
         trainer.files.checkpoints.wait()
-    check_finished(trainer.number, trainer.files.total_steps)
-
-
-def check_finished(step: int, total: int) -> None:
-    """Raise Preempted where a run has ended before its last step; until there it is saved."""
+    step, total = trainer.number, trainer.files.total_steps
     if step < total:
         saved = f"saved after step {step} of {total}" if step else "there was no step to save"
         raise Preempted(f"{saved}; the same command continues")

@@ -34,6 +34,7 @@ from jaxrl_llm.models.moe.routing import RouterStats
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.forward import (
     ForwardConfig,
+    Inference,
     by_sequence,
     hidden_states,
     split_head,
@@ -42,7 +43,6 @@ from jaxrl_llm.training.forward import (
     token_stats_from_hidden,
     values_from_hidden,
 )
-from jaxrl_llm.training.inference import Inference
 from jaxrl_llm.training.microbatches import MEANS, Fields, MicroBatch
 from jaxrl_llm.types import Rows
 
@@ -109,7 +109,7 @@ class Distillation:
             matrix, matrix_spec, projection = _head(weights, self.teacher, layout)
             assert matrix is not None, "a model of a Hugging Face directory has a head"
             teacher = TeacherHidden(states, matrix)
-            teacher_spec = _specs(PartitionSpec(axes), matrix_spec)
+            teacher_spec = type(teacher)(PartitionSpec(axes), matrix_spec)
         comparison = Comparison(
             divergence=self.checked, student=student, teacher=projection, vocab=self.vocab
         )
@@ -130,13 +130,11 @@ class Distillation:
             DivergenceError: it is something else.
         """
         result = self.divergence(student_logprobs, teacher_logprobs)
-        got, tokens = type(result).__name__, student_logprobs.shape[:1]
-        if isinstance(result, jax.Array):
-            got = f"{result.dtype}{list(result.shape)}"
-            if result.shape == tokens and jnp.issubdtype(result.dtype, jnp.floating):
-                return result.astype(jnp.float32)
+        tokens = student_logprobs.shape[:1]
+        if is_floating(result, tokens):
+            return result.astype(jnp.float32)
         raise DivergenceError(
-            f"divergence {name_of(self.divergence)!r} returned {got} for log-probs "
+            f"divergence {name_of(self.divergence)!r} returned {described(result)} for log-probs "
             f"{list(student_logprobs.shape)}; expected a floating-point array {list(tokens)}: one "
             "number per token"
         )
@@ -146,9 +144,17 @@ class DivergenceError(RunError, TypeError):
     """A divergence that returned something else than one number per token."""
 
 
-def _specs(*parts: Any) -> Any:
-    """Return how the arrays of a teacher are split."""
-    return TeacherHidden(*parts)
+def described(value: Any) -> str:
+    """Return what a function returned, for messages: an array's dtype and shape, or a type."""
+    if isinstance(value, jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    return type(value).__name__
+
+
+def is_floating(value: Any, shape: tuple[int, ...]) -> bool:
+    """Tell whether what a function returned is a floating-point array of a shape."""
+    is_array = isinstance(value, jax.Array) and value.shape == shape
+    return is_array and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _head(
@@ -425,13 +431,11 @@ def per_token(
     Raises:
         LossError: it is no floating-point array of this shape.
     """
-    got = f"{type(value).__name__}"
-    if isinstance(value, jax.Array):
-        got = f"{value.dtype}{list(value.shape)}"
-        if value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating):
-            return value
+    if is_floating(value, shape):
+        return value
+    got = described(value) + part
     raise LossError(
-        f"{kind} {name_of(function)!r} returned {got}{part}; expected a floating-point array "
+        f"{kind} {name_of(function)!r} returned {got}; expected a floating-point array "
         f"[B T], here {list(shape)}: one {ONE_OF.get(kind, 'number')} per token"
     )
 

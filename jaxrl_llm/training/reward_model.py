@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
@@ -220,7 +219,7 @@ AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def score_pass(
-    model: ForwardConfig, shape: RowShape, layout: Layout
+    model: ForwardConfig, shape: RowShape, layout: Layout, *, of_tokens: bool = False
 ) -> Callable[[Params, Batch], np.ndarray]:
     """Return a function from a reward model's parameters and a batch to its scores [B].
 
@@ -228,50 +227,31 @@ def score_pass(
         model: how the model is run.
         shape: of the micro-batches.
         layout: where it runs.
+        of_tokens: whether each token has a score [B T], of a value head.
     """
 
     options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
 
     @functools.partial(jax.jit, compiler_options=options)
-    def compute(params: Params, rows: Rows) -> Array:
+    def compute(params: Params, rows: Rows) -> Any:
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
+        if of_tokens:
+            return {"scores": token_scores_from_hidden(params, hidden, rows, model)}
         hidden = layout.merge_context(hidden)
         return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
 
-    step = MicroBatchStep("reward model", compute, shape, layout.mesh, place=1)
+    label = "process reward model" if of_tokens else "reward model"
+    step = MicroBatchStep(label, compute, shape, layout.mesh, place=1)
 
     def score(params: Params, batch: Batch) -> np.ndarray:
         cut = step.microbatches(batch, ())
-        pending = [(indices, step(params, micro.rows)) for indices, micro in cut]
+        pending = ((indices, step(params, micro.rows)) for indices, micro in cut)
+        if of_tokens:
+            return merge_microbatches(pending, batch)["scores"]
         scores = np.zeros(len(batch.sequence_lengths), np.float32)
-        for indices, values in pending:
+        for indices, values in list(pending):
             scores[indices] = distributed.fetch(values)[: len(indices)]
         return scores
-
-    return score
-
-
-def token_score_pass(
-    model: ForwardConfig, shape: RowShape, layout: Layout
-) -> Callable[[Params, Batch], np.ndarray]:
-    """Return a function from a model with a value head and a batch to each token's score [B T].
-
-    The arguments are those of `score_pass`.
-    """
-
-    options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
-
-    @functools.partial(jax.jit, compiler_options=options)
-    def compute(params: Params, rows: Rows) -> dict[str, Array]:
-        hidden, _ = hidden_states(params, rows, model, layout.mesh)
-        return {"scores": token_scores_from_hidden(params, hidden, rows, model)}
-
-    step = MicroBatchStep("process reward model", compute, shape, layout.mesh, place=1)
-
-    def score(params: Params, batch: Batch) -> np.ndarray:
-        cut = step.microbatches(batch, ())
-        parts = ((indices, step(params, micro.rows)) for indices, micro in cut)
-        return merge_microbatches(parts, batch)["scores"]
 
     return score
 
@@ -331,8 +311,7 @@ def open_reward_model(
         longest=longest,
         sequences=config.sequences_per_minibatch,
     )
-    make = token_score_pass if spec.value_head else score_pass
-    run = make(forward.over(shape), shape, layout)
+    run = score_pass(forward.over(shape), shape, layout, of_tokens=spec.value_head)
 
     def read(rollouts: Rollouts, row: int) -> ScorerInput:
         given = encode(rollouts, row)
@@ -532,13 +511,6 @@ def other_tokens(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> st
             "more: it is given the policy's tokens"
         )
     return None
-
-
-def check_same_tokens(path: str, tokenizer: Any) -> None:
-    """Raise ValueError unless each of the policy's tokens has its number in a directory, too."""
-    difference = token_difference(path, tokenizer)
-    if difference:
-        raise ValueError(difference)
 
 
 def token_difference(path: str, tokenizer: Any) -> str | None:

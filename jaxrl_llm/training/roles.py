@@ -29,20 +29,19 @@ from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.experience import check_marks, with_key
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import Inference, logprob_pass, value_pass
+from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.prompted_teacher import TeacherPrompts
 from jaxrl_llm.training.teachers import (
     AVERAGE,
     PolicyTeacher,
     TeacherModel,
+    TeacherPrompts,
     Teachers,
     open_policy_teacher,
 )
-from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState, router_hooks
+from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
 from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import ROUTES, Batch
 
@@ -352,7 +351,6 @@ def learner_of(
         mesh=layout.mesh,
         params_like=params_like,
         frozen=frozen,
-        hooks=router_hooks(settings, shape, layout.mesh, frozen),
     )
 
 

@@ -31,45 +31,26 @@ from jaxrl_llm.rollout.agents.verl_agent import check_agent_rows
 from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import SamplingParams
 from jaxrl_llm.rollout.rollouts import Rollouts
-from jaxrl_llm.runs.directory import (
-    RunFolder,
-    check_same_data,
-    ending_together,
-    recipe_of,
-    run_folder,
-)
+from jaxrl_llm.runs import directory
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.sharding import distributed
+from jaxrl_llm.training import loop
 from jaxrl_llm.training.bind import (
     AlgorithmFunctions,
     check_inputs,
     check_schedules,
     resolve_functions,
 )
-from jaxrl_llm.training.buffer import Buffer, open_schedule
+from jaxrl_llm.training.buffer import Buffer, PolicyWeights, Sampler, Scorer, open_schedule
 from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
 from jaxrl_llm.training.load_model import open_model
-from jaxrl_llm.training.loop import (
-    compile_on_demand,
-    count_steps,
-    enter_process,
-    open_executor,
-    open_files,
-    open_watchdog,
-    run_steps,
-    save,
-    train_to_the_end,
-    validate_before,
-)
+from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
 from jaxrl_llm.training.roles import open_models
 from jaxrl_llm.training.run_files import RunFiles, closing_lines
-from jaxrl_llm.training.sampler import PolicyWeights, Sampler
-from jaxrl_llm.training.scoring import Scorer
-from jaxrl_llm.training.sft import run_sft
 from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
 from jaxrl_llm.training.trainer import FinishedStep, RLTrainer
 from jaxrl_llm.training.update import Learner
@@ -99,7 +80,7 @@ class Run(RunFiles):
         """Take over what is open; see `open_run`."""
         super().__init__(folder)
         self._trainer, self._stack = trainer, stack
-        self._steps = run_steps(trainer)
+        self._steps = loop.run_steps(trainer)
         stack.callback(trainer.close)
         self._unusable: str | None = None
         self.last: FinishedStep | None = None
@@ -244,7 +225,7 @@ class Run(RunFiles):
         if self.number not in self.checkpoints:
             if self.last is None:
                 raise RunError("there is nothing to save: expected a step to be taken first")
-            save(self._trainer, self.last.metrics)
+            loop.save(self._trainer, self.last.metrics)
         self._trainer.files.checkpoints.wait()
         return self.number
 
@@ -256,7 +237,7 @@ class Run(RunFiles):
         """
         self._check_usable()
         self._unusable = UNFINISHED.format(self.number + 1)
-        train_to_the_end(self._trainer, self._remembered())
+        loop.train_to_the_end(self._trainer, self._remembered())
         self._unusable = None
         if distributed.is_first():
             display = self._trainer.files.display
@@ -333,31 +314,31 @@ def run_training(config: TrainConfig) -> None:
         functions, folder = _claim(config, stack)
         if _is_finished(config, folder.path):
             return
-        with _build(config, functions, folder, stack) as run, ending_together():
+        with _build(config, functions, folder, stack) as run, directory.ending_together():
             run.finish()
 
 
 def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
-) -> tuple[AlgorithmFunctions, RunFolder]:
+) -> tuple[AlgorithmFunctions, directory.RunFolder]:
     """Check what needs no model, and hold the run's folder."""
-    enter_process(config, stack, processes_can_train)
+    loop.enter_process(config, stack, processes_can_train)
     with activity("checking the config"):
         functions = resolve_functions(config)  # wrong names fail before anything is loaded
         check_inputs(config, functions)
-    return functions, stack.enter_context(run_folder(config.run_dir, config))
+    return functions, stack.enter_context(directory.run_folder(config.run_dir, config))
 
 
 def _build(
     config: TrainConfig,
     functions: AlgorithmFunctions,
-    folder: RunFolder,
+    folder: directory.RunFolder,
     stack: contextlib.ExitStack,
 ) -> Run:
     """Make what the run needs, and build it where it stands; it takes over the stack."""
     prepare_files(config.data.prepare, (*config.data.train, *config.data.validation))
     warm_start(config)
-    stack.enter_context(ending_together())
+    stack.enter_context(directory.ending_together())
     stack.enter_context(job_context.reporting_failure())
     with compiling_ahead(config, folder.path) as wait:
         trainer = open_trainer(config, functions, folder.path, stack)
@@ -365,7 +346,7 @@ def _build(
     folder.record()
     trainer.files.compiled.metrics()  # what was compiled until here is none of a step's
     trainer.sync(trainer.number)
-    validate_before(trainer)
+    loop.validate_before(trainer)
     return Run(folder.path, trainer, stack.pop_all())
 
 
@@ -383,8 +364,8 @@ def open_trainer(
         folder: of the run.
         stack: closes at the run's end what is opened here.
     """
-    compile_on_demand(stack)
-    watchdog = stack.enter_context(open_watchdog(config))
+    loop.compile_on_demand(stack)
+    watchdog = stack.enter_context(loop.open_watchdog(config))
     log.info("loading %s", config.model.path)
     layouts = open_training_layouts(config)
     rows = read_checked_rows(config)
@@ -410,7 +391,7 @@ def open_trainer(
         config, rows, tokens.tokenizer, model.model, episodes
     )
     per_step = config.batch.prompts_per_step
-    check_schedules(config, functions, count_steps(config, len(prompts), per_step))
+    check_schedules(config, functions, loop.count_steps(config, len(prompts), per_step))
     reward_model = None
     if config.reward.classifier:
         reward_model = open_reward_model(
@@ -426,7 +407,7 @@ def open_trainer(
     )
     frozen = {} if teachers is None else teachers.held_params
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
-    files, saved = open_files(
+    files, saved = loop.open_files(
         *(config, trainable, prompts, watchdog, stack),
         best="validation",
         frozen=frozen,
@@ -452,7 +433,7 @@ def open_trainer(
         prompt_batches=files.stream,
         prompts=prompts,
         schedule=open_schedule(config.rollout, folder, saved.step),
-        executor=open_executor(2, "rollout", stack),
+        executor=loop.open_executor(2, "rollout", stack),
     )
     return RLTrainer(
         config,
@@ -553,7 +534,7 @@ def tokenize_rows(
                 visuals=visuals,
                 vocab_size=model.vocab_size,
             )
-        check_same_data(key, (prompt.tokens for prompt in prompts))
+        directory.check_same_data(key, (prompt.tokens for prompt in prompts))
         return prompts
 
     train = tokenized(rows[0], "data.train")
@@ -613,7 +594,7 @@ def warm_start(config: TrainConfig) -> None:
         own = dataclasses.replace(sft.model, function=config.model.function)
         mesh = dataclasses.replace(sft.mesh, rules=config.mesh.rules)
         sft = dataclasses.replace(sft, model=own, mesh=mesh)
-    recipe = recipe_of(sft)
+    recipe = directory.recipe_of(sft)
     text = json.dumps(recipe, sort_keys=True)  # another one has checkpoints of its own
     sft = dataclasses.replace(sft, run_dir=f"{path}.sft_{digest(text)[:8]}")
     with _errors_of_warm_start(), activity("making the base model"):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,17 +13,25 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
-from jaxrl_llm.config.functions import closest
+from jaxrl_llm.config.errors import ConfigError, RowError, RunError, config_errors_at
+from jaxrl_llm.config.fields import call, name_of
+from jaxrl_llm.config.functions import closest, described_failure
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ModelConfig
-from jaxrl_llm.data.chat import (
-    VOCABULARIES,
-    PolicyTokens,
-    load_policy_tokens,
-)
+from jaxrl_llm.data.chat import VOCABULARIES, Message, PolicyTokens, load_policy_tokens
+from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.token_bytes import UNALIGNED, Alignment, spread_logprobs
+from jaxrl_llm.data.row_fields import naming_row
+from jaxrl_llm.data.teacher_prompts import ScoredAnswer
+from jaxrl_llm.data.token_bytes import (
+    UNALIGNED,
+    Alignment,
+    Vocabulary,
+    align_bytes,
+    spread_logprobs,
+    text_decoder,
+)
+from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.hub import resolve
@@ -30,22 +39,200 @@ from jaxrl_llm.models.model import Model, model_of
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
+from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, ScoredTokens
-from jaxrl_llm.rollout.rollouts import Episode, Rollouts
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
 from jaxrl_llm.training.objectives import Distillation, top_pass
-from jaxrl_llm.training.reward_model import check_same_tokens
-from jaxrl_llm.training.teacher_tokens import Retokenizer, TeacherSequence
+from jaxrl_llm.training.reward_model import token_difference
 from jaxrl_llm.training.update import MovingAverage, States, TrainableModel
 from jaxrl_llm.types import ROUTES, Batch
+
+OPEN_REASONING = re.compile(r"<think>\s*\Z")
+"""The end of a prompt after which an answer begins inside its reasoning."""
+
+ASKED = [{"role": "user", "content": "Go on."}]
+
+TAIL_TOKENS = 16
+"""Tokens of a prompt, at its end, in which that is looked for."""
+
+
+class TeacherSequence(NamedTuple):
+    """A prompt and an answer in a teacher's tokens.
+
+    Attributes:
+        prompt: token ids.
+        answer: token ids.
+        alignment: of the tokens that the policy drew with those of `answer`.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    alignment: Alignment
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return prompt and answer."""
+        return (*self.prompt, *self.answer)
+
+    def cut(self, longest: int) -> "TeacherSequence":
+        """Return as much of it as so many tokens hold; spans that are cut are taken away.
+
+        A prompt that leaves no room is left alone, without an answer.
+        """
+        room = max(0, longest - len(self.prompt))
+        if len(self.answer) <= room:
+            return self
+        kept = self.alignment.without(np.unique(self.alignment.right[room:]))
+        return TeacherSequence(
+            self.prompt, self.answer[:room], kept._replace(right=kept.right[:room])
+        )
+
+
+class Retokenizer:
+    """Writes plain answers in a teacher's tokens.
+
+    The prompt is rendered from its messages by the teacher's own chat template. The text of the
+    answer is encoded by its tokenizer, and the token that ended the answer becomes the one with
+    which the teacher's template ends a turn. Where both tokenizers have the same vocabulary, the
+    answer keeps the tokens that were drawn.
+
+    Other special tokens are no text: what follows one has no tokens of the teacher's that it could
+    be compared with. Neither has a character that was cut, or one that the teacher's tokenizer
+    writes otherwise, and all that follows.
+
+    Args:
+        policy: tokenizer and stop tokens of the policy.
+        teacher: those of the teacher.
+        template_kwargs: variables of the teacher's chat template.
+
+    Attributes:
+        teacher: its tokenizer.
+
+    Raises:
+        ValueError: the teacher's tokenizer has no chat template that ends a turn.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyTokens,
+        teacher: PolicyTokens,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Find out how the teacher's template ends a turn."""
+        self._policy, self.teacher = policy.tokenizer, teacher.tokenizer
+        added = self._policy.added_tokens_decoder.items()
+        self._special = {number for number, token in added if token.special}  # stand for no text
+        self._vocabularies = Vocabulary(self._policy), Vocabulary(self.teacher)
+        self._is_same = self._policy.get_vocab() == self.teacher.get_vocab()
+        turns = TurnTemplate(self.teacher, teacher.stops, template_kwargs=template_kwargs)
+        self._template = turns.template
+        self._last: tuple[Prompt, _Rendered] | None = None
+        self._end = turns.following(ASKED, closed=False)[0]
+
+    def __call__(self, prompt: Prompt, episode: Episode) -> TeacherSequence:
+        """Write one answer in the teacher's tokens.
+
+        Raises:
+            ValueError: the prompt is no chat, or the teacher's template refuses it.
+        """
+        rendered, drawn = self._render(prompt), episode.tokens.tolist()
+        if self._is_same:
+            same = np.arange(len(drawn), dtype=np.int32)
+            return TeacherSequence(rendered.tokens, tuple(drawn), Alignment(same, same))
+        stopped = isinstance(episode.stopped_by, int)
+        body = drawn[: len(drawn) - stopped]
+        answer, alignment, is_whole = self._rewrite(rendered, body)
+        if stopped and is_whole:
+            answer, alignment = [*answer, self._end], alignment.join()
+        left_out = np.full(len(drawn) - len(alignment.left), UNALIGNED, np.int32)
+        alignment = alignment._replace(left=np.concatenate([alignment.left, left_out]))
+        return TeacherSequence(rendered.tokens, tuple(answer), alignment)
+
+    def _render(self, prompt: Prompt) -> "_Rendered":
+        """Render a prompt by the teacher's template; answers to one prompt lie side by side."""
+        if self._last is not None and self._last[0] is prompt:
+            return self._last[1]
+        if not prompt.messages:
+            raise ValueError(
+                f"prompt {prompt.index} is given as token ids: a teacher with another tokenizer "
+                "needs its messages"
+            )
+        decode = text_decoder(self._policy, skip_special_tokens=False)
+        given = decode(prompt.tokens[-TAIL_TOKENS:])
+        wanted = self._template.prompt_text(prompt.messages, prompt.tools)
+        opened = [OPEN_REASONING.search(text) for text in (given, wanted)]
+        rendered = _Rendered(
+            tuple(self._template.ids(wanted)),
+            opened[0][0] if opened[0] and not opened[1] else "",
+            opened[1][0] if opened[1] and not opened[0] else "",
+        )
+        self._last = prompt, rendered
+        return rendered
+
+    def _rewrite(
+        self, rendered: "_Rendered", drawn: list[int]
+    ) -> tuple[list[int], Alignment, bool]:
+        """Encode an answer's text by the teacher's tokenizer; align; say if nothing is left out."""
+        _, lead, told = rendered
+        plain = next((i for i, token in enumerate(drawn) if token in self._special), len(drawn))
+        pieces = self._pieces(0, drawn[:plain])
+        data = b"".join(pieces)
+        text = whole_text(data)
+        if not text.startswith(told):  # the teacher would read the answer as reasoning
+            return [], Alignment(np.full(plain, UNALIGNED, np.int32), np.zeros(0, np.int32)), False
+        answer = self._encode((lead + text)[len(told) :])
+        given = [[lead.encode(), *pieces], [told.encode(), *self._pieces(1, answer)]]
+        alignment = align_bytes(*given)
+        if lead or told:  # nobody drew the first span
+            alignment = alignment.without(np.zeros(1, np.int32))
+        alignment = Alignment(alignment.left[1:], alignment.right[1:])
+        return answer, alignment, plain == len(drawn) and len(text.encode()) == len(data)
+
+    def _encode(self, text: str) -> list[int]:
+        """Encode a text; what looks like a special token in it is none."""
+        encoded = self.teacher(text, add_special_tokens=False, split_special_tokens=True)
+        return list(encoded["input_ids"]) if text else []
+
+    def _pieces(self, side: int, tokens: Sequence[int]) -> list[bytes]:
+        """Return what each token of a text stands for; a text may lose its first space."""
+        pieces = [self._vocabularies[side].bytes_of(token) for token in tokens]
+        if pieces and pieces[0].startswith(b" "):
+            tokenizer = (self._policy, self.teacher)[side]
+            first = text_decoder(tokenizer, skip_special_tokens=False)(tokens[:1])
+            if f" {first}".encode() == pieces[0]:
+                pieces[0] = pieces[0][1:]
+        return pieces
+
+
+class _Rendered(NamedTuple):
+    """A prompt in a teacher's tokens, and how the two templates open the reasoning.
+
+    `lead` is what the policy's prompt ends with and the teacher's lacks, `told` the reverse.
+    """
+
+    tokens: tuple[int, ...]
+    lead: str
+    told: str
+
+
+def whole_text(data: bytes) -> str:
+    """Return the text of bytes, up to the first that are no whole character.
+
+    >>> whole_text("é".encode() + bytes([0xE4, 0xB8]))
+    'é'
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()
 
 
 class TeacherModel(NamedTuple):
@@ -125,8 +312,8 @@ def shared_tokens(path: str, spec: ModelSpec, tokenizer: Any, student: Model) ->
         ValueError: one of the student's tokens is another one for the teacher.
     """
     has_tokenizer = any((resolve(path) / name).is_file() for name in VOCABULARIES)
-    if has_tokenizer:
-        check_same_tokens(path, tokenizer)
+    if has_tokenizer and (difference := token_difference(path, tokenizer)):
+        raise ValueError(difference)
     if spec.vocab_size == student.vocab_size:
         return None
     known = max(tokenizer.get_vocab().values()) + 1
@@ -175,10 +362,6 @@ class SequenceTeacher:
     top: int = 0
     model: Any = None
 
-    def __call__(self, batch: Batch, rollouts: Rollouts) -> Fields:
-        """Return fields of a batch of answers; see `begin`."""
-        return self.begin(batch, rollouts)()
-
     def begin(self, batch: Batch, rollouts: Rollouts) -> Callable[[], Fields]:
         """Begin to score a batch of answers; return what waits for its fields.
 
@@ -194,7 +377,11 @@ class SequenceTeacher:
         def finish() -> Fields:
             with activity(f"waiting for {self.name}"):
                 scored = scores()
-            fields = self._empty(batch)
+            fields = without_teacher(batch)
+            if self.top:
+                places = (*batch.tokens.shape, self.top)
+                fields["teacher_ids"] = np.zeros(places, np.int32)
+                fields["teacher_top_logprobs"] = np.zeros(places, np.float32)
             for i, score in zip(asked, scored, strict=True):
                 episode = rollouts.episodes[rows[i]]
                 self._fill(fields, rows[i], episode, sequences[i], score)
@@ -212,14 +399,6 @@ class SequenceTeacher:
             answer = tuple(episode.tokens.tolist())
             sequence = TeacherSequence(episode.prompt, answer, Alignment(same, same))
         return sequence if self.longest is None else sequence.cut(self.longest)
-
-    def _empty(self, batch: Batch) -> Fields:
-        fields = without_teacher(batch)
-        if self.top:
-            places = (*batch.tokens.shape, self.top)
-            fields["teacher_ids"] = np.zeros(places, np.int32)
-            fields["teacher_top_logprobs"] = np.zeros(places, np.float32)
-        return fields
 
     def _fill(
         self,
@@ -465,13 +644,17 @@ class Teacher:
     vocab_size: int
     model: TeacherModel | None = None
 
-    def __call__(self, batch: Batch, rollouts: Rollouts) -> dict[str, np.ndarray]:
+    def begin(self, batch: Batch, rollouts: Rollouts) -> Callable[[], Fields]:
+        """Return what computes the fields of a batch of answers; nothing is begun."""
+        del rollouts
+        return functools.partial(self._fields, batch)
+
+    def _fields(self, batch: Batch) -> Fields:
         """Return fields of a batch of answers: `teacher_logprobs`, `teacher_mask`, top tokens.
 
         Raises:
             TeacherError: a token is beyond the teacher's vocabulary, or it gives NaN.
         """
-        del rollouts
         results = self._infer(batch)
         logprobs = results.pop("logprobs")
         self._refuse_nan(logprobs[batch["mask"]])
@@ -553,37 +736,26 @@ def open_teachers(
     opened: dict[Any, AnyTeacher] = {}
     teachers = {}
     for source, where in ({EVERYTHING: named} if isinstance(named, str) else named).items():
-        own, model = of_source(asked.tokenizer, source), of_source(asked.model, source)
+        own, model = (
+            value.get(source) if isinstance(value, Mapping) else value
+            for value in (asked.tokenizer, asked.model)
+        )
         key = where, own, model
         if key not in opened and asked.path is None:
             opened[key] = open_server_teacher(config, *key, tokens, stack)
         elif key not in opened and own is not None:
             opened[key] = open_retokenized(config, where, own, tokens, actor, layout)
         elif key not in opened:
-            teacher = open_teacher(config, where, tokens.tokenizer, actor, layout)
+            longest = config.longest_teacher_sequence
+            with config_errors_at("teacher.path"):
+                loaded = open_teacher_model(
+                    *(where, config.model, tokens.tokenizer, actor, layout), longest=longest
+                )
+            teacher = as_teacher(config, where, loaded, layout, longest)
             inside = teacher.model if functions.runs_teacher_in_update else None
             opened[key] = dataclasses.replace(teacher, model=inside)
         teachers[source] = opened[key]
     return Teachers(teachers)
-
-
-def of_source(value: str | Mapping[str, str] | None, source: str) -> str | None:
-    """Return what a key that may be a mapping says of a data source.
-
-    >>> of_source({"math": "a"}, "math"), of_source({"math": "a"}, "code"), of_source("b", "code")
-    ('a', None, 'b')
-    """
-    return value.get(source) if isinstance(value, Mapping) else value
-
-
-def open_teacher(
-    config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
-) -> Teacher:
-    """Load a teacher that has the policy's tokens; see `open_teachers`."""
-    longest = config.longest_teacher_sequence
-    with config_errors_at("teacher.path"):
-        model = open_teacher_model(path, config.model, tokenizer, actor, layout, longest=longest)
-    return as_teacher(config, path, model, layout, longest)
 
 
 def open_retokenized(
@@ -684,7 +856,7 @@ class Teachers:
         for source, teacher, rows in self._shares(rollouts):
             part = batch.take(rows)
             asked = self._asked.pop(source, None)
-            results = asked() if asked else teacher(part, rollouts.take(rows.tolist()))
+            results = (asked or teacher.begin(part, rollouts.take(rows.tolist())))()
             for name, values in results.items():
                 empty = np.zeros((len(batch.tokens), *values.shape[1:]), values.dtype)
                 fields.setdefault(name, empty)[rows] = values
@@ -742,3 +914,200 @@ def check_teacher_sources(config: TrainConfig, sources: Iterable[str]) -> None:
                 f"teacher.{key} has no teacher for data_source {source!r} of data.train; "
                 + closest(source, paths)
             )
+
+
+class TeacherPromptError(RunError):
+    """A function that gives no prompt for a teacher, or only such as are too long."""
+
+
+class PromptedAnswers(NamedTuple):
+    """Some of a step's answers behind the prompts that a teacher reads.
+
+    Attributes:
+        rows: of these answers in the step's batch.
+        rollouts: the answers with the new prompts.
+        batch: the same, laid out.
+    """
+
+    rows: np.ndarray
+    rollouts: Rollouts
+    batch: Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherPrompts:
+    """Puts the prompts that a teacher reads before a step's answers.
+
+    Attributes:
+        function: writes the messages of a prompt; asks for some of `data.teacher_prompts.TOLD`.
+        encode: messages -> token ids.
+        samples: answers to each prompt.
+        max_prompt_tokens: the longest prompt.
+        max_tokens: the longest prompt and answer.
+    """
+
+    function: Callable[..., Any]
+    encode: Callable[..., Sequence[int]]
+    samples: int
+    max_prompt_tokens: int
+    max_tokens: int
+
+    def __call__(
+        self, batch: Batch, rollouts: Rollouts, scores: Sequence[Score]
+    ) -> tuple[PromptedAnswers | None, dict[str, float]]:
+        """Return the answers that have a teacher, if there are any, and how many have none.
+
+        Args:
+            batch: a step's answers; only usable ones get a teacher.
+            rollouts: the same.
+            scores: of them.
+
+        Raises:
+            TeacherPromptError: the function failed, or all its prompts are too long.
+        """
+        usable = np.flatnonzero(batch["mask"].any(1)).tolist()
+        rows, prompts, too_long, last = [], [], 0, None
+        for row in usable:
+            messages = self._written(batch, rollouts, scores, row)
+            if messages is None:
+                continue
+            if last is None or last[0] != messages:  # answers to one prompt often share it
+                last = messages, self._encoded(messages, rollouts.prompts[row])
+            if len(last[1]) > self.max_prompt_tokens:
+                too_long += 1
+                continue
+            rows.append(row)
+            prompts.append(last)
+        if too_long and not rows:
+            raise TeacherPromptError(
+                f"teacher.prompt: each of the {too_long} prompts of a step is longer than "
+                f"{self.max_prompt_tokens} tokens, so that nothing is learned from the teacher: "
+                "raise teacher.max_prompt_tokens"
+            )
+        left = len(usable) - len(rows) - too_long
+        metrics = {"teacher/no_prompt": float(left), "teacher/too_long": float(too_long)}
+        return (self._laid_out(rollouts, rows, prompts) if rows else None), metrics
+
+    def _written(
+        self, batch: Batch, rollouts: Rollouts, scores: Sequence[Score], row: int
+    ) -> list[Message] | None:
+        """Return the messages for one answer; None where it has no teacher."""
+        prompt, first = rollouts.prompts[row], row // self.samples * self.samples
+        others = (i for i in range(first, first + self.samples) if i != row)
+        told = {
+            "messages": [dict(message) for message in prompt.messages],
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "text": rollouts.texts[row],
+            "score": scores[row].score,
+            "feedback": scores[row].extra,
+            "siblings": [
+                ScoredAnswer(rollouts.texts[i], scores[i].score, scores[i].extra)
+                for i in others
+                if batch["usable"][i] and scores[i].error is None
+            ],
+        }
+        try:
+            messages = call(self.function, told)
+        except Exception as error:
+            raise TeacherPromptError(
+                f"teacher.prompt: {name_of(self.function)!r} failed on an answer to row "
+                f"{prompt.index}: {described_failure(error, self.function)}"
+            ) from error
+        if messages is None or _is_chat(messages):
+            return messages
+        raise TeacherPromptError(
+            f"teacher.prompt: {name_of(self.function)!r} returned {messages!r:.200}, expected "
+            "messages, each with role and content, or None"
+        )
+
+    def _encoded(self, messages: Sequence[Message], prompt: Prompt) -> tuple[int, ...]:
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        try:
+            with naming_row(f"an answer to row {prompt.index}", prompt.index):
+                return tuple(self.encode(messages, **tools))
+        except RowError as error:
+            raise TeacherPromptError(f"teacher.prompt: {error}") from error
+
+    def _laid_out(
+        self,
+        rollouts: Rollouts,
+        rows: list[int],
+        prompts: Sequence[tuple[list[Any], tuple[int, ...]]],
+    ) -> PromptedAnswers:
+        taken = rollouts.take(rows)
+        changed = [
+            (
+                dataclasses.replace(prompt, tokens=tokens, messages=messages),
+                dataclasses.replace(episode, prompt=tokens),
+            )
+            for prompt, episode, (messages, tokens) in zip(*taken[:2], prompts, strict=True)
+        ]
+        behind = taken._replace(prompts=[p for p, _ in changed], episodes=[e for _, e in changed])
+        laid_out = lay_out(behind, samples=1, max_tokens=self.max_tokens, compares=False)
+        return PromptedAnswers(np.array(rows), behind, laid_out)
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
+    )
+
+
+def fields_at_answers(batch: Batch, rollouts: Rollouts, prompted: PromptedAnswers) -> Batch:
+    """Return a step's batch with the fields that a teacher has added to answers behind new prompts.
+
+    A token without a teacher has the policy's own log-prob as `teacher_logprobs`, so that it is no
+    further from the teacher than 0, and `teacher_mask` is false there.
+
+    Args:
+        batch: of the step.
+        rollouts: of the step.
+        prompted: some of its answers; the batch has the teacher's fields.
+    """
+    theirs = prompted.batch
+    names = [name for name in theirs.fields if name.startswith("teacher_")]
+    fields = {
+        name: np.zeros((*batch.tokens.shape, *theirs[name].shape[2:]), theirs[name].dtype)
+        for name in names
+    } | without_teacher(batch)
+    for place, row in enumerate(prompted.rows.tolist()):
+        before, behind = rollouts.episodes[row], prompted.rollouts.episodes[place]
+        here, there = (
+            slice(len(episode.prompt), len(episode.prompt) + len(before.tokens))
+            for episode in (before, behind)
+        )
+        for name in names:
+            fields[name][row, here] = theirs[name][place, there]
+    return batch.add(**fields)
+
+
+def add_prompted_logprobs(
+    batch: Batch,
+    rollouts: Rollouts,
+    scores: Sequence[Score],
+    prompts: TeacherPrompts,
+    add: Callable[[Batch, Rollouts], tuple[Batch, dict[str, float]]],
+) -> tuple[Batch, dict[str, float]]:
+    """Return a batch with what a teacher says of its answers behind other prompts; and metrics.
+
+    Args:
+        batch: of a step.
+        rollouts: of the step.
+        scores: of the answers.
+        prompts: that the teacher reads.
+        add: adds its log-probs to any batch of answers.
+    """
+    prompted, metrics = prompts(batch, rollouts, scores)
+    if prompted is None:
+        batch = batch.add(**without_teacher(batch))
+        metrics["teacher/reverse_kl"] = 0.0
+    else:
+        told, more = add(prompted.batch, prompted.rollouts)
+        batch = fields_at_answers(batch, rollouts, prompted._replace(batch=told))
+        metrics |= more
+    metrics["teacher/left_out"] = 1 - float(batch["teacher_mask"][batch["mask"]].mean())
+    return batch, metrics

@@ -28,42 +28,15 @@ from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.sharding.offload import copy_on_device, on_device, to_device, to_host
-from jaxrl_llm.training.batch_metrics import (
-    StepWarnings,
-    batch_metrics,
-    check_agreement,
-    check_difference,
-    kl_metrics,
-    load_balance,
-    over_updates,
-    step_histograms,
-    throughput_metrics,
-)
+from jaxrl_llm.training import batch_metrics as step_metrics
+from jaxrl_llm.training import experience
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer
+from jaxrl_llm.training.buffer import Buffer, Sampler, Scorer
 from jaxrl_llm.training.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
-from jaxrl_llm.training.experience import (
-    Selected,
-    advantage_step,
-    checked_controller,
-    correction_step,
-    cut_minibatches,
-    kl_to_reference,
-    pair_maker,
-    penalize,
-    per_answer,
-    select_all,
-    select_kept,
-    select_pairs,
-    with_ages,
-)
 from jaxrl_llm.training.loop import Metrics, OpenFiles, Trainer
 from jaxrl_llm.training.policy import Policy
-from jaxrl_llm.training.prompted_teacher import add_prompted_logprobs
 from jaxrl_llm.training.roles import REFERENCE, Models, Role
-from jaxrl_llm.training.sampler import Sampler
-from jaxrl_llm.training.scoring import Scorer
-from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers
+from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers, add_prompted_logprobs
 from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped
 from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import Batch
@@ -161,18 +134,18 @@ class RLTrainer(Trainer[FinishedStep]):
         self._dump = RolloutDumps(Path(config.run_dir) / "rollouts")
         optims = {"actor": config.optim, "critic": config.critic.optim}
         optims |= {"implicit_reward_model": config.implicit_reward_model.optim}
-        self._warn = StepWarnings(optims, self.files.total_steps)
+        self._warn = step_metrics.StepWarnings(optims, self.files.total_steps)
         self._background = ThreadPoolExecutor(1, "background")
-        self._kl = functions.kl and kl_to_reference(functions.kl)
-        self._control_kl = checked_controller(functions.controller)
-        self._add_advantages = functions.advantage and advantage_step(
+        self._kl = functions.kl and experience.kl_to_reference(functions.kl)
+        self._control_kl = experience.checked_controller(functions.controller)
+        self._add_advantages = functions.advantage and experience.advantage_step(
             functions.advantage, with_returns=models.critic is not None
         )
         self._add_correction = (
-            correction_step(functions.corrections) if functions.corrections else None
+            experience.correction_step(functions.corrections) if functions.corrections else None
         )
-        self._make_pairs = functions.pairs and pair_maker(functions.pairs)
-        self._keeps = functions.answer_filter and per_answer(
+        self._make_pairs = functions.pairs and experience.pair_maker(functions.pairs)
+        self._keeps = functions.answer_filter and experience.per_answer(
             functions.answer_filter, "algorithm.answer_filter", np.bool_
         )
 
@@ -188,7 +161,7 @@ class RLTrainer(Trainer[FinishedStep]):
 
         taken = self.buffer.take(step, clock)  # waits until this step's groups are whole
         rollouts = taken.rollouts
-        batch = with_ages(self.scorer.lay_out(rollouts), step)
+        batch = experience.with_ages(self.scorer.lay_out(rollouts), step)
         if taken.canaries is not None:
             metrics |= self.check_canaries(taken.canaries, step)
 
@@ -216,15 +189,19 @@ class RLTrainer(Trainer[FinishedStep]):
 
         with clock("adv"):
             if self._kl and algorithm.kl_reward is not None:
-                batch = penalize(batch, self._kl(batch), self.coefs.kl_coef)
+                batch = experience.penalize(batch, self._kl(batch), self.coefs.kl_coef)
             if self._add_advantages:
                 batch = self._add_advantages(batch)
             if self._add_correction:
                 batch = self._add_correction(batch)
             selected = self.select(batch)
         self._count_empty(selected, step)
-        balance = functools.partial(load_balance, selected.minibatches, models.actor.learner.shape)
-        described = self._background.submit(batch_metrics, balance, batch, rollouts, scores)
+        balance = functools.partial(
+            step_metrics.load_balance, selected.minibatches, models.actor.learner.shape
+        )
+        described = self._background.submit(
+            step_metrics.batch_metrics, balance, batch, rollouts, scores
+        )
 
         updated = dict(selected.metrics)
         for role in models.to_update(step, config.critic.warmup_steps):
@@ -233,7 +210,9 @@ class RLTrainer(Trainer[FinishedStep]):
                 updated |= told
             else:
                 with clock(f"update_{role.name}"):
-                    minibatches = [*cut_minibatches(batch, config.sequences_per_minibatch)]
+                    minibatches = [
+                        *experience.cut_minibatches(batch, config.sequences_per_minibatch)
+                    ]
                     updated |= self.update(role, minibatches)[0]
         self._follow_policy(step)
 
@@ -241,7 +220,7 @@ class RLTrainer(Trainer[FinishedStep]):
         with clock("update_weights"):
             synced = self.sync(step)
         if self._kl:
-            told = kl_metrics(batch, self._kl(batch), self.coefs.kl_coef)
+            told = step_metrics.kl_metrics(batch, self._kl(batch), self.coefs.kl_coef)
             usable = int(batch["usable"].sum())
             kl_coef = self._control_kl(self.coefs.kl_coef, told["actor/kl"], usable)
             self.coefs = self.coefs._replace(kl_coef=kl_coef)
@@ -328,18 +307,18 @@ class RLTrainer(Trainer[FinishedStep]):
         with on_device(self.states["actor"].params) as params:
             logprobs = self.models.actor.infer(params, batch)["logprobs"]
         difference = np.abs(logprobs - batch["rollout_logprobs"])[batch["mask"]].mean()
-        checked = check_difference(float(difference), step, self._tolerance)
+        checked = step_metrics.check_difference(float(difference), step, self._tolerance)
         return {"async/canary_diff_mean": checked}
 
-    def select(self, batch: Batch) -> Selected:
+    def select(self, batch: Batch) -> experience.Selected:
         """Return what of a batch the policy is updated on: all, what a filter keeps, or pairs."""
         size = self.config.sequences_per_minibatch
         unit = size // self.config.rollout.samples_per_prompt
         if self._make_pairs:
-            return select_pairs(self._make_pairs, size, unit, batch)
+            return experience.select_pairs(self._make_pairs, size, unit, batch)
         if self._keeps:
-            return select_kept(self._keeps, size, unit, batch)
-        return select_all(size, batch)
+            return experience.select_kept(self._keeps, size, unit, batch)
+        return experience.select_all(size, batch)
 
     def update_actor(
         self, batch: Batch, minibatches: Sequence[Batch], step: int, clock: Clock
@@ -386,7 +365,7 @@ class RLTrainer(Trainer[FinishedStep]):
         updates = jax.device_get(updates)
         key = "optim" if role.name == "actor" else f"{role.name}.optim"
         check_skipped(max(int(m["skipped"]) for m in updates), role.max_skipped, key)
-        means = over_updates(updates) | {"lr": float(role.learning_rate(first))}
+        means = step_metrics.over_updates(updates) | {"lr": float(role.learning_rate(first))}
         return {f"{role.name}/{name}": value for name, value in means.items()}, policy_stats
 
     def sync(self, version: int) -> Metrics:
@@ -450,12 +429,12 @@ class RLTrainer(Trainer[FinishedStep]):
         """Write a step's metrics, and on some steps its answers; show both, and warn of both."""
         number, batch, rollouts, scores, metrics, _ = step
         config, display, total = self.config, self.files.display, self.files.total_steps
-        metrics |= throughput_metrics(metrics["timing_s/step"], batch)
+        metrics |= step_metrics.throughput_metrics(metrics["timing_s/step"], batch)
         answers, histograms, every = [], None, config.log.answers_every
         if every and is_first() and (number == 1 or is_due(number, every, total)):
             samples = config.rollout.samples_per_prompt
             answers = chosen_rows(batch, rollouts, scores, samples=samples)
-            histograms = step_histograms(batch, scores)
+            histograms = step_metrics.step_histograms(batch, scores)
         self.files.log.write(number, metrics, answers=answers, histograms=histograms)
         display.advance(self.line(number, metrics))
         waited = metrics.get("perf/compile_wait_s", 0.0)
@@ -478,7 +457,7 @@ class RLTrainer(Trainer[FinishedStep]):
     def _compare(self, probe: Batch, step: int) -> Metrics:
         """Compare the engine's log-probs of tokens with the policy's `logprobs`."""
         keeps_cache = self.sampler.keeps_cache
-        return check_agreement(probe, step, self._tolerance, keeps_cache=keeps_cache)
+        return step_metrics.check_agreement(probe, step, self._tolerance, keeps_cache=keeps_cache)
 
     def _follow_policy(self, step: int) -> None:
         """Move what follows the policy: a teacher that is its average, a refreshed reference."""
@@ -499,7 +478,7 @@ class RLTrainer(Trainer[FinishedStep]):
             state = state._replace(opt_state=to_host(state.opt_state))
         return state
 
-    def _count_empty(self, selected: Selected, step: int) -> None:
+    def _count_empty(self, selected: experience.Selected, step: int) -> None:
         """Count the steps in a row that have left nothing to update the policy on.
 
         Raises:

@@ -2,8 +2,8 @@
 
 A mini-batch is cut into micro-batches of packed rows. The reduction's weights are computed over
 the whole mini-batch first, so a micro-batch adds `sum(weights * loss)` and the sum over them is
-exactly the mini-batch's loss, however it is cut. A model's hooks add to that, for example the
-load balance of its experts.
+exactly the mini-batch's loss, however it is cut. Routers of experts add their load-balance loss and
+the moves of their bias.
 """
 
 import functools
@@ -31,8 +31,7 @@ from jaxrl_llm.models.moe.routing import RouterStats, load_balance_loss, router_
 from jaxrl_llm.sharding.layout import Layout, replicated
 from jaxrl_llm.sharding.offload import on_device, to_device
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import balance_pass
+from jaxrl_llm.training.forward import ForwardConfig, balance_pass
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.microbatches import (
     Fields,
@@ -45,6 +44,9 @@ from jaxrl_llm.training.microbatches import (
 )
 from jaxrl_llm.training.objectives import LossError, Objective, per_token
 from jaxrl_llm.types import Batch
+
+ROUTER = "router"
+"""The name of the routers' statistics in an objective's metrics, which add up."""
 
 
 class TrainState(NamedTuple):
@@ -67,24 +69,6 @@ States = dict[str, TrainState]
 """The states of a run's models, by name."""
 
 
-class UpdateHooks(NamedTuple):
-    """What a model adds to its update, from statistics of the mini-batch.
-
-    Attributes:
-        statistics: name of the statistics in the objective's metrics, where they add up over
-            micro-batches; an objective without them has an update without changes.
-        coefficients: (params, mini-batch) -> more coefficients of the objective, computed before
-            the update.
-        change: (params before the optimizer's step, params after it, statistics) -> params.
-        summarize: statistics -> metrics.
-    """
-
-    statistics: str
-    coefficients: Callable[[Params, Batch], Fields]
-    change: Callable[[Params, Params, Any], Params]
-    summarize: Callable[[Any], Fields]
-
-
 class TrainingError(RunError):
     """A run that must not go on."""
 
@@ -103,7 +87,6 @@ class Learner:
         params_like: shape, dtype and sharding of each parameter; gradients and moments follow it.
         frozen: the model's other parameters, which have neither. They are read, never donated, so
             that others may share them.
-        hooks: what the model adds to its update.
     """
 
     objective: Objective
@@ -115,7 +98,6 @@ class Learner:
     mesh: Mesh
     params_like: Any
     frozen: Params | None = None
-    hooks: UpdateHooks | None = None
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -179,12 +161,7 @@ class Learner:
 
         self._accumulate.begin(params, inputs)
         largest = self.shape.buckets[-1]
-        self._apply.begin(lambda: (self.state_like(), *self._split(inputs(largest)[0])))
-
-    def _split(self, total: tuple[Params, Fields]) -> tuple[Params, Any]:
-        """Return gradients and the hooks' statistics of a sum; None where it has none."""
-        grads, metrics = total
-        return grads, metrics.get(self.hooks.statistics) if self.hooks else None
+        self._apply.begin(lambda: (self.state_like(), *_split(inputs(largest)[0])))
 
     @functools.cached_property
     def accumulate(self) -> Any:
@@ -223,7 +200,7 @@ class Learner:
 
     @functools.cached_property
     def apply(self) -> Any:
-        """(state, gradients, hooks' statistics) -> (state, metrics), jitted. Donates the state."""
+        """(state, gradients, router statistics) -> (state, metrics), jitted. Donates the state."""
         shardings = self.state_shardings, replicated(self.mesh)
 
         @functools.partial(
@@ -232,16 +209,13 @@ class Learner:
             out_shardings=shardings,
             compiler_options=compiler_options(Task.TRAIN, self.mesh.devices.flat),
         )
-        def apply(state: TrainState, grads: Params, statistics: Any) -> tuple[TrainState, Fields]:
-            hooks = self.hooks
-            if hooks is None or statistics is None:
+        def apply(state: TrainState, grads: Params, router: Any) -> tuple[TrainState, Fields]:
+            if router is None:
                 return apply_gradients(state, grads, self.optimizer)
-
-            def change(before: Params, after: Params) -> Params:
-                return hooks.change(before, after, statistics)
-
+            rate = self.model.router_bias_rate
+            change = functools.partial(move_router_bias, router=router, rate=rate)
             state, metrics = apply_gradients(state, grads, self.optimizer, change)
-            return state, metrics | hooks.summarize(statistics)
+            return state, metrics | summarize_routers(router)
 
         return apply
 
@@ -258,8 +232,7 @@ class Learner:
         if not np.isfinite(weights[batch["mask"]]).all():
             raise LossError(f"reduce {name_of(self.reduce)!r} returned NaN or infinity as a weight")
         batch = batch.add(weights=weights, token_weights=token_weights)
-        if self.hooks:
-            coefs = coefs | self.hooks.coefficients(state.params, batch)
+        coefs = coefs | self._balance(state.params, batch)
         names = self.objective.asks_for() | {"mask", "weights", "token_weights", *self.model.marks}
         total, parts = None, []
         for indices, micro in self._accumulate.microbatches(batch, names):
@@ -267,16 +240,14 @@ class Learner:
             if total is None:
                 total_like = self.total_like(*inputs)
                 self._accumulate.compile(total_like, *inputs)  # before the sum takes its memory
-                like = abstract(state), *self._split(total_like)
+                like = abstract(state), *_split(total_like)
                 self._apply.begin(lambda given=like: given)
                 total = self.zeros(*inputs)
             total, policy_stats = self._accumulate(total, *inputs)
             parts.append((indices, policy_stats))
         assert total is not None, "a mini-batch holds at least one sequence"
-        state, applied = self._apply(state, *self._split(total))
-        metrics = {
-            k: v for k, v in total[1].items() if not self.hooks or k != self.hooks.statistics
-        }
+        state, applied = self._apply(state, *_split(total))
+        metrics = {name: value for name, value in total[1].items() if name != ROUTER}
         policy = merge_microbatches(parts, batch)
         return state, finished_metrics(metrics) | applied | ({"policy": policy} if policy else {})
 
@@ -287,6 +258,10 @@ class Learner:
     @functools.cached_property
     def _shapes(self) -> dict[str, Any]:
         return {}
+
+    @functools.cached_property
+    def _balance(self) -> Callable[[Params, Batch], Fields]:
+        return balance_pass(self.model, self.shape, self.mesh, self._rest)
 
     @functools.cached_property
     def _apply(self) -> AheadOfCall:
@@ -322,6 +297,11 @@ class Learner:
             return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
 
         return weigh
+
+
+def _split(total: tuple[Params, Fields]) -> tuple[Params, RouterStats | None]:
+    """Return gradients and the routers' statistics of a sum; None where it has none."""
+    return total[0], total[1].get(ROUTER)
 
 
 def shape_in(array: Any, layout: Any) -> jax.ShapeDtypeStruct:
@@ -394,25 +374,6 @@ def _state_shardings(
 
 
 # What routers of experts add to an update: their load-balance loss, and the moves of their bias.
-
-
-def router_hooks(
-    forward: ForwardConfig, shape: RowShape, mesh: Mesh, frozen: Params | None = None
-) -> UpdateHooks:
-    """Return what the routers of a model add to its update; nothing where it has none.
-
-    Args:
-        forward: how the model is run.
-        shape: of the micro-batches.
-        mesh: the devices.
-        frozen: the model's parameters that are not trained.
-    """
-
-    def change(before: Params, after: Params, router: RouterStats) -> Params:
-        return move_router_bias(before, after, router, rate=forward.router_bias_rate)
-
-    coefficients = balance_pass(forward, shape, mesh, frozen or {})
-    return UpdateHooks("router", coefficients, change, summarize_routers)
 
 
 def move_router_bias(before: Params, after: Params, router: RouterStats, *, rate: float) -> Params:

@@ -116,7 +116,7 @@ def test_the_config_goes_to_the_run_whatever_the_order(order, config_file):
 
 @BOTH
 def test_main_runs_what_it_should(name, config_file, monkeypatch):
-    module = {"train": "jaxrl_llm.training.run", "sft": "jaxrl_llm.training.sft"}[name]
+    module = {"train": "jaxrl_llm.training.run", "sft": "jaxrl_llm.training.offline"}[name]
     runner = {"train": "run_training", "sft": "run_sft"}[name]
     seen = []
     fake = type(sys)(module)

@@ -18,7 +18,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
     "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-GUARDED = ("jaxrl_llm/data/", "jaxrl_llm/training/sft.py")
+GUARDED = ("jaxrl_llm/data/", "jaxrl_llm/training/offline.py")
 TOOLS = [{"type": "function", "function": {"name": "next", "parameters": {}}}]
 
 

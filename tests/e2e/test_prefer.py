@@ -16,7 +16,7 @@ from jaxrl_llm import export
 from jaxrl_llm.cli import PREEMPTED
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.prefer import main as prefer_main
-from jaxrl_llm.training.prefer import PreferTrainer
+from jaxrl_llm.training.offline import PreferTrainer
 from jaxrl_llm.training.run_files import read_run
 from tests.guarded import MODEL, UPDATE
 

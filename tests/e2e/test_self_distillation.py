@@ -21,7 +21,7 @@ from jaxrl_llm.training.buffer import Buffer
 from tests.guarded import MODEL, RUN, UPDATE
 
 pytestmark = pytest.mark.guards(
-    *MODEL, *UPDATE, *RUN, "jaxrl_llm/training/prompted_teacher.py", "jaxrl_llm/data/"
+    *MODEL, *UPDATE, *RUN, "jaxrl_llm/training/teachers.py", "jaxrl_llm/data/"
 )
 
 RATE = 0.25

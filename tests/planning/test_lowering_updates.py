@@ -21,6 +21,7 @@ from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated
 from jaxrl_llm.training import load_model
 from jaxrl_llm.training.bind import abstract_fields, resolve_functions
+from jaxrl_llm.training.buffer import merge_for_engine
 from jaxrl_llm.training.compile import (
     StepId,
     StepKind,
@@ -29,15 +30,14 @@ from jaxrl_llm.training.compile import (
     plan_role,
     plan_shapes,
     role_spec,
-    with_shardings,
 )
 from jaxrl_llm.training.experience import advantage_step, correction_step
+from jaxrl_llm.training.forward import balance_pass
 from jaxrl_llm.training.layouts import open_layouts
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.reward_model import score_pass
 from jaxrl_llm.training.roles import row_shapes
-from jaxrl_llm.training.sampler import merge_for_engine
-from jaxrl_llm.training.update import Learner, router_hooks
+from jaxrl_llm.training.update import Learner, shape_in
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,15 +201,15 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
         shape=shape,
         mesh=layout.mesh,
         params_like=params,
-        hooks=router_hooks(settings, shape, layout.mesh),
     )
+    balance_pass(settings, shape, layout.mesh, {})
     count, weigh = jitted
     check(count.trace(params, {}, micro.rows), spec, StepKind.INFER)
     totals = jax.eval_shape(count, params, {}, micro.rows)
     coefs = {"balance_weights": jax.eval_shape(weigh, totals)}
     assert not lower(weigh.trace(totals)).calls
     metrics = jax.eval_shape(learner.zeros, params, {}, micro, coefs)[1]
-    metrics = with_shardings(metrics, jax.tree.map(lambda _: everywhere, metrics))
+    metrics = jax.tree.map(lambda x: shape_in(x, everywhere), metrics)
     update = learner.accumulate.trace((params, metrics), params, {}, micro, coefs)
     check(update, spec, StepKind.ACCUMULATE)
 

@@ -26,11 +26,10 @@ from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import BATCH, Layout, batch_shards, make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig, token_fields
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, token_fields
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner, router_hooks
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -203,7 +202,6 @@ def test_the_mesh_changes_nothing(name, sizes):
         shape=shape,
         mesh=mesh,
         params_like=placed,
-        hooks=router_hooks(model, shape, mesh),
     )
     infer = logprob_pass(model, shape, mesh)
     for lengths, ((loss, logprobs), gradient) in zip((PACKED, PADDED), expected(name), strict=True):

@@ -19,7 +19,7 @@ from jaxrl_llm.models.quantization import QuantizedMatrix, declare_quantized
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import check_fp8
-from jaxrl_llm.training.sampler import engine_checksum
+from jaxrl_llm.training.buffer import engine_checksum
 from tests.rollout.conftest import SPECS
 
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9), (31,)]

@@ -20,8 +20,8 @@ from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout.engine import Completion, Receipt
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.bind import resolve_functions
+from jaxrl_llm.training.buffer import Sampler
 from jaxrl_llm.training.run import warm_start
-from jaxrl_llm.training.sampler import Sampler
 
 
 def config_of(**tree):

@@ -20,8 +20,7 @@ from jaxrl_llm.models.nnx import from_module
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, Layout, make_mesh
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.layouts import open_layout
 from jaxrl_llm.training.load_model import check_axes, make_model
 from jaxrl_llm.training.objectives import PolicyObjective

@@ -21,10 +21,9 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.objectives import PreferenceObjective
-from jaxrl_llm.training.prefer import PairReference, answer_sums
+from jaxrl_llm.training.offline import PairReference, answer_sums
 from jaxrl_llm.training.update import Learner
 
 VOCABULARY, MOST, PAIRS = 40, 12, 6

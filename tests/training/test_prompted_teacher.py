@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.prompted_teacher import (
+from jaxrl_llm.training.teachers import (
     TeacherPromptError,
     TeacherPrompts,
     add_prompted_logprobs,

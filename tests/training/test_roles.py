@@ -19,8 +19,7 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import make_mesh, shardings
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import logprob_pass, value_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, value_pass
 from jaxrl_llm.training.objectives import PolicyObjective, ValueObjective
 from jaxrl_llm.training.roles import (
     LabelError,

@@ -26,7 +26,6 @@ from jaxrl_llm.training.update import (
     TrainState,
     apply_gradients,
     move_router_bias,
-    router_hooks,
 )
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
@@ -97,7 +96,6 @@ def build(spec, params, *, tokens, mesh=None, coef=COEF, objective=None):
         shape=shape,
         mesh=mesh,
         params_like=placed,
-        hooks=router_hooks(forward, shape, mesh),
     )
     return learner, learner.init(placed)
 

@@ -29,11 +29,10 @@ from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.roles import replaying
-from jaxrl_llm.training.update import Learner, router_hooks
+from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import ROUTES, Batch
 from tests.guarded import MODEL, UPDATE
 
@@ -139,7 +138,6 @@ def build(replay, mesh):
         shape=shape,
         mesh=mesh,
         params_like=placed,
-        hooks=router_hooks(settings, shape, mesh),
     )
     return learner, learner.init(placed)
 

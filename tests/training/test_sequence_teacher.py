@@ -7,8 +7,7 @@ from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, Completion, ScoredTokens
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
-from jaxrl_llm.training.teacher_tokens import Retokenizer
-from jaxrl_llm.training.teachers import SequenceTeacher, Teachers, UnalignedError
+from jaxrl_llm.training.teachers import Retokenizer, SequenceTeacher, Teachers, UnalignedError
 from tests.training.tokenizers import byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]
@@ -51,7 +50,7 @@ def telling(of_token, top=0):
 def test_the_policys_tokens_keep_their_places():
     batch, rollouts = answers(Prompt(0, (9, 8)), [[5, 6, 7], [6], [7, 5]])
     submit, given = telling(lambda token: -float(token), top=2)
-    fields = SequenceTeacher(name="t", submit=submit, top=2)(batch, rollouts)
+    fields = SequenceTeacher(name="t", submit=submit, top=2).begin(batch, rollouts)()
     assert given == [(9, 8, 5, 6, 7), (9, 8, 6), (9, 8, 7, 5)]
     assert (fields["teacher_mask"] == batch["mask"]).all()
     kept = batch["mask"]
@@ -64,7 +63,7 @@ def test_the_policys_tokens_keep_their_places():
 def test_a_token_without_probability_is_left_out():
     batch, rollouts = answers(Prompt(0, (9,)), [[5, 6, 7]])
     submit, _ = telling(lambda token: LEAST_LOGPROB if token == 6 else -1.0)
-    fields = SequenceTeacher(name="t", submit=submit)(batch, rollouts)
+    fields = SequenceTeacher(name="t", submit=submit).begin(batch, rollouts)()
     assert fields["teacher_mask"][0, 1:4].tolist() == [True, False, True]
     assert fields["teacher_logprobs"][0, 1:4].tolist() == [-1, -0.5, -1]  # the policy's own
 
@@ -73,7 +72,7 @@ def test_answers_that_are_not_usable_are_not_asked_for():
     batch, rollouts = answers(Prompt(0, (9,)), [[5, 6], [7]])
     batch = batch.add(mask=batch["mask"] & np.array([[False], [True]]))
     submit, given = telling(lambda token: -1.0)
-    fields = SequenceTeacher(name="t", submit=submit)(batch, rollouts)
+    fields = SequenceTeacher(name="t", submit=submit).begin(batch, rollouts)()
     assert given == [(9, 7)] and fields["teacher_mask"].sum() == 1
 
 
@@ -107,7 +106,7 @@ def test_sums_are_those_of_the_teachers_tokens(other):
     batch, rollouts = answers(Prompt(0, tuple(ids), messages=CHAT), [[*drawn, stop], drawn], stop)
     submit, given = telling(per_byte(teacher, teacher.eos_token_id))
     made = SequenceTeacher(name="t", submit=submit, retokenize=retokenize)
-    fields = made(batch, rollouts)
+    fields = made.begin(batch, rollouts)()
     chat = teacher.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert list(given[0])[: len(chat)] == chat and given[0][-1] == teacher.eos_token_id
     assert (fields["teacher_mask"] == batch["mask"]).all()
@@ -132,10 +131,10 @@ def test_what_is_cut_is_left_out_and_nothing_at_all_is_an_error(other):
     batch, rollouts = answers(Prompt(0, tuple(ids), messages=CHAT), [drawn])
     submit, given = telling(lambda token: -1.0)
     whole = SequenceTeacher(name="t", submit=submit, retokenize=retokenize)
-    whole(batch, rollouts)
+    whole.begin(batch, rollouts)()
     longest = len(given[0]) - 3
     cut = SequenceTeacher(name="t", submit=submit, retokenize=retokenize, longest=longest)
-    fields = cut(batch, rollouts)
+    fields = cut.begin(batch, rollouts)()
     assert len(given[1]) == longest
     left_out = batch["mask"] & ~fields["teacher_mask"]
     assert 0 < left_out.sum() < batch["mask"].sum()

@@ -1,6 +1,7 @@
 """Files made on demand, models and optimizers from a config."""
 
 import dataclasses
+import functools
 import json
 from types import SimpleNamespace
 
@@ -48,7 +49,6 @@ from jaxrl_llm.training.load_model import (
     adapted_spec,
     open_model,
     open_scorer,
-    open_step_scorer,
 )
 from jaxrl_llm.training.optimizer import make_optimizer
 
@@ -510,7 +510,7 @@ def test_rows_may_be_longer_than_sequences_where_attention_is_cheap(
     ("load", "message"),
     [
         (open_scorer, "no sequence classifier for Glm4Moe"),
-        (open_step_scorer, "no token classifier for Glm4Moe"),
+        (functools.partial(open_scorer, of_steps=True), "no token classifier for Glm4Moe"),
     ],
 )
 def test_a_head_that_can_not_be_saved_is_refused_before_weights_are_read(tmp_path, load, message):

@@ -21,8 +21,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.layout import make_mesh, replicated, shardings
 from jaxrl_llm.training import microbatches
-from jaxrl_llm.training.forward import ForwardConfig, token_fields
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, token_fields
 from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
 from jaxrl_llm.training.update import (

@@ -13,7 +13,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import UNALIGNED
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode
-from jaxrl_llm.training.teacher_tokens import Retokenizer
+from jaxrl_llm.training.teachers import Retokenizer
 from tests.training.tokenizers import WORDS, byte_fallback, byte_level
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]

@@ -20,14 +20,11 @@ from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer, Collected, Schedule
+from jaxrl_llm.training.buffer import Buffer, Collected, PolicyWeights, Sampler, Schedule, Scorer
 from jaxrl_llm.training.experience import with_ages, with_scores
 from jaxrl_llm.training.loop import OpenFiles
-from jaxrl_llm.training.prompted_teacher import TeacherPrompts
 from jaxrl_llm.training.roles import Models, Reference, Role
-from jaxrl_llm.training.sampler import PolicyWeights, Sampler
-from jaxrl_llm.training.scoring import Scorer
-from jaxrl_llm.training.teachers import Teachers
+from jaxrl_llm.training.teachers import TeacherPrompts, Teachers
 from jaxrl_llm.training.trainer import RLTrainer
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
@@ -204,7 +201,7 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
     calls.reference.is_due.return_value = False
     calls.advantages.side_effect = lambda batch: batch.add(advantages=batch["rewards"])
     calls.sampler.sync.return_value = {}
-    monkeypatch.setattr("jaxrl_llm.training.trainer.batch_metrics", lambda *given: {})
+    monkeypatch.setattr("jaxrl_llm.training.batch_metrics.batch_metrics", lambda *given: {})
     trainer = trainer_of(
         config_of(run_dir=str(tmp_path), rollout={"samples_per_prompt": 2}),
         actor=actor_of(learner=learner),

@@ -22,8 +22,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.experience import filled
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.inference import logprob_pass
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.load_model import model_spec
 from jaxrl_llm.training.microbatches import cut_chains
 from jaxrl_llm.training.objectives import PolicyObjective

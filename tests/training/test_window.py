@@ -21,10 +21,8 @@ from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Completion, PartialEngine, SamplingParams
 from jaxrl_llm.rollout.rollouts import as_rollouts, sample_states
-from jaxrl_llm.training.buffer import FILE, Buffer, GroupScores, Schedule
+from jaxrl_llm.training.buffer import FILE, Buffer, GroupScores, Sampler, Schedule, Scorer
 from jaxrl_llm.training.experience import ScoreError
-from jaxrl_llm.training.sampler import Sampler
-from jaxrl_llm.training.scoring import Scorer
 from jaxrl_llm.training.update import TrainingError
 
 PROMPTS = [Prompt(i, (1, 2 + i), "test", str(i)) for i in range(17)]
