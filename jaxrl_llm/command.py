@@ -17,7 +17,6 @@ PROGRAMS = {
     "export": ("export", "write a run's checkpoint as a Hugging Face directory, or push it there"),
     "plan": ("plan", "say what memory and time a run needs, without its GPUs"),
     "report": ("report", "write a page of what runs have learned"),
-    "from-gguf": ("from_gguf", "write a GGUF file as a Hugging Face directory"),
 }
 """The module of each program, and what it does."""
 

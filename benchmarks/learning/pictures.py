@@ -20,8 +20,7 @@ import numpy as np
 
 from benchmarks.learning.recipes import ROOT, Runs, compare, finished, metrics_of
 from benchmarks.tables import markdown_table
-from jaxrl_llm.data import picture_task
-from jaxrl_llm.data.picture_task import colours
+from jaxrl_llm.configs.tasks import pictures
 
 CONFIG = ROOT / "configs/vision/pictures.yaml"
 KINDS = ("dots", "digits", "shapes")
@@ -97,7 +96,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def examples(kind: str) -> np.ndarray:
     """Return five pictures of a kind side by side, as colours."""
     rng = random.Random(0)
-    drawn = [colours(picture_task.KINDS[kind](32, rng).ink, rng) for _ in range(5)]
+    drawn = [pictures.colours(pictures.KINDS[kind](32, rng).ink, rng) for _ in range(5)]
     padded = [np.pad(one, ((0, 0), (1, 1), (0, 0)), constant_values=255) for one in drawn]
     return np.concatenate(padded, 1)
 

@@ -300,7 +300,3 @@ def normalize_example_row(row: Any) -> Row:
     if all(message["role"] != "assistant" for message in made["messages"]):
         raise field_error("messages", made["messages"], "an answer of the assistant among them")
     return with_tool_schemas(made)
-
-
-HUB_TIMEOUT_S = 10.0
-"""Seconds in which the hub must answer, or it is taken for unreachable."""

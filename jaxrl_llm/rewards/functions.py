@@ -4,7 +4,10 @@ Each returns `{"score": …, "acc": …, "pred": …}`: the reward, whether the 
 0.0), and the answer that was read, in a canonical spelling so that votes can be counted, or None.
 """
 
+import dataclasses
+import difflib
 import functools
+import json
 import re
 import string
 from collections.abc import Callable, Iterator
@@ -489,8 +492,6 @@ def reasoning_gym(
     Raises:
         ValueError: the row is of another origin, or the package makes other items now.
     """
-    from jaxrl_llm.data.reasoning import score_item
-
     try:
         task, settings, item = ((extra_info or {})[key] for key in ("task", "settings", "item"))
     except KeyError as error:
@@ -504,9 +505,55 @@ def reasoning_gym(
     if not replies:
         return _result(False, None)
     answer = replies[-1].strip()
-    score = score_item(task, settings, int(item), ground_truth, answer)
+    dataset = task_dataset(task, settings)
+    made = dataset[int(item)]
+    if (made["answer"] or "") != ground_truth:
+        raise ValueError(
+            f"{task}: this version of reasoning-gym makes another item {item} than the one that "
+            "wrote the file: prepare the data again"
+        )
+    score = float(dataset.score_answer(answer, made))
     acc = float(score > 1 - 1e-9)
     return {"score": acc if exact else score, "acc": acc, "pred": answer}
+
+
+@functools.lru_cache(maxsize=256)
+def task_dataset(task: str, settings: str) -> Any:
+    """Return the data set of a task: `dataset[i]` makes an item, `score_answer` scores an answer.
+
+    Args:
+        task: its name in reasoning-gym.
+        settings: keywords of its config as JSON, with `seed` and `size`.
+
+    Raises:
+        ValueError: the package is not installed, there is no such task or setting, or a setting's
+            value is not possible.
+    """
+    try:
+        from reasoning_gym.factory import (  # pyright: ignore[reportMissingImports]
+            DATASETS,
+            create_dataset,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"the task {task!r} needs the package reasoning-gym: pip install 'jaxrl_llm[tasks]'"
+        ) from error
+    _check_name(task, DATASETS, "task")
+    given = json.loads(settings)
+    known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
+    for name in given:
+        _check_name(name, known, f"setting of {task}")
+    try:
+        return create_dataset(task, **given)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{task}: {error}") from error
+
+
+def _check_name(name: str, known: Any, kind: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(known))})")
 
 
 def last_answer(

@@ -1,28 +1,38 @@
 """Read and write the `config.json` of one family of models, as its `Family` says."""
 
+import dataclasses
 import functools
 import logging
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
-from jaxrl_llm.models.hf.quantized import QUANTIZATION, check_quantization
-from jaxrl_llm.models.hf.rope import (
-    FRACTION_KEY,
-    LOCAL_ROPE_KEY,
-    ROPE_KEYS,
-    Ropes,
-    read_fraction,
-    read_ropes,
-    write_rope,
+from jaxrl_llm.models.hf.keys import (
+    ACTIVATIONS,
+    WITHOUT_EFFECT,
+    Config,
+    check_whole,
+    without_effect,
 )
-from jaxrl_llm.models.hf.siglip import SiglipForm
-from jaxrl_llm.models.hf.unread import without_effect
-from jaxrl_llm.models.hf.vision import TowerForm
+from jaxrl_llm.models.hf.quantized import QUANTIZATION, check_quantization
+from jaxrl_llm.models.hf.vision import SiglipForm, TowerForm
+from jaxrl_llm.models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Scaling,
+    YarnScaling,
+)
 from jaxrl_llm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+TEXT = "text_config"
+INSIDE = "model.language_model."
+"""What names of the language model's arrays begin with in most checkpoints that see images."""
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -41,7 +51,58 @@ SIZES = {
 }
 WHOLE = SIZES.keys() - {"rms_norm_eps", "tie_word_embeddings", "initializer_range"}
 FLOATS = {"norm_eps", "init_std", "query_scalar", "logit_softcap", "score_softcap"}
-NULLABLE = {"final_logit_softcapping", "attn_logit_softcapping"}
+FLOATS |= {"moe.router.scale", "moe.swiglu.alpha", "moe.swiglu.limit"}
+BALANCE_KEYS = frozenset(
+    {"router_aux_loss_coef", "output_router_logits", "aux_loss_alpha", "seq_aux"}
+)
+"""Keys that only training in transformers looks at: the balance loss and what reports it."""
+NULLABLE = {"final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank"}
+FACTOR = {"factor": "factor"}
+ORIGINAL = {"original_max_position_embeddings": "original_positions"}
+# rope_type: our class, and its fields by their keys
+SCALINGS: dict[str, tuple[type[Any], dict[str, str]]] = {
+    "linear": (LinearScaling, FACTOR),
+    "dynamic": (DynamicScaling, FACTOR),
+    "llama3": (
+        Llama3Scaling,
+        FACTOR
+        | ORIGINAL
+        | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"},
+    ),
+    "yarn": (
+        YarnScaling,
+        FACTOR
+        | ORIGINAL
+        | {
+            key: key
+            for key in (
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            )
+        },
+    ),
+    "longrope": (
+        LongRopeScaling,
+        ORIGINAL
+        | {"short_factor": "short_factors", "long_factor": "long_factors"}
+        | {"attention_factor": "attention_factor"},
+    ),
+}
+FRACTION_KEY = "partial_rotary_factor"
+LOCAL_ROPE_KEY = "rope_local_base_freq"
+# Which frequencies turn by an image's rows and columns. A text's positions are the same in each.
+MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
+ROPE_KEYS = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    FRACTION_KEY,
+    "original_max_position_embeddings",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +112,9 @@ class Family:
     Args:
         name: What the names of its classes in transformers begin with.
         model_type: Its name in `config.json`.
-        keys: Config keys to spec fields, besides those of `SIZES`.
+        keys: Config keys to spec fields, besides those of `SIZES`: `moe.experts` is one of a part.
+        parts: The parts that all its models have, inner ones first, and their classes.
+        only: Keys that may be absent, and the one value that is supported.
         defaults: Keys that may be absent, and what transformers takes then.
         derived: Keys that may be absent or null, and what follows from the others then.
         common: Spec fields that all models of the family share.
@@ -70,9 +133,8 @@ class Family:
             sequence; None if there is no such class.
         text_key: Where the keys of the language model are, if it is a part of one that sees images,
             too; `models.hf.nested` takes them from there.
-        read_parts: `config -> spec fields` that several keys give together, over all others.
-        write_parts: `spec -> config keys`, its inverse, over all others; None for a spec that has
-            no such parts.
+        read_more: `config -> spec fields` that several keys give together, over all others.
+        write_more: `spec -> config keys`, its inverse, over all others.
         untouched: What names of arrays in a checkpoint begin with that are no part of the language
             model, such as those of a vision tower. They are not loaded; exports take them over.
         tower: How the vision tower is written, of a family whose tower we have.
@@ -85,6 +147,8 @@ class Family:
     name: str
     model_type: str
     keys: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, type[Any]] = field(default_factory=dict)
+    only: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     derived: dict[str, Callable[[Config], Any]] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
@@ -101,8 +165,8 @@ class Family:
     token_classifier: bool = True
     sequence_classifier: str | None = "ForSequenceClassification"
     text_key: str | None = None
-    read_parts: Callable[[Config], dict[str, Any]] = lambda config: {}
-    write_parts: Callable[[ModelSpec], dict[str, Any] | None] = lambda spec: {}
+    read_more: Callable[[Config], dict[str, Any]] = lambda config: {}
+    write_more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
     untouched: tuple[str, ...] = ()
     tower: TowerForm | SiglipForm | None = None
 
@@ -146,6 +210,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
     _refuse_unknown(family, config)
     filled = _fill(family, config)
     check_whole(filled, WHOLE)
+    check_only(filled, family.only)
     values = {ours: filled[theirs] for theirs, ours in (SIZES | family.keys).items()}
     for name in FLOATS & values.keys():
         values[name] = None if values[name] is None else float(values[name])
@@ -157,8 +222,12 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
     if activation not in ACTIVATIONS:
         expected = sorted(ACTIVATIONS)
         raise ValueError(f"{family.activation_key}={activation!r}; supported are {expected}")
+    values |= _read_layers(family, filled) | family.common | family.read_more(filled)
+    for part, kind in family.parts.items():
+        own = [name for name in values if name.rpartition(".")[0] == part]
+        values[part] = kind(**{name.rpartition(".")[2]: values.pop(name) for name in own})
     return ModelSpec(
-        **(values | _read_layers(family, filled) | family.common | family.read_parts(filled)),
+        **values,
         activation=ACTIVATIONS[activation],
         value_head=value_head,
     )
@@ -166,7 +235,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
 
 def _refuse_unknown(family: Family, config: Config) -> None:
     check_quantization(config)
-    known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.unread}
+    known = {*SIZES, *family.keys, *family.defaults, *family.derived, *family.only, *family.unread}
     known |= {"layer_types", family.activation_key} | ROPE_KEYS | WITHOUT_EFFECT | {QUANTIZATION}
     if family.local_rope_theta is not None:
         known |= {family.local_rope_key}
@@ -186,6 +255,16 @@ def _refuse_unknown(family: Family, config: Config) -> None:
 def _log_ignored(family: str, keys: tuple[str, ...]) -> None:
     """Log once that keys are ignored: a run reads its config several times."""
     log.info("config.json: ignored %s: transformers' %s does not read it", ", ".join(keys), family)
+
+
+def check_only(config: Config, supported: Config) -> None:
+    """Refuse keys that are set to another value than the one that is supported.
+
+    >>> check_only({"ep_size": 1, "topk_method": None}, {"ep_size": 1, "topk_method": "noaux_tc"})
+    """
+    for key, value in supported.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"{key}={config[key]!r}; supported is {value!r}")
 
 
 def _fill(family: Family, config: Config) -> dict[str, Any]:
@@ -239,12 +318,21 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     }
 
 
+def has_parts(family: Family, spec: ModelSpec) -> bool:
+    """Tell whether a spec has the parts that all models of a family have."""
+
+    def find(path: str) -> Any:
+        return functools.reduce(lambda part, name: getattr(part, name, None), path.split("."), spec)
+
+    return all(isinstance(find(path), kind) for path, kind in family.parts.items())
+
+
 def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
     """Write a spec as the keys of a `config.json`, readable by transformers 4 and 5.
 
     Args:
-        family: The family to write it as. What the family cannot say is left out, so read it again
-            and compare.
+        family: The family to write it as, which `has_parts` tells. What the family cannot say is
+            left out, so read it again and compare.
         spec: The model.
 
     Returns:
@@ -255,7 +343,8 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
     >>> write_family(FAMILIES[0], spec)["model_type"]
     'qwen3'
     """
-    values = {theirs: getattr(spec, ours) for theirs, ours in (SIZES | family.keys).items()}
+    keys = SIZES | family.keys
+    values = {theirs: operator.attrgetter(ours)(spec) for theirs, ours in keys.items()}
     if "query_pre_attn_scalar" in values:
         scalar = spec.head_dim if spec.query_scalar is None else spec.query_scalar
         values["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
@@ -266,7 +355,7 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
         **values,
         family.activation_key: theirs[spec.activation],
         **_write_layers(family, spec),
-        **(family.write_parts(spec) or {}),
+        **family.write_more(spec),
     }
 
 
@@ -297,3 +386,219 @@ def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
     local = spec.rope_theta if spec.local_rope_theta is None else spec.local_rope_theta
     rope_parameters = {FULL: rope, SLIDING: write_rope(local, None)}
     return {family.local_rope_key: local} | config | {"rope_parameters": rope_parameters}
+
+
+def seeing(
+    family: Family, tower: TowerForm | SiglipForm, prefix: str = INSIDE, **fields: Any
+) -> Family:
+    """Return the family of models that see images, too, with the language models of another.
+
+    Args:
+        family: Of the language models.
+        tower: How the vision tower is written.
+        prefix: What names of the language model's arrays begin with.
+        fields: Others that differ.
+
+    >>> from jaxrl_llm.models.hf.families import FAMILIES
+    >>> seeing(FAMILIES[0], SiglipForm()).language_model
+    'Qwen3ForConditionalGeneration'
+    """
+    return dataclasses.replace(
+        family,
+        model_type=tower.model_type,
+        common=family.common | {"hf_prefix": prefix},
+        language_class="ForConditionalGeneration",
+        text_key=TEXT,
+        untouched=(*tower.prefixes, *family.untouched),
+        tower=tower,
+        **fields,
+    )
+
+
+def all_full(config: Config) -> list[str]:
+    """Return that all layers attend to everything.
+
+    >>> all_full({"num_hidden_layers": 2})
+    ['full_attention', 'full_attention']
+    """
+    return [FULL] * config["num_hidden_layers"]
+
+
+def all_alike(config: Config) -> list[str]:
+    """Return that all layers have the window, unless it reaches over all positions (Mistral)."""
+    window = config["sliding_window"]
+    reaches_all = window is None or window >= config["max_position_embeddings"]
+    return [FULL if reaches_all else SLIDING] * config["num_hidden_layers"]
+
+
+def width_per_head(config: Config) -> int:
+    """Return the width of a head where none is given."""
+    return config["hidden_size"] // config["num_attention_heads"]
+
+
+# ------------------------------------------------------------------------------ rotary positions
+
+
+class Ropes(NamedTuple):
+    """Fields of a spec: the base of the frequencies, their scaling, and the base where local."""
+
+    rope_theta: float
+    rope_scaling: Scaling | None
+    local_rope_theta: float | None
+
+
+def read_ropes(
+    config: Config,
+    *,
+    theta: float | None,
+    local_theta: float | None,
+    local_key: str = LOCAL_ROPE_KEY,
+) -> Ropes:
+    """Read the rotary positions of a model.
+
+    Args:
+        config: The keys of `config.json`, in the form of transformers 4 or 5.
+        theta: The family's base where the config gives none; None if it has to.
+        local_theta: The same for layers with a window, in a family that rotates these otherwise.
+        local_key: Which key gives the latter's base where one entry is given for all layers.
+
+    Returns:
+        The spec's fields.
+
+    Raises:
+        ValueError: A key or value is not supported, or the base is missing.
+
+    >>> read_ropes({"rope_theta": 5, "rope_scaling": {"type": "linear", "factor": 2}}, theta=None,
+    ...            local_theta=None)
+    Ropes(rope_theta=5.0, rope_scaling=LinearScaling(factor=2.0), local_rope_theta=None)
+    """
+    given = _one_form(config)
+    if local_theta is None:
+        if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
+            raise ValueError(f"the rotary positions are given for {nested}; expected one for all")
+        return Ropes(*_read_rope(config, given, theta), None)
+    if "full_attention" not in given and "sliding_attention" not in given:
+        local = config.get(local_key)
+        local = local_theta if local is None else float(local)
+        if config.get("rope_parameters"):
+            raise ValueError(
+                f"rope_parameters={config['rope_parameters']!r}; expected one entry for each of "
+                "full_attention and sliding_attention"
+            )
+        return Ropes(*_read_rope(config, given, theta), local)
+    if other := given.keys() - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"rope_parameters has {sorted(other)} beside entries for kinds of layers")
+    full = _read_rope(config, given.get("full_attention") or {}, theta)
+    local_config = {key: value for key, value in config.items() if key != "rope_theta"}
+    local, scaling = _read_rope(local_config, given.get("sliding_attention") or {}, local_theta)
+    if scaling is not None:
+        raise ValueError(
+            f"rope_parameters of sliding_attention have {scaling}; supported is rope_type='default'"
+        )
+    return Ropes(*full, local)
+
+
+def read_fraction(config: Config, *, is_read: bool) -> float:
+    """Read which share of a head's dimensions is rotated.
+
+    Args:
+        config: The keys of `config.json`.
+        is_read: Whether the family's code in transformers looks at it.
+
+    Raises:
+        ValueError: It is less than the whole head in a family that does not.
+
+    >>> read_fraction({"partial_rotary_factor": 0.5}, is_read=True)
+    0.5
+    """
+    given = _one_form(config)
+    entries = [given, *(entry for entry in given.values() if isinstance(entry, dict)), config]
+    fractions = [entry[FRACTION_KEY] for entry in entries if entry.get(FRACTION_KEY) is not None]
+    if not is_read and (wrong := [fraction for fraction in fractions if fraction != 1.0]):
+        raise ValueError(
+            f"{FRACTION_KEY}={wrong[0]!r}; this family's code in transformers rotates the whole "
+            "head, expected 1.0"
+        )
+    return float(fractions[0]) if fractions else 1.0
+
+
+def _one_form(config: Config) -> dict[str, Any]:
+    """Return `rope_parameters`, or `rope_scaling` of transformers 4; both must agree."""
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+
+    def scaling(rope: Config) -> dict[str, Any]:
+        kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        named = {"rope_type", "type", "rope_theta", FRACTION_KEY}
+        return kind | {key: value for key, value in rope.items() if key not in named}
+
+    if old and new and scaling(old) != scaling(new.get("full_attention") or new):
+        raise ValueError(f"rope_scaling={old} and rope_parameters={new} disagree; expected one")
+    return {key: value for key, value in (new or old).items() if key not in MROPE_KEYS}
+
+
+def _read_rope(
+    config: Config, given: Config, default_theta: float | None
+) -> tuple[float, Scaling | None]:
+    rope = {key: value for key, value in given.items() if value is not None}
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    # names of old: Qwen2.5-VL's sections, which the text has no use for, and LongRoPE's first
+    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    theta = default_theta if theta is None else theta
+    if theta is None:
+        raise ValueError("neither rope_theta nor rope_parameters.rope_theta is given")
+    rope.pop(FRACTION_KEY, None)
+    if kind != "default" and kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind!r}; supported are {['default', *SCALINGS]}")
+    made, keys = SCALINGS.get(kind, (None, {}))
+    if "original_max_position_embeddings" in keys:
+        length = config.get("original_max_position_embeddings")
+        if length is not None:
+            rope["original_max_position_embeddings"] = length
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        factor = rope.pop("factor", config["max_position_embeddings"] / original)
+        growth = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        rope.setdefault("attention_factor", math.sqrt(1 + growth))
+    unknown = {key: value for key, value in rope.items() if key not in keys and value}
+    if unknown:
+        raise ValueError(f"rope_type={kind!r} with {unknown}; supported are {sorted(keys)}")
+    if made is None:
+        return float(theta), None
+    return float(theta), _make(made, {keys[key]: rope[key] for key in keys if key in rope}, kind)
+
+
+def _make(made: type[Any], values: dict[str, Any], kind: str) -> Scaling:
+    fields = dataclasses.fields(made)
+    missing = [
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise ValueError(f"rope_type={kind!r} without {missing}")
+    kinds: dict[str, Callable[[Any], Any]] = {"original_positions": int, "truncate": bool}
+    kinds |= dict.fromkeys(
+        ("short_factors", "long_factors"), lambda given: tuple(map(float, given))
+    )
+    return made(**{name: kinds.get(name, float)(value) for name, value in values.items()})
+
+
+def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
+    """Write one rotation as an entry of `rope_parameters`.
+
+    >>> write_rope(1e4, LinearScaling(factor=2.0))
+    {'rope_type': 'linear', 'rope_theta': 10000.0, 'factor': 2.0}
+    """
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    kind, keys = next((k, keys) for k, (made, keys) in SCALINGS.items() if type(scaling) is made)
+    values = {theirs: getattr(scaling, ours) for theirs, ours in keys.items()}
+    kept = {
+        key: [*value] if isinstance(value, tuple) else value
+        for key, value in values.items()
+        if value is not None
+    }
+    return {"rope_type": kind, "rope_theta": theta, **kept}

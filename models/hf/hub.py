@@ -46,11 +46,6 @@ def resolve(path_or_id: str | Path) -> Path:
     path = Path(path_or_id)
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" and path.is_file():
-        raise FileNotFoundError(
-            f"{path} is a GGUF file; make a directory of it first: "
-            f"python -m jaxrl_llm.from_gguf {path} {path.stem}"
-        )
     named = repository(path_or_id)
     if named is None:
         raise FileNotFoundError(f"no directory {str(path_or_id)!r}")

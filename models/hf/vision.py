@@ -1,7 +1,7 @@
 """Vision towers in `config.json`: the keys under `vision_config`, placeholders, and M-RoPE.
 
-Each family that sees images has functions that read the fields of a spec from the whole config, and
-write them back.
+Either form of a tower, Qwen's or Gemma's, reads the fields of a spec from the whole config, and
+writes them back.
 """
 
 import json
@@ -10,8 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.models.hf.keys import ACTIVATIONS, WITHOUT_EFFECT, Config, check_whole
-from jaxrl_llm.models.hf.unread import without_effect
+from jaxrl_llm.models.hf.keys import (
+    ACTIVATIONS,
+    WITHOUT_EFFECT,
+    Config,
+    check_whole,
+    without_effect,
+)
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, TowerKind, VisionSpec
 
@@ -161,6 +166,122 @@ class TowerForm(NamedTuple):
         }
 
 
+SIGLIP_SIZES = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ff_width",
+    "patch_size": "patch",
+}
+SIGLIP_DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "patch_size": 16,
+    "image_size": 224,
+    "num_channels": CHANNELS,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+SIGLIP_TOKENS = {
+    "mm_tokens_per_image": 256,
+    "image_token_index": 262144,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+}
+SIGLIP_UNUSED = {
+    "vision_use_head",
+    "attention_dropout",
+}  # a head beside ours, and what is 0 when sampling
+
+
+class SiglipForm(NamedTuple):
+    """How Gemma 3 writes its tower; see `models.hf.vision.TowerForm`."""
+
+    kind: TowerKind = "siglip"
+    model_type: str = "gemma3"
+    prefixes: tuple[str, ...] = (
+        "vision_tower.vision_model.",
+        "vision_tower.",
+        "multi_modal_projector.",
+    )
+
+    def read(self, config: Config, colors: Colors | None) -> dict[str, Any]:
+        """Read the spec's fields that only a model with a tower has.
+
+        Args:
+            config: The whole `config.json`.
+            colors: As the model's image processor has them; None: it does not say.
+
+        Raises:
+            ValueError: A key is unknown, or its value is not supported.
+        """
+        given = config.get(VISION_KEY)
+        if not isinstance(given, dict):
+            raise ValueError(f"{VISION_KEY}={given!r}; expected the keys of the vision tower")
+        keys = SIGLIP_DEFAULTS | given
+        outside = {key: config.get(key, usual) for key, usual in SIGLIP_TOKENS.items()}
+        self._check(keys)
+        check_whole(outside, outside)
+        patches = keys["image_size"] // keys["patch_size"]
+        side = math.isqrt(outside["mm_tokens_per_image"])
+        if side**2 != outside["mm_tokens_per_image"] or patches % side:
+            raise ValueError(
+                f"mm_tokens_per_image={outside['mm_tokens_per_image']}; expected the square of a "
+                f"divisor of {patches}, the patches of a side of an image"
+            )
+        mean, std = colors or HALF
+        text = {"hidden_size": 2304} | (config.get("text_config") or {})
+        tower = VisionSpec(
+            kind=self.kind,
+            **{ours: keys[theirs] for theirs, ours in SIGLIP_SIZES.items()},
+            frames_per_patch=1,
+            merge=patches // side,
+            out_size=text["hidden_size"],
+            position_side=patches,
+            activation="gelu_tanh",
+            norm_eps=keys["layer_norm_eps"],
+            image_mean=mean,
+            image_std=std,
+            image_id=outside["image_token_index"],
+            marks=(outside["boi_token_index"], outside["eoi_token_index"]),
+            hf_prefix=self.prefixes[0],
+        )
+        return {"vision": tower}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """Write what `read` reads."""
+        tower = spec.vision
+        assert tower is not None
+        theirs = {ours: key for key, ours in ACTIVATIONS.items()}
+        keys: dict[str, Any] = {key: getattr(tower, ours) for key, ours in SIGLIP_SIZES.items()}
+        keys |= {
+            "model_type": "siglip_vision_model",
+            "image_size": tower.position_side * tower.patch,
+            "num_channels": CHANNELS,
+            "hidden_act": theirs[tower.activation],
+            "layer_norm_eps": tower.norm_eps,
+            "vision_use_head": False,
+        }
+        tokens = (tower.position_side // tower.merge) ** 2
+        ids = (tokens, tower.image_id, *tower.marks)
+        return {VISION_KEY: keys} | dict(zip(SIGLIP_TOKENS, ids, strict=True))
+
+    def _check(self, keys: Config) -> None:
+        check_known(keys, {*SIGLIP_DEFAULTS} | SIGLIP_UNUSED, "siglip")
+        check_whole(keys, [*SIGLIP_SIZES, "image_size"])
+        wanted = {key: SIGLIP_DEFAULTS[key] for key in ("hidden_act", "num_channels")}
+        got = {key: keys[key] for key in wanted}
+        if got != wanted:
+            raise ValueError(f"a vision tower with {got}; supported is {wanted}")
+        if keys["image_size"] % keys["patch_size"]:
+            raise ValueError(
+                f"image_size={keys['image_size']}; expected a multiple of patch_size="
+                f"{keys['patch_size']}"
+            )
+
+
 def check_known(keys: Config, known: set[str], model_type: str) -> None:
     """Refuse keys of a tower that may change what it computes, and that we do not know.
 
@@ -254,61 +375,3 @@ def _read_colors(keys: Config) -> Colors:
     if len(mean) != CHANNELS or len(std) != CHANNELS:
         raise ValueError(f"image_mean={mean}, image_std={std}; expected {CHANNELS} numbers each")
     return Colors((mean[0], mean[1], mean[2]), (std[0], std[1], std[2]))
-
-
-def _tokens(image: int, video: int, start: int, end: int) -> dict[str, int]:
-    return dict(zip((IMAGE, VIDEO, *MARKS), (image, video, start, end), strict=True))
-
-
-_QWEN = _tokens(151655, 151656, 151652, 151653)
-_SHARED = {
-    "in_channels": CHANNELS,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 3584,
-    "initializer_range": 0.02,
-    "num_heads": 16,
-}
-_QWEN3 = _SHARED | {
-    "depth": 27,
-    "hidden_size": 1152,
-    "hidden_act": "gelu_pytorch_tanh",
-    "intermediate_size": 4304,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-}
-
-
-def qwen3_tower(model_type: str) -> TowerForm:
-    """Return how the families with Qwen3-VL's tower write it.
-
-    >>> qwen3_tower("qwen3_5").sections
-    (11, 11, 10)
-    """
-    if model_type in ("qwen3_5", "qwen3_5_moe"):
-        tokens = _tokens(248056, 248057, 248053, 248054)
-        return TowerForm("qwen3", model_type, _QWEN3, tokens, (11, 11, 10), True, HALF)
-    keys = _QWEN3 | {"deepstack_visual_indexes": [8, 16, 24]}
-    return TowerForm("qwen3", model_type, keys, _QWEN, (24, 20, 20), True, HALF)
-
-
-QWEN2_5_TOWER = TowerForm(
-    "qwen2_5",
-    "qwen2_5_vl",
-    _SHARED
-    | {
-        "depth": 32,
-        "hidden_size": 3584,
-        "hidden_act": "silu",
-        "intermediate_size": 3420,
-        "patch_size": 14,
-        "tokens_per_second": 4,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-    _QWEN,
-    (16, 24, 24),
-    False,
-    CLIP,
-    ("visual.", "model.visual."),
-)

@@ -12,10 +12,14 @@ import pytest
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.data.agent_tasks import AGENT_TASKS, agent_task_splits, distances
+from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
+from jaxrl_llm.configs.tasks.agent_task import (
+    AGENT_TASKS,
+    agent_task,
+    agent_task_splits,
+    distances,
+)
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.code_task import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
-from jaxrl_llm.data.prepare import agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.agents.environments import MOVES, grid, guess_number, moved
 from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
@@ -74,7 +78,7 @@ def right(task, row, chat):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/data/agent_tasks.py")
+@pytest.mark.guards("configs/tasks/agent_task.py")
 @pytest.mark.parametrize(
     ("task", "settings", "expected"),
     [

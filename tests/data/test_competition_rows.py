@@ -7,8 +7,9 @@ import pytest
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
+from jaxrl_llm.configs.tasks.dapo_math import dapo_math
+from jaxrl_llm.configs.tasks.retool_sft import retool_sft
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.published import dapo_math, retool_sft
 from jaxrl_llm.data.rows import sft_rows, verl_rows, write_rows
 from jaxrl_llm.data.tool_calls import FORMATS
 from jaxrl_llm.data.turns import TurnTemplate

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from jaxrl_llm.data import published
-from jaxrl_llm.data.prepare import DATASETS
-from jaxrl_llm.data.published import BOX_INSTRUCTION
+from jaxrl_llm.configs.tasks import _sources
+from jaxrl_llm.configs.tasks.geo3k import BOX_INSTRUCTION, geo3k
 from jaxrl_llm.data.rows import read_rows, verl_rows, write_rows
 
 DRAWING = Image.new("RGB", (9, 7), (10, 200, 30))
@@ -37,7 +36,7 @@ def saved(folder, train, test):
 
 def test_a_copy_of_the_hub_keeps_its_files(tmp_path):
     source = saved(tmp_path / "copy", [PROBLEM] * 2, [PROBLEM])
-    written = DATASETS["geo3k"](tmp_path / "out", source=source)
+    written = geo3k(tmp_path / "out", source=source)
     assert {path.name: rows for path, rows in written.items()} == {
         "train.parquet": 2,
         "validation.parquet": 1,
@@ -60,8 +59,8 @@ def test_a_copy_of_the_hub_keeps_its_files(tmp_path):
 
 def test_pictures_that_the_reader_has_opened_become_files(tmp_path, monkeypatch):
     opened = PROBLEM | {"images": [DRAWING]}
-    monkeypatch.setattr(published, "source_rows", lambda *_: [opened])
-    (path, _) = DATASETS["geo3k"](tmp_path)
+    monkeypatch.setattr(_sources, "source_rows", lambda *_: [opened])
+    (path, _) = geo3k(tmp_path)
     (image,) = read_rows(path)[0]["images"]
     with Image.open(io.BytesIO(image["bytes"])) as again:
         assert (again.size, again.getpixel((8, 6))) == ((9, 7), (10, 200, 30))
@@ -77,6 +76,6 @@ def test_pictures_that_the_reader_has_opened_become_files(tmp_path, monkeypatch)
     ],
 )
 def test_other_rows_are_refused(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr(published, "source_rows", lambda *_: [PROBLEM | changes])
+    monkeypatch.setattr(_sources, "source_rows", lambda *_: [PROBLEM | changes])
     with pytest.raises(ValueError, match=message):
-        DATASETS["geo3k"](tmp_path)
+        geo3k(tmp_path)

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 from scipy import ndimage
 
-from jaxrl_llm.data import picture_task
-from jaxrl_llm.data.picture_task import DIGITS, GREY, SHAPES, digit_of, pictures, shape_of
-from jaxrl_llm.data.prepare import DATASETS
+from jaxrl_llm.configs.tasks import pictures as task
+from jaxrl_llm.configs.tasks.pictures import DIGITS, GREY, SHAPES, digit_of, pictures, shape_of
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
 
@@ -20,7 +19,7 @@ FILES = ("train", "validation", "sft")
 
 def write(out, **changes):
     settings = {"train_rows": 60, "validation_rows": 30, "sft_rows": 60} | changes
-    written = DATASETS["pictures"](out, **settings)
+    written = pictures(out, **settings)
     return {path.stem: read_rows(path) for path in written}
 
 
@@ -122,7 +121,7 @@ def test_blank_pictures_belong_to_the_same_rows(tmp_path):
 def test_what_is_held_out_occurs_nowhere_else(tmp_path, monkeypatch):
     # there are 64 ways to draw one dot of two pixels a side, so that in one colour some must meet
     monkeypatch.setattr(
-        picture_task, "colours", lambda ink, _: np.repeat(ink[..., None], 3, 2).astype(np.uint8)
+        task, "colours", lambda ink, _: np.repeat(ink[..., None], 3, 2).astype(np.uint8)
     )
     seen = write(tmp_path, kinds=["dots"], side=16, validation_rows=300, train_rows=900)
     files = {split: {row["images"][0]["bytes"] for row in rows} for split, rows in seen.items()}
@@ -171,4 +170,3 @@ def test_the_command_line_takes_kinds(tmp_path, capsys):
 
     main(["pictures", "--out", str(tmp_path), "--kinds", "[dots]", "--train-rows", "2"])
     assert f"{tmp_path}/train.parquet: 2 rows" in capsys.readouterr().out
-    assert pictures.__name__ in DATASETS

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jaxrl_llm.data import reasoning
-from jaxrl_llm.data.prepare import main, reasoning_gym
+from jaxrl_llm.configs.tasks.reasoning_gym import reasoning_gym, task_dataset
+from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
 from jaxrl_llm.rewards.functions import reasoning_gym as score
@@ -49,7 +49,7 @@ def answered(row, reply, **options):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    reasoning.task_dataset.cache_clear()
+    task_dataset.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'jaxrl_llm\[tasks\]'"):
         reasoning_gym(tmp_path, tasks=SUMS)
 
@@ -76,12 +76,12 @@ class TestWithThePackage:
     @pytest.fixture(autouse=True)
     def package(self):
         pytest.importorskip("reasoning_gym")
-        reasoning.task_dataset.cache_clear()
+        task_dataset.cache_clear()
 
     @pytest.mark.parametrize("task", MANY)
     def test_the_right_answer_scores_one_after_a_round_trip_through_a_file(self, tmp_path, task):
         reasoning_gym(tmp_path, tasks={task: {}}, train_rows=3, validation_rows=2)
-        reasoning.task_dataset.cache_clear()  # as in a reward worker
+        task_dataset.cache_clear()  # as in a reward worker
         (row, *_) = rows = verl_rows([str(tmp_path / "train.parquet")])
         assert [row["data_source"] for row in rows] == [f"reasoning_gym/{task}"] * 3
         answer = row["reward_model"]["ground_truth"]
@@ -109,7 +109,7 @@ class TestWithThePackage:
         assert counts == [15, 5]
 
     @pytest.mark.slow
-    @pytest.mark.guards("jaxrl_llm/data/reasoning.py")
+    @pytest.mark.guards("configs/tasks/reasoning_gym.py")
     def test_another_process_with_another_hash_seed_makes_the_same(self, tmp_path):
         tasks = {task: {} for task in MANY}
         command = [sys.executable, "-m", "jaxrl_llm.data.prepare", "reasoning_gym"]

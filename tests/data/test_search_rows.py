@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jaxrl_llm.data.prepare import search_r1
+from jaxrl_llm.configs.tasks.search_r1 import search_r1
 from jaxrl_llm.data.rows import read_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
 

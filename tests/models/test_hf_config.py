@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
-from jaxrl_llm.models.hf.delta import DELTA_KEYS, every_nth_attends, read_delta
+from jaxrl_llm.models.hf.families.qwen import DELTA_KEYS, every_nth_attends, read_delta
 from jaxrl_llm.models.rope import LinearScaling, YarnScaling
 
 GEMMA = {

@@ -8,7 +8,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from jaxrl_llm.models.hf.rope import read_ropes
+from jaxrl_llm.models.hf.family import read_ropes
 from jaxrl_llm.models.rope import rotate, rotation
 
 PUBLISHED = {

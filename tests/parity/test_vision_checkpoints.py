@@ -11,8 +11,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.hf.family import INSIDE
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.hf.nested import INSIDE
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import declare, parameter_count
 from tests.parity.reference import (

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.prepare import verifiers as write_rows
+from jaxrl_llm.configs.tasks.verifiers import verifiers as write_rows
 from jaxrl_llm.data.rows import normalize_prompt_row, read_rows
 from jaxrl_llm.data.verifiers_rows import load_verifiers
 from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings

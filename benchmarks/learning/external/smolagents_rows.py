@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.agent_tasks import agent_task_splits
-from jaxrl_llm.data.prepare import Written, write_splits
+from jaxrl_llm.configs.tasks.agent_task import agent_task_splits
+from jaxrl_llm.data.rows import Written, write_splits
 
 SYSTEM = {"role": "system", "content": "Multiply."}
 CALL = re.compile(r"\[calculator\(expression='(.*)'\)\]")

@@ -4,16 +4,15 @@ An item is kept as the seed and the number from which its generator makes it aga
 what a rule needs to know of an item is not always something that a file can hold.
 """
 
-import dataclasses
-import difflib
-import functools
 import json
 import math
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.rows import Row, Written, write_splits
+from jaxrl_llm.rewards.functions import task_dataset
 
 SEED_SPAN = 1_000_000
 """Seeds between those of two files. Item i is made from the seed plus i, so files that lie nearer
@@ -22,6 +21,46 @@ MAX_SEED = 2**32 // (3 * SEED_SPAN) - 1
 """Numpy's generators take 32 bits."""
 TRIES = 4
 """Items that are looked at for each that is wanted: a question may come twice."""
+
+
+def reasoning_gym(  # noqa: PLR0913 - each is a key of a config
+    out: str | Path,
+    *,
+    tasks: Mapping[str, Mapping[str, Any]] | None = None,
+    train_rows: int = 4096,
+    validation_rows: int = 512,
+    sft_rows: int = 0,
+    system: str = "",
+    template: str = "{question}",
+    response: str = "{answer}",
+    seed: int = 0,
+) -> Written:
+    """Write tasks of reasoning-gym, for the reward function of the same name.
+
+    No question comes twice in a file, and no validation question comes in another file; the
+    supervised file may share questions with the training file.
+
+    Args:
+        out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
+        tasks: `{NAME: {weight: 1, SETTING: value, …}, …}`: which tasks, in which proportion, and
+            the settings of their generators.
+        train_rows: questions to train on.
+        validation_rows: questions held out.
+        sft_rows: questions with their answers, for a supervised warm-up; 0 writes no such file.
+        system: the system message; empty for none.
+        template: of the user's message, with `{question}` in it.
+        response: of the supervised file's responses, with `{answer}` in it.
+        seed: of the choice of questions.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: the package is not installed, there is no such task or setting, a number is out
+            of range, a template lacks its field, or there are too few questions.
+    """
+    plan = TaskPlan(tasks or {}, system, template, response, seed)
+    return write_splits(Path(out), plan.splits(train_rows, validation_rows, sft_rows))
 
 
 class Item(NamedTuple):
@@ -109,45 +148,6 @@ class TaskPlan(NamedTuple):
         }
 
 
-@functools.lru_cache(maxsize=256)
-def task_dataset(task: str, settings: str) -> Any:
-    """Return the data set of a task: `dataset[i]` makes an item, `score_answer` scores an answer.
-
-    Args:
-        task: its name in reasoning-gym.
-        settings: keywords of its config as JSON, with `seed` and `size`.
-
-    Raises:
-        ValueError: the package is not installed, there is no such task or setting, or a setting's
-            value is not possible.
-    """
-    try:
-        from reasoning_gym.factory import (  # pyright: ignore[reportMissingImports]
-            DATASETS,
-            create_dataset,
-        )
-    except ImportError as error:
-        raise ValueError(
-            f"the task {task!r} needs the package reasoning-gym: pip install 'jaxrl_llm[tasks]'"
-        ) from error
-    _check_name(task, DATASETS, "task")
-    given = json.loads(settings)
-    known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
-    for name in given:
-        _check_name(name, known, f"setting of {task}")
-    try:
-        return create_dataset(task, **given)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{task}: {error}") from error
-
-
-def _check_name(name: str, known: Any, kind: str) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(known))})")
-
-
 def draw_items(
     task: str, settings: Mapping[str, Any], seed: int, count: int, excluded: set[str]
 ) -> list[Item]:
@@ -191,29 +191,6 @@ def _items(task: str, settings: str, size: int) -> Iterator[Item]:
     for number in range(size):
         made = dataset[number]
         yield Item(task, settings, number, made["question"], made["answer"])
-
-
-def score_item(task: str, settings: str, number: int, ground_truth: str, answer: str) -> float:
-    """Score an answer to an item by the task's own rule, from 0 to 1.
-
-    Args:
-        task: its name.
-        settings: as `Item` has them.
-        number: of the item.
-        ground_truth: the item's answer, as it was when the file was written.
-        answer: to score.
-
-    Raises:
-        ValueError: the item is no longer the one that the file was written with.
-    """
-    dataset = task_dataset(task, settings)
-    item = dataset[number]
-    if (item["answer"] or "") != ground_truth:
-        raise ValueError(
-            f"{task}: this version of reasoning-gym makes another item {number} than the one that "
-            "wrote the file: prepare the data again"
-        )
-    return float(dataset.score_answer(answer, item))
 
 
 def rows_by_weight(weights: Mapping[str, float | int], rows: int) -> dict[str, int]:

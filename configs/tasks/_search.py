@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl_llm.configs.tasks._rows import Messages, chat_message, task_row
 from jaxrl_llm.data.rows import Row
-from jaxrl_llm.data.task_rows import Messages, chat_message, task_row
 from jaxrl_llm.files import write_text
 
 SYLLABLES = [consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou"]

@@ -1,4 +1,4 @@
-"""Rows of the agents' tasks, in verl's schema, and of their teachers' turns."""
+"""Rows of tasks in verl's schema, and of their teachers' turns."""
 
 from collections.abc import Mapping, Sequence
 
@@ -43,3 +43,16 @@ def turn_rows(chat: Sequence[Mapping[str, str]]) -> list[Row]:
         for place, message in enumerate(chat)
         if message["role"] == "assistant"
     ]
+
+
+def math_row(
+    data_source: str, prompt: str, answer: str, split: str, index: int, **more: str
+) -> Row:
+    """Return a row of a problem with one right answer; `more` are keys of `extra_info`."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, **more},
+    }

@@ -1,11 +1,79 @@
-"""Generated sums such as "12+34=", of which `prepare.arithmetic` makes data sets."""
+"""Generated sums such as "12+34=", and a teacher who forgets to carry."""
 
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl_llm.configs.tasks._rows import chat_message, math_row
+from jaxrl_llm.data.rows import Row, Written, write_splits
+
 MAX_PROBLEMS = 2**62  # more than this can't be sampled from
+
+
+def arithmetic(  # noqa: PLR0913 - each is a key of a config
+    out: str | Path,
+    *,
+    train_rows: int = 4096,
+    validation_rows: int = 512,
+    sft_rows: int = 4096,
+    digits: int = 2,
+    terms: int = 2,
+    operators: str = "+-",
+    zero_pad: bool = False,
+    mistakes: float = 0.0,
+    shown: bool = False,
+    seed: int = 0,
+) -> Written:
+    """Write generated sums such as "12+34=", with the integer as the answer.
+
+    No problem comes twice in a file, and no validation problem comes in another file; the
+    supervised file may share problems with the training file.
+
+    Args:
+        out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
+        train_rows: problems to train on.
+        validation_rows: problems held out.
+        sft_rows: problems with their answers, for a supervised warm-up; 0 writes no such file.
+        digits: numbers have up to so many digits.
+        terms: numbers in a problem.
+        operators: any of + - *, each equally likely; * binds tighter.
+        zero_pad: write every number with all its digits, as in "07+35=", and the responses of
+            sft.parquet with one more, "042": small models learn aligned digits far sooner.
+        mistakes: share of the responses in sft.parquet that add column by column and forget every
+            carry: a base model that has seen them knows both ways. Only for sums.
+        shown: write each problem of sft.parquet again, with the right answer behind it.
+        seed: of the choice of problems.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: a number out of range, unknown operators, or more rows than there are problems.
+
+    >>> import tempfile
+    >>> files = arithmetic(tempfile.mkdtemp(), train_rows=8, validation_rows=2, sft_rows=0)
+    >>> {path.name: rows for path, rows in files.items()}
+    {'train.parquet': 8, 'validation.parquet': 2}
+    """
+    problems = Problems(digits, terms, operators, zero_pad)
+    check_problems(problems, train_rows, validation_rows, sft_rows, mistakes)
+    rng = random.Random(seed)
+    train, validation, supervised = draw_problems(
+        problems, rng, train_rows, validation_rows, sft_rows
+    )
+    splits: dict[str, list[Row]] = {
+        name: [math_row("arithmetic", *problems.problem(n), name, i) for i, n in enumerate(numbers)]
+        for name, numbers in (("train", train), ("validation", validation))
+    }
+    if sft_rows:
+        examples = problems.examples(supervised, rng, mistakes, shown=shown)
+        splits["sft"] = [
+            {"prompt": [chat_message("user", prompt)], "response": answer}
+            for prompt, answer in examples
+        ]
+    return write_splits(Path(out), splits)
 
 
 class Problems(NamedTuple):

@@ -1,12 +1,11 @@
-"""The families of Gemma models: of text, and those that see images."""
+"""Gemma 2 and Gemma 3, of text, and Gemma 3 that sees images."""
 
 import dataclasses
 from typing import Any
 
-from jaxrl_llm.models.hf.family import FULL, SLIDING, Family
+from jaxrl_llm.models.hf.family import FULL, SLIDING, Family, seeing
 from jaxrl_llm.models.hf.keys import Config
-from jaxrl_llm.models.hf.nested import seeing
-from jaxrl_llm.models.hf.siglip import SiglipForm
+from jaxrl_llm.models.hf.vision import SiglipForm
 
 
 def _every_nth_is_full(config: Config) -> list[str]:

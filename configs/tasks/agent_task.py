@@ -6,16 +6,57 @@ RL then finds out which half of what it has seen is right.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxrl_llm.data.code_task import Code
-from jaxrl_llm.data.rows import Row
-from jaxrl_llm.data.search_task import Search
-from jaxrl_llm.data.task_rows import Messages, chat_message, task_row, turn_rows
+from jaxrl_llm.configs.tasks._code import Code
+from jaxrl_llm.configs.tasks._rows import Messages, chat_message, task_row, turn_rows
+from jaxrl_llm.configs.tasks._search import Search, write_corpus
+from jaxrl_llm.data.rows import Row, Written, write_splits
 from jaxrl_llm.rollout.agents.environments import MOVES, Play, grid, guess_number, moved
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GRID_SIDE = 4
+
+
+def agent_task(
+    out: str | Path,
+    *,
+    task: str = "look_up",
+    settings: Mapping[str, Any] | None = None,
+    train_rows: int = 4096,
+    validation_rows: int = 256,
+    sft_episodes: int = 4096,
+    seed: int = 0,
+) -> Written:
+    """Write a task of several turns, with a tool or an environment, that a small model can learn.
+
+    No validation row comes in another file, except for guess_number. For search there is a folder
+    `corpus`, too, in which its tool searches.
+
+    Args:
+        out: directory for train.parquet, validation.parquet and sft.parquet (prompt + response).
+        task: look_up, calculator, guess_number, grid, code or search.
+        settings: of the task and its teacher (configs/tasks/agent_task.py).
+        train_rows: rows to train on.
+        validation_rows: rows held out.
+        sft_episodes: of a flawed teacher, each turn a row, for a supervised warm-up; 0 writes no
+            such file.
+        seed: of all draws.
+
+    Returns:
+        The files and their rows.
+
+    Raises:
+        ValueError: no such task or setting, or a number out of range.
+    """
+    rows = {"train": train_rows, "validation": validation_rows}
+    splits = agent_task_splits(
+        task, settings or {}, rows=rows, sft_episodes=sft_episodes, seed=seed
+    )
+    if task == "search":
+        write_corpus(Path(out), Search(**(settings or {})))
+    return write_splits(Path(out), splits)
 
 
 @runtime_checkable

@@ -4,8 +4,8 @@ import math
 import random
 from typing import NamedTuple
 
+from jaxrl_llm.configs.tasks._rows import Messages, chat_message, task_row
 from jaxrl_llm.data.rows import Row
-from jaxrl_llm.data.task_rows import Messages, chat_message, task_row
 
 TOLD_OF_A_BROKEN_PROGRAM = "Traceback (most rece ... `:`, found name"
 """What Monty says of a program without its colon, the middle left out, of 40 tokens."""
