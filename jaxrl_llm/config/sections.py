@@ -284,7 +284,7 @@ class ToolProcessConfig(ProcessConfig):
 
     workers: int = Field(default=2, ge=0)
     """processes; 0 runs tools in this process, without a time limit"""
-    timeout_s: Number = Field(default=10.0, gt=0)
+    timeout_s: Number = Field(default=10.0, gt=0, allow_inf_nan=False)
     """seconds for one call, or one step of an environment"""
     retries: int = Field(default=2, ge=0)
     """new attempts at a call whose infrastructure failed (BrokenTool)"""

@@ -19,17 +19,17 @@ from jaxrl_llm.config.sections import RewardConfig, ScoringConfig
 from jaxrl_llm.data.row_fields import Row, map_rows
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.rewards.functions import check_ground_truth
-from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
     ASKING,
     FUNCTION_COMPONENT,
     OnError,
     RewardError,
+    RewardPool,
     RewardRunner,
+    RewardTasks,
     Score,
     check_reward_function,
 )
-from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import (
     BUILTIN_MODULE,
     AsyncCalls,

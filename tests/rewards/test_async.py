@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards import pool as pool_module
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards import runner
+from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
 from jaxrl_llm.workers.retries import MAX_WAIT_S, wait_before_retry
 
@@ -133,7 +132,7 @@ def test_one_failure_costs_one_reply(make, workers):
 @pytest.mark.parametrize(("word", "kind"), [("die", "died"), ("block", "timeout")])
 def test_the_call_is_blamed_that_ends_or_stops_its_process(make, monkeypatch, word, kind):
     """The others ran in the same process, and have their scores."""
-    monkeypatch.setattr(pool_module, "SILENCE_S", 1.5)
+    monkeypatch.setattr(runner, "SILENCE_S", 1.5)
     pool = make(1, timeout_s=0.7)
     scores = pool.score(items("1", "long", word, "long", "2", "long"))
     assert [score.score for score in scores] == [1.0, 1.0, -1.0, 1.0, 2.0, 1.0]

@@ -14,8 +14,7 @@ import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import descendants, process
@@ -369,10 +368,10 @@ PROGRAM = """
 import sys
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.workers import cgroup
+from jaxrl_llm.workers import descendants
 from jaxrl_llm.workers.limits import Limits
-from jaxrl_llm.rewards.pool import RewardItem, RewardPool
-if not {grouped}: cgroup.new_group_path = lambda: None
+from jaxrl_llm.rewards.runner import RewardItem, RewardPool
+if not {grouped}: descendants.new_group_path = lambda: None
 limits = Limits(pass_env=("CONTAINMENT_MARK",))
 pool = RewardPool(FunctionSpec({function!r}), workers=1, timeout_s=60.0, limits=limits)
 pool.score([RewardItem("", "start", "", {{}})])

@@ -12,8 +12,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.rewards.judge import Case, JudgeSettings, Verdict, fence
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.scoring import check_scoring, stopping
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem, Unscored
 from jaxrl_llm.rollout.rollouts import Rollouts

@@ -20,9 +20,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.preferences import normalize_preference_row
-from jaxrl_llm.rewards import pool as pool_module
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards import runner
+from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.workers import process
 from tests.waiting import ended, wait_until
@@ -409,7 +408,7 @@ PROGRAM = """
 import sys, threading
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards import pool as m
+from jaxrl_llm.rewards import runner as m
 pool = m.RewardPool(FunctionSpec({function!r}), workers=1, timeout_s=60.0, on_error=0.0)
 print(pool.score([m.RewardItem("", "pid", "", {{}})])[0].extra["pid"], flush=True)
 pool.score([m.RewardItem("", {reply!r}, "", {{}})]) if {reply!r} else sys.stdin.read()
@@ -418,7 +417,7 @@ pool.score([m.RewardItem("", {reply!r}, "", {{}})]) if {reply!r} else sys.stdin.
 
 @pytest.mark.parametrize("reply", ["", "hang", "spin"])
 def test_workers_end_when_their_owner_is_killed(functions_file, reply):
-    search = [*sys.path, str(Path(pool_module.__file__).parents[2])]
+    search = [*sys.path, str(Path(runner.__file__).parents[2])]
     program = PROGRAM.format(search=search, function=f"{functions_file}:act", reply=reply)
     owner = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],

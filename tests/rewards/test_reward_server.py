@@ -15,8 +15,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.rewards import reward_server as module
-from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.rewards.runner import RewardPool
 from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
 from jaxrl_llm.rollout.servers import ServerError

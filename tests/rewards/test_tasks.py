@@ -12,8 +12,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.runner import RewardError, Score
-from jaxrl_llm.rewards.tasks import RewardTasks
+from jaxrl_llm.rewards.runner import RewardError, RewardTasks, Score
 from jaxrl_llm.rewards.worker import DEFAULT_CALLS, AsyncCalls, RewardItem
 from jaxrl_llm.workers.limits import Limits
 from tests.waiting import ended, wait_until

@@ -9,19 +9,19 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
-from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits
 from tests.episodes import config
 from tests.sandboxes import needs_landlock
+from tests.tool_pools import open_tools
 
 
 @pytest.fixture
 def make():
     pools = []
 
-    def build(*others, workers=0, timeout_s=10.0, limits=DEFAULT_LIMITS, **keywords):
+    def build(*others, workers=0, timeout_s=10.0, limits=None, **keywords):
         tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
-        pools.append(SessionPool(SessionSettings(tools, None, workers, timeout_s, limits=limits)))
+        process = {"workers": workers, "timeout_s": timeout_s} | (limits or {})
+        pools.append(open_tools(tools, **process))
         return pools[-1]
 
     yield build
@@ -58,7 +58,7 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
 
 @needs_landlock
 def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
-    pool = make(workers=1, timeout_s=60.0, limits=Limits(max_processes=2), sandbox="process")
+    pool = make(workers=1, timeout_s=60.0, limits={"max_processes": 2}, sandbox="process")
 
     async def episodes():
         sessions = [pool.open(n, EpisodeRow(n), n, None) for n in range(3)]

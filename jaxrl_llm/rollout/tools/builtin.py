@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.data.verifiers_rows import load_verifiers
 from jaxrl_llm.files import atomic_write
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool
 from jaxrl_llm.rollout.servers import ServerError, check_client, post
@@ -528,6 +527,8 @@ def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[T
     Raises:
         ConfigError: there is no such environment.
     """
+    from jaxrl_llm.data.verifiers_rows import load_verifiers  # which imports array libraries
+
     env = load_verifiers(id, json.dumps(args or {}, sort_keys=True))
     return [
         ToolsetTool({"type": "function", "function": _schema(tool)}, _run_elsewhere)

@@ -104,7 +104,8 @@ class Journal:
 
     def record(self, episode: int, call: int, digest: str, result: ToolResult) -> None:
         """Append the result of a call."""
-        self._append({"key": [episode, call], "digest": digest, "result": result._asdict()})
+        told = {name: getattr(result, name) for name in FIELDS}
+        self._append({"key": [episode, call], "digest": digest, "result": told})
         self._entries.setdefault(episode, {})[call] = digest, result
 
     def _append(self, entry: dict[str, Any]) -> None:

@@ -596,21 +596,26 @@ class ToolResult(NamedTuple):
         reward: added to the reward of the turn that is answered.
         end: whether the episode ends here.
         failure: None; `failed`, `timeout` or `died`, of which the model is told; `broken` where the
-            infrastructure failed, after all retries.
+            infrastructure failed, after all retries; of one attempt also `retry`, where another may
+            do better.
         score: what an environment returned at its end.
         seconds: that it took.
         images: told with the text: for each the place in it, in characters and in rising order, and
             the base64 of its file.
+        error: what kind of error it was, until it is counted; empty for none.
+        trace: where that was raised, if it is the first of its kind.
     """
 
-    name: str
-    text: str
+    name: str = ""
+    text: str = ""
     reward: float = 0.0
     end: bool = False
     failure: str | None = None
     score: float | None = None
     seconds: float = 0.0
     images: tuple[tuple[int, str], ...] = ()
+    error: str = ""
+    trace: str = ""
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
