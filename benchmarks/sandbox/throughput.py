@@ -1,7 +1,7 @@
 """How fast code of a model runs at each level of the sandbox: 500 calls at once, on two workers.
 
     python -m benchmarks.sandbox.throughput
-    python -m benchmarks.sandbox.throughput --levels monty process --calls 500
+    python -m benchmarks.sandbox.throughput --levels process --calls 500
 
 - start: seconds from nothing to the first result, and that of a further run, in this process.
 - bare: all calls from two threads, with a new interpreter for each one.
@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.session import SessionPool
 from jaxrl_llm.sandbox.interpreter import open_interpreter
 
-LEVELS = ("expression", "monty", "process")
+LEVELS = ("expression", "process")
 WORKERS = 2
 TRIES = 10
 

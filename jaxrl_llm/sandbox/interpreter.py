@@ -2,18 +2,18 @@
 
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, get_args
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 
-Level = Literal["expression", "monty", "process", "service"]
+Level = Literal["expression", "process", "service"]
 """How code is kept from the machine.
 
-`expression` computes arithmetic and nothing else. `monty` interprets a subset of Python that has
-no access to the machine. `process` runs CPython behind limits of Linux's kernel. `service` sends
-the code to a SandboxFusion server.
+`expression` computes arithmetic and nothing else. `process` runs CPython behind limits of Linux's
+kernel. `service` sends the code to a SandboxFusion server.
 """
 
 Failure = Literal["error", "timeout", "memory", "killed", "unavailable"]
@@ -64,10 +64,10 @@ class CodeResult(NamedTuple):
     seconds: float = 0.0
 
 
-@runtime_checkable
-class Interpreter(Protocol):
+class Interpreter(ABC):
     """Runs code at one level; a context manager. Use it from one thread at a time."""
 
+    @abstractmethod
     def run(self, code: str, *, stdin: str = "") -> CodeResult:
         """Run code.
 
@@ -81,19 +81,16 @@ class Interpreter(Protocol):
         Returns:
             What came of it, also where it failed.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End it, with all processes and files that its code has made."""
-        ...
 
     def __enter__(self) -> "Interpreter":
-        """Return itself."""
-        ...
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it."""
-        ...
+        self.close()
 
 
 WHOLE = ("memory_mb", "processes", "file_mb", "output_bytes")

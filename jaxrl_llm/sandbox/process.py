@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox.interpreter import BoundedOutput, CodeLimits, CodeResult, Failure
+from jaxrl_llm.sandbox.interpreter import (
+    BoundedOutput,
+    CodeLimits,
+    CodeResult,
+    Failure,
+    Interpreter,
+)
 from jaxrl_llm.sandbox.jail import AUDIT_ARCHS, Layers, landlock_version
 from jaxrl_llm.sandbox.launcher import (
     MB,
@@ -320,7 +326,7 @@ log = logging.getLogger(__name__)
 STATE_LOST = "; the names of earlier runs are lost"
 
 
-class ProcessInterpreter:
+class ProcessInterpreter(Interpreter):
     """Runs code in a process of its own, behind the layers that this machine has.
 
     Args:
@@ -364,14 +370,6 @@ class ProcessInterpreter:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-    def __enter__(self) -> "ProcessInterpreter":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Close it."""
-        self.close()
 
 
 @functools.cache

@@ -44,14 +44,12 @@ SHARE_OF_TIME = 0.8
 
 ABILITIES = {
     "expression": "Compute an arithmetic expression: numbers, parentheses and + - * / // % **.",
-    "monty": "Run Python. A part of its standard library is there; files and the network are not.",
     "process": "Run Python. There is an empty folder for files, and no network.",
     "service": "Run Python.",
 }
 KEPT = {True: " Names stay from call to call.", False: " Nothing stays from call to call."}
 SEEN = {
     "expression": "",
-    "monty": " What is printed is returned, and the value of a last expression.",
     "process": " What is printed is returned, and the value of a last expression.",
     "service": " What is printed is returned.",
 }
@@ -123,7 +121,7 @@ def starts_processes(function: Callable[..., Any], keywords: Mapping[str, Any]) 
 
     A limit on the processes of a worker, in which many episodes live, would end them all.
 
-    >>> starts_processes(python, {"sandbox": "monty"})
+    >>> starts_processes(python, {"sandbox": "service"})
     False
     """
     return function is python and keywords.get("sandbox") == "process"
