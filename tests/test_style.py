@@ -22,12 +22,12 @@ MANY_PARAMETERS = {
     ("jaxrl_llm/data/picture_task.py", "pictures"): "each is a key of a config",
     ("jaxrl_llm/data/prepare.py", "arithmetic"): "each is a key of a config",
     ("jaxrl_llm/data/prepare.py", "reasoning_gym"): "each is a key of a config",
-    ("jaxrl_llm/rewards/judge.py", "judge"): "each is a key of a config",
+    ("jaxrl_llm/rewards/remote.py", "judge"): "each is a key of a config",
 }
 LONG_FILES: dict[str, str] = {}
 """Tables of data, and why they stand in one file."""
 
-LEVELS = ("expression", "monty", "process", "service")
+LEVELS = ("expression", "process", "service")
 NAMED_IN_CONFIGS = {"jaxrl_llm/data/prepare.py", "jaxrl_llm/rewards/functions.py"}
 NAMED_IN_CONFIGS |= {"jaxrl_llm/rewards/functions.py", "jaxrl_llm/data/published.py"}
 NAMED_IN_CONFIGS |= {f"jaxrl_llm/sandbox/{level}.py" for level in LEVELS}

@@ -24,18 +24,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rewards.code import check_python_tests, python_tests
-from jaxrl_llm.rewards.judge import check_judge, judge
-from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.rewards.remote import check_judge, classify, judge
 from jaxrl_llm.rewards.worker import (
     BEAT,
     BEAT_S,
-    DEFAULT_CALLS,
     FAILURES,
     AsyncCalls,
     Outcome,
@@ -49,10 +47,13 @@ from jaxrl_llm.rewards.worker import (
     outcomes_in_thread,
 )
 from jaxrl_llm.rollout.servers import check_client
-from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
-from jaxrl_llm.workers.pool import Answer, WorkerPool
+from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.pool import Answered, WorkerPool
 from jaxrl_llm.workers.process import LaunchOptions, WorkerProgram
-from jaxrl_llm.workers.protocol import UNSCORED, finite_number, shorten
+from jaxrl_llm.workers.protocol import UNSCORED, shorten
+
+if TYPE_CHECKING:  # Ray's workers start without pydantic
+    from jaxrl_llm.config.sections import ScoringConfig
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,6 @@ ASKING = (judge, classify)
 """The reward functions that ask a server."""
 
 Outcomes = Generator[tuple[int, Outcome], None, None]
-OnError = int | float | None | Literal["unscored"]
 
 
 class RewardError(RunError):
@@ -113,39 +113,34 @@ class Score(NamedTuple):
 class RewardRunner(ABC):
     """Score replies; a subclass says where the reward function's calls run, by `_outcomes`.
 
+    The reward function is any function with verl's parameters `(data_source, solution_str,
+    ground_truth, extra_info)`, which are passed by name. It returns a number, or a dict with a
+    number under `score` and more keys to keep. A call that raises (`exception`), takes too long
+    (`timeout`), ends its process (`died`) or returns anything else, NaN and infinity included
+    (`invalid`), is counted in `counts` and logged; then the reply gets `on_error`, or `RewardError`
+    is raised. One that raises `Unscored` has not failed: its reply gets no reward.
+
+    It may be an `async def`: then several calls run at once in each process, each with its own time
+    limit, and those that fail for what may pass are tried again.
+
     Args:
         spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
-        timeout_s: seconds that one call may take.
-        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`,
-            "unscored" leaves it without a reward.
-        calls: how an `async def` is called.
+        config: how it is called.
 
     Raises:
-        ValueError: a number out of range; `ConfigError` (a ValueError) when the reward function
-            can't be found, or can't be called with the four parameters and its keywords.
+        ConfigError: the reward function can't be found, or can't be called with the four parameters
+            and its keywords.
     """
 
-    def __init__(
-        self,
-        spec: FunctionSpec,
-        *,
-        timeout_s: int | float,
-        on_error: OnError,
-        calls: AsyncCalls = DEFAULT_CALLS,
-    ) -> None:
-        if finite_number(on_error) is None and on_error not in (None, UNSCORED):
-            raise ValueError(
-                f"reward: expected on_error to be a finite number or nothing, got {on_error!r}; "
-                f"{UNSCORED!r} leaves replies without a score"
-            )
-        if calls.concurrency < 1 or calls.retries < 0:
-            raise ValueError(f"reward: expected concurrency >= 1 and retries >= 0, got {calls}")
-        self._function = check_reward_function(spec)
-        asynchronous = is_async(self._function)
-        self._job = RewardJob(spec, float(timeout_s), calls if asynchronous else None)
+    def __init__(self, spec: FunctionSpec, config: "ScoringConfig") -> None:
+        self._spec, self._function = spec, check_reward_function(spec)
+        calls = None
+        if is_async(self._function):
+            calls = AsyncCalls(config.concurrency, config.retries)
+        self._job = RewardJob(spec, config.timeout_s, calls)
+        self._limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
+        self._on_error = math.nan if config.on_error == UNSCORED else config.on_error
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
-        self._spec = spec
-        self._on_error = math.nan if on_error == UNSCORED else on_error
         self._rows: Sequence[int] = ()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -337,7 +332,7 @@ class RewardWorkers(WorkerPool):
                     self._hand_out_calls(items, waiting, suspects, self.job.calls.concurrency)
                 check_open(self.closed)
                 for event in self.poll(MAX_WAIT_S):
-                    if isinstance(event, Answer):
+                    if isinstance(event, Answered):
                         left -= 1
                         yield event.number, event.value
                     elif self.job.calls is not None and len(event.pending) > 1:
@@ -392,58 +387,17 @@ class RewardWorkers(WorkerPool):
 class RewardPool(RewardRunner):
     """Score replies in worker processes, with a time limit that really ends a hung call.
 
-    The reward function is any function with verl's parameters `(data_source, solution_str,
-    ground_truth, extra_info)`, which are passed by name. It returns a number, or a dict with a
-    number under `score` and more keys to keep. A call that raises (`exception`), takes too long
-    (`timeout`), ends its process (`died`) or returns anything else, NaN and infinity included
-    (`invalid`), is counted in `counts` and logged; then the reply gets `on_error`, or `RewardError`
-    is raised. One that raises `Unscored` has not failed: its reply gets no reward.
-
-    It may be an `async def`: then several calls run at once in each process, each with its own time
-    limit, and those that fail for what may pass are tried again.
-
     Workers start at the first `score` and live until `close`; one that dies is replaced. The reward
     function's time limit starts when its item does, so it covers imports inside the reward
-    function.
-
-    Args:
-        spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
-        workers: number of processes; 0 calls the reward function in this process, which is handy in
-            a notebook but has no time limit and no protection from a crash.
-        timeout_s: seconds that one call may take.
-        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`,
-            "unscored" leaves it without a reward.
-        calls: how an `async def` is called.
-        limits: of each process, and its environment; `workers=0` has none of them.
-
-    Raises:
-        ValueError: a number out of range; `ConfigError` (a ValueError) when the reward function
-            can't be found, or can't be called with the four parameters and its keywords.
-
-    >>> with RewardPool(FunctionSpec("arithmetic"), workers=0, timeout_s=5, on_error=0.0) as pool:
-    ...     pool.score([RewardItem("arithmetic", "2+2=4", "4", None)])
-    [Score(score=1.0, extra={'acc': 1.0, 'pred': '4'}, error=None, step_rewards=())]
+    function. With `workers=0` it is called in this process, which has no time limit and no
+    protection from a crash.
     """
 
-    def __init__(
-        self,
-        spec: FunctionSpec,
-        *,
-        workers: int,
-        timeout_s: int | float = 30.0,
-        on_error: OnError = None,
-        calls: AsyncCalls = DEFAULT_CALLS,
-        limits: Limits = DEFAULT_LIMITS,
-    ) -> None:
-        check_limits(limits)
-        if workers < 0 or not 0 < timeout_s < math.inf:
-            raise ValueError(
-                "reward: expected workers >= 0 and a positive time limit, got"
-                f" workers={workers}, timeout_s={timeout_s}"
-            )
-        super().__init__(spec, timeout_s=timeout_s, on_error=on_error, calls=calls)
-        self._worker_pool = RewardWorkers(self._job, workers, LaunchOptions(limits=limits))
-        self._in_process = workers == 0
+    def __init__(self, spec: FunctionSpec, config: "ScoringConfig") -> None:
+        super().__init__(spec, config)
+        launch = LaunchOptions(limits=self._limits)
+        self._worker_pool = RewardWorkers(self._job, config.workers, launch)
+        self._in_process = config.workers == 0
 
     def close(self) -> None:
         """End the workers; `score` can't be called any more, and ends if another thread runs it."""
@@ -476,45 +430,27 @@ class RewardTasks(RewardRunner):
 
     Args:
         spec: the reward function: a name in `jaxrl_llm.rewards.functions`, or `my_file.py:name`.
+        config: how it is called; of an `async def` the tasks share the concurrency.
         tasks: the most tasks at once; there are fewer while the cluster has fewer CPUs free.
-        timeout_s: seconds that one call may take.
         retries: how often an item whose process died is tried again before it counts as `died`.
-        on_error: the reward of a reply whose reward function failed; None stops with `RewardError`,
-            "unscored" leaves it without a reward.
-        calls: how an `async def` is called; the tasks share its concurrency.
-        limits: of each process below a Ray worker, and its environment.
 
     Raises:
-        ValueError: a number out of range; `ConfigError` (a ValueError) when the reward function
-            can't be found, or can't be called with the four parameters and its keywords.
+        ConfigError: as of `RewardRunner`.
         RewardError: this process has joined no cluster, or Ray is not installed.
     """
 
     def __init__(
-        self,
-        spec: FunctionSpec,
-        *,
-        tasks: int,
-        timeout_s: int | float = 30.0,
-        retries: int = 2,
-        on_error: OnError = None,
-        calls: AsyncCalls = DEFAULT_CALLS,
-        limits: Limits = DEFAULT_LIMITS,
+        self, spec: FunctionSpec, config: "ScoringConfig", *, tasks: int, retries: int
     ) -> None:
-        check_limits(limits)
-        if tasks < 1 or retries < 0 or not 0 < timeout_s < math.inf:
-            raise ValueError(
-                "reward: expected tasks >= 1, retries >= 0 and a positive time limit, got"
-                f" tasks={tasks}, retries={retries}, timeout_s={timeout_s}"
-            )
-        super().__init__(spec, timeout_s=timeout_s, on_error=on_error, calls=calls)
+        super().__init__(spec, config)
         self.counts["retried"] = 0
         job = self._job
         if job.calls is not None:
-            tasks = min(tasks, calls.concurrency)
-            job = job._replace(calls=calls._replace(concurrency=calls.concurrency // tasks))
+            tasks = min(tasks, config.concurrency)
+            share = job.calls._replace(concurrency=config.concurrency // tasks)
+            job = job._replace(calls=share)
         self._tasks, self._retries = tasks, retries
-        launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), limits)
+        launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), self._limits)
         self._pickled = pickle.dumps((job, launch))
         self._remote = _cluster().remote(num_cpus=1, max_retries=0)(_score_chunk)
 

@@ -50,9 +50,6 @@ class AsyncCalls(NamedTuple):
     retries: int = 3
 
 
-DEFAULT_CALLS = AsyncCalls()
-
-
 class RewardJob(NamedTuple):
     """What a worker is told first.
 

@@ -29,7 +29,7 @@ from jaxrl_llm.workers.protocol import decode_load_error
 log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
+class Answered(NamedTuple):
     """What a worker has answered.
 
     Attributes:
@@ -119,7 +119,7 @@ class WorkerPool(ABC):
 
     def poll(
         self, wait_s: float | None = None, woken: socket.socket | None = None
-    ) -> Iterator[Answer | Lost]:
+    ) -> Iterator[Answered | Lost]:
         """Wait until something happens, and yield what; nothing once the pool is closed.
 
         Args:
@@ -151,7 +151,7 @@ class WorkerPool(ABC):
                 fault = f"no answer within {worker.timeout_s:g} s"
                 yield self._lose(worker, "timeout", fault)
 
-    def _receive(self, worker: WorkerProcess) -> Iterator[Answer | Lost]:
+    def _receive(self, worker: WorkerProcess) -> Iterator[Answered | Lost]:
         """Take what a worker has written; it is lost where that is wrong, or when it has ended."""
         worker.channel.flush()
         lines = worker.channel.receive()
@@ -166,7 +166,7 @@ class WorkerPool(ABC):
             worker.restart_deadline()
             for number, value in answers:
                 worker.pending.remove(number)
-                yield Answer(worker, number, value)
+                yield Answered(worker, number, value)
         if worker.channel.is_overfull:
             yield self._lose(worker, "invalid", BAD_OUTPUT)
         elif not lines and worker.has_ended():

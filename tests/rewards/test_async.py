@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.sections import ScoringConfig
 from jaxrl_llm.rewards import runner
 from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
-from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.workers.retries import MAX_WAIT_S, wait_before_retry
 
 FUNCTIONS = """
@@ -74,7 +76,9 @@ def make(functions_file):
     def build(workers, name="act", calls=(8, 0), timeout_s=20.0, on_error=-1.0, **keywords):
         spec = FunctionSpec(f"{functions_file}:{name}", keywords)
         options = {"workers": workers, "timeout_s": timeout_s, "on_error": on_error}
-        pools.append(RewardPool(spec, calls=AsyncCalls(*calls), **options))
+        concurrency, retries = calls
+        config = ScoringConfig(concurrency=concurrency, retries=retries, **options)
+        pools.append(RewardPool(spec, config))
         return pools[-1]
 
     yield build
@@ -193,8 +197,8 @@ def test_other_words_for_failures_are_refused(make):
     for wrong in ("nothing", math.inf):
         with pytest.raises((ValueError, TypeError), match="on_error"):
             make(0, on_error=wrong)
-    for calls in ((0, 1), (1, -1)):
-        with pytest.raises(ValueError, match="expected concurrency >= 1 and retries >= 0"):
+    for calls, key in (((0, 1), "concurrency"), ((1, -1), "retries")):
+        with pytest.raises(ConfigError, match=f"{key}: expected . or more"):
             make(0, calls=calls)
 
 

@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.tools.worker import (
     error_text,
 )
 from jaxrl_llm.workers.limits import Limits
-from jaxrl_llm.workers.pool import Answer, WorkerPool
+from jaxrl_llm.workers.pool import Answered, WorkerPool
 from jaxrl_llm.workers.process import LaunchOptions, WorkerProcess, WorkerProgram, stop_all
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Placement:
         self.applied = 0  # of the requests that make the state
 
 
-class Task:
+class ToolTask:
     """A request to workers.
 
     Args:
@@ -147,7 +147,7 @@ class InProcess:
     def __init__(self, spec: ToolboxSpec, report: Report) -> None:
         self._toolbox, self._report, self._closed = Toolbox(spec), report, False
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: ToolTask) -> None:
         """Answer a request."""
         if self._closed:
             raise ToolError(CLOSED)
@@ -176,10 +176,10 @@ class ToolWorkers(WorkerPool):
         launch = LaunchOptions(limits=limits)
         super().__init__(PROGRAM, spec, spec.seconds, launch, name="tools", loads="them")
         self._size, self._report = size, report
-        self._running: dict[WorkerProcess, Task] = {}
+        self._running: dict[WorkerProcess, ToolTask] = {}
         self._homes: dict[Placement, WorkerProcess] = {}
-        self._waiting = deque[Task]()
-        self._inbox = SimpleQueue[Task]()
+        self._waiting = deque[ToolTask]()
+        self._inbox = SimpleQueue[ToolTask]()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._woken, self._wake = socket.socketpair()
@@ -196,7 +196,7 @@ class ToolWorkers(WorkerPool):
         result = decode_tool_result(line, pending[0]) if pending else None
         return result and [(pending[0], result)]
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: ToolTask) -> None:
         """Have a request answered, from any thread.
 
         Raises:
@@ -258,7 +258,7 @@ class ToolWorkers(WorkerPool):
             task = self._running.get(event.worker)
             if task is None:  # it had nothing to do
                 continue
-            if isinstance(event, Answer):
+            if isinstance(event, Answered):
                 is_done = task.add(event.value)
             else:
                 task.lose("timeout" if event.kind == "timeout" else "died", event.message)
@@ -274,7 +274,7 @@ class ToolWorkers(WorkerPool):
             while True:
                 self._waiting.append(self._inbox.get_nowait())
 
-    def _start(self, task: Task) -> bool:
+    def _start(self, task: ToolTask) -> bool:
         """Give a task to its worker; return whether it need not wait any more."""
         if task.future.cancelled():
             return True
@@ -301,7 +301,7 @@ class ToolWorkers(WorkerPool):
             worker.submit([(next(self._numbers), request) for request in task.begin()])
         return True
 
-    def _finish(self, task: Task) -> None:
+    def _finish(self, task: ToolTask) -> None:
         if task.placement is not None and task.request.kind == "close":
             self._homes.pop(task.placement, None)
         task.finish(self._report)

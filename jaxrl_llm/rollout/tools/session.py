@@ -20,7 +20,7 @@ from jaxrl_llm.data.call_formats import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.builtin import starts_processes
 from jaxrl_llm.rollout.tools.journal import Journal, call_digest
-from jaxrl_llm.rollout.tools.pool import InProcess, Placement, Task, ToolWorkers
+from jaxrl_llm.rollout.tools.pool import InProcess, Placement, ToolTask, ToolWorkers
 from jaxrl_llm.rollout.tools.tool import (
     TOOLS_KEY,
     ArgumentsError,
@@ -157,7 +157,7 @@ class Session:
         alone = request._replace(episode=-1, seed=self._seed)
         if "row" in tool.injected:
             alone = alone._replace(row=self._row)
-        return await self._journaled(alone, lambda _: self._submit(Task(alone)))
+        return await self._journaled(alone, lambda _: self._submit(ToolTask(alone)))
 
     async def step(self, answer: str | None) -> ToolResult:
         """Tell the environment what the model said, and return what it says.
@@ -203,7 +203,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        task = Task(ToolRequest("close", self._episode), self._placement)
+        task = ToolTask(ToolRequest("close", self._episode), self._placement)
         with suppress(ToolError):  # the pool is closed: what was open has ended
             self._pool.backend.submit(task)
             await asyncio.shield(asyncio.wrap_future(task.future))
@@ -238,12 +238,12 @@ class Session:
         # an environment that raised can't go on; a tool can
         is_fresh = self._is_spoilt or (again and request.kind == "step")
         self._is_spoilt = True
-        task = Task(request, self._placement, tuple(self._earlier), is_fresh=is_fresh)
+        task = ToolTask(request, self._placement, tuple(self._earlier), is_fresh=is_fresh)
         result = await self._submit(task)
         self._is_spoilt = False
         return result
 
-    async def _submit(self, task: Task) -> ToolResult:
+    async def _submit(self, task: ToolTask) -> ToolResult:
         self._pool.backend.submit(task)
         return await asyncio.wrap_future(task.future)
 
@@ -413,7 +413,7 @@ class SessionPool:
             return tool.schema
         if not tool.is_fixture:
             return tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
-        task = Task(ToolRequest("schema", name=tool.name))
+        task = ToolTask(ToolRequest("schema", name=tool.name))
         self.backend.submit(task)
         result = task.future.result()
         if result.failure is not None:

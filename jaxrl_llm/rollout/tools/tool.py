@@ -20,6 +20,7 @@ from jaxrl_llm.config.functions import (
     load_function,
     split_name,
 )
+from jaxrl_llm.workers.protocol import finite_number
 
 INJECTED = ("state", "row", "rng", "seconds")
 """Names of parameters that are passed by the trainer, and hidden from the model."""
@@ -631,6 +632,36 @@ class ToolResult(NamedTuple):
             if image is not None:
                 yield {"type": "image", "image": base64.b64decode(image[1])}
             start = end
+
+
+TYPES = {
+    "name": str,
+    "text": str,
+    "reward": float,
+    "end": bool,
+    "failure": str | None,
+    "score": float | None,
+    "seconds": float,
+    "images": list,
+    "error": str,
+    "trace": str,
+}
+
+
+def read_result(fields: Any) -> ToolResult | None:
+    """Return a result as JSON has it; None where it is none.
+
+    >>> read_result(ToolResult("add", "3")._asdict() | {"images": []}).text
+    '3'
+    """
+    if not isinstance(fields, dict) or fields.keys() != TYPES.keys():
+        return None
+    if not all(isinstance(fields[name], kind) for name, kind in TYPES.items()):
+        return None
+    if any(finite_number(v) is None for v in fields.values() if isinstance(v, float)):
+        return None
+    images = checked_images(fields["images"])
+    return None if images is None else ToolResult(**{**fields, "images": images})
 
 
 def checked_images(value: Any) -> tuple[tuple[int, str], ...] | None:

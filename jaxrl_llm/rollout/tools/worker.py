@@ -22,10 +22,10 @@ from jaxrl_llm.rollout.tools.tool import (
     TOOLS_KEY,
     LoadedTool,
     ToolResult,
-    checked_images,
     injected_names,
     load_environment,
     load_tools,
+    read_result,
     restore_types,
     tool_schema,
 )
@@ -429,23 +429,14 @@ def decode_tool_result(line: bytes, number: int) -> ToolResult | None:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(fields, dict) or fields.keys() != {"number", *ToolResult._fields}:
+    if not isinstance(fields, dict) or type(fields.get("number")) is not int:
         return None
-    if type(fields["number"]) is not int or fields.pop("number") != number:
+    if fields.pop("number") != number or (result := read_result(fields)) is None:
         return None
-    if (images := checked_images(fields.pop("images"))) is None:
-        return None
-    result = ToolResult(**fields, images=images)
-    texts = (result.name, result.text, result.error, result.trace)
-    numbers = [n for n in (result.reward, result.score, result.seconds) if n is not None]
     sound = (
-        all(isinstance(text, str) for text in texts)
-        and len(result.text) <= MAX_RESULT_CHARS
-        and sum(len(image) for _, image in images) <= MAX_IMAGE_CHARS
-        and all(place <= len(result.text) for place, _ in images)
-        and all(type(n) is float and finite_number(n) is not None for n in numbers)
-        and type(result.reward) is float
-        and type(result.end) is bool
+        len(result.text) <= MAX_RESULT_CHARS
+        and sum(len(image) for _, image in result.images) <= MAX_IMAGE_CHARS
+        and all(place <= len(result.text) for place, _ in result.images)
         and result.failure in FAILURES
     )
     if not sound:
