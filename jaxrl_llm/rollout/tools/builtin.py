@@ -20,7 +20,7 @@ from jaxrl_llm.files import atomic_write
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool
 from jaxrl_llm.rollout.servers import ServerError, check_client, post
 from jaxrl_llm.rollout.tools.mcp import mcp_tools
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, checked_by, prepared_by, toolset
+from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
 from jaxrl_llm.rollout.tools.verl import verl_tools
 from jaxrl_llm.sandbox.expression import calculate
 from jaxrl_llm.sandbox.interpreter import CodeResult, open_interpreter, read_limits
@@ -71,7 +71,7 @@ def check_python(seconds: float, **keywords: Any) -> None:
     opened.close()
 
 
-@checked_by(check_python)
+@marked(check=check_python)
 def python(
     seconds: float,
     *,
@@ -393,7 +393,7 @@ def prepare_search(
         build_index(corpus, index)
 
 
-@prepared_by(prepare_search)
+@marked(prepare=prepare_search)
 def search(
     query: str,
     *,
@@ -440,7 +440,7 @@ def prepare_retrieve(
     check_client("retrieve", key="rollout.tools")
 
 
-@prepared_by(prepare_retrieve)
+@marked(prepare=prepare_retrieve)
 async def retrieve(
     query: str,
     seconds: float,
@@ -511,7 +511,7 @@ def _passage(document: Any) -> Passage:
     return Passage(str(document.get("id", "")), contents)
 
 
-@toolset
+@marked(is_toolset=True)
 def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[ToolsetTool]:
     """Give the schemas of the tools of an environment, for the agent `verifiers_environment`.
 

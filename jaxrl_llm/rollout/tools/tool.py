@@ -428,7 +428,7 @@ class LoadedTool(NamedTuple):
 
 
 class ToolsetTool(NamedTuple):
-    """A tool of those that one function of a config gives, see `toolset`.
+    """A tool of those that one function of a config gives, see `marked`.
 
     Attributes:
         schema: what the model is told, in OpenAI's format.
@@ -442,27 +442,17 @@ class ToolsetTool(NamedTuple):
     ends: bool = False
 
 
-def toolset(function: Callable[..., list[ToolsetTool]]) -> Callable[..., list[ToolsetTool]]:
-    """Mark a function that gives tools: it is called with the config's keywords."""
-    function.is_toolset = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+def marked(**marks: Any) -> Callable[[Tool], Tool]:
+    """Set attributes of a tool.
 
-
-def prepared_by(prepare: Callable[..., None]) -> Callable[[Tool], Tool]:
-    """Have something done once before workers start: it is called with the config's keywords."""
-
-    def mark(tool: Tool) -> Tool:
-        tool.prepare = prepare  # pyright: ignore[reportFunctionMemberAccess]
-        return tool
-
-    return mark
-
-
-def checked_by(check: Callable[..., None]) -> Callable[[Tool], Tool]:
-    """Have something checked before anything is loaded: it is called as the tool is opened."""
+    Args:
+        marks: `is_toolset`: it gives tools, and is called with the config's keywords. `check` is
+            called before anything is loaded, as the tool is opened. `prepare` is called once before
+            workers start, with the config's keywords.
+    """
 
     def mark(tool: Tool) -> Tool:
-        tool.check = check  # pyright: ignore[reportFunctionMemberAccess]
+        vars(tool).update(marks)
         return tool
 
     return mark
