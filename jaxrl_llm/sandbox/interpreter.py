@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
+from jaxrl_llm.sandbox.jail import CodeLimits
 
 Level = Literal["expression", "process", "service"]
 """How code is kept from the machine.
@@ -23,26 +24,6 @@ Failure = Literal["error", "timeout", "memory", "killed", "unavailable"]
 asked for more than it may have. `killed`: it broke another limit, or its interpreter was ended.
 `unavailable`: the infrastructure failed, for no fault of the code's.
 """
-
-
-class CodeLimits(NamedTuple):
-    """What bounds one run of code, or all runs of one session.
-
-    Attributes:
-        cpu_s: seconds of processor time of one run.
-        wall_s: seconds of one run, waiting included.
-        memory_mb: megabytes that it may hold.
-        processes: processes and threads at once, the interpreter included.
-        file_mb: megabytes of the files in its folder, and of each.
-        output_bytes: of its output and of its errors, each; of more the middle is left out.
-    """
-
-    cpu_s: float = 5.0
-    wall_s: float = 10.0
-    memory_mb: int = 256
-    processes: int = 16
-    file_mb: int = 16
-    output_bytes: int = 65536
 
 
 class CodeResult(NamedTuple):

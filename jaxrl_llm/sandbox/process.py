@@ -27,12 +27,10 @@ from jaxrl_llm.sandbox.interpreter import (
 )
 from jaxrl_llm.sandbox.jail import AUDIT_ARCHS, Layers, landlock_version
 from jaxrl_llm.sandbox.launcher import (
-    MB,
     READY,
     RUN_BEGINS,
     RUN_ENDS,
     LaunchedSession,
-    WatchedLimits,
 )
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])  # where this package was imported from
@@ -102,7 +100,7 @@ class CodeSession:
                 parent=os.getpid(),
                 layers=list(layers),
                 temporary=tempfile.gettempdir(),
-                limits=list(_watched(limits)),
+                limits=list(limits),
                 keep_state=keep_state,
                 **_files_of_code(),
             )
@@ -184,7 +182,7 @@ class CodeSession:
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise SessionEnded("killed", FORGED)
                 if self._lifeline.fileno() in ready:
-                    raise _describe_end(_receive(self._lifeline), self._limits)
+                    raise _describe_end(_read(self._lifeline.fileno()), self._limits)
                 for fd in ended if rest else ended | (ready & {self._requests}):
                     selector.unregister(fd)
 
@@ -210,15 +208,6 @@ def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
     reader.callback(os.close, ends[0])
     writer.callback(os.close, ends[1])
     return ends
-
-
-def _watched(limits: CodeLimits) -> WatchedLimits:
-    return WatchedLimits(
-        cpu_s=limits.cpu_s,
-        memory_bytes=limits.memory_mb * MB,
-        processes=limits.processes,
-        file_bytes=limits.file_mb * MB,
-    )
 
 
 @functools.cache
@@ -270,13 +259,6 @@ def _describe_end(report: bytes, limits: CodeLimits) -> SessionEnded:
     if "exit" in end:
         return _describe_exit(end["exit"], limits)
     return SessionEnded(end["failure"], end["reason"])
-
-
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(READ_BYTES)
-    except OSError:
-        return b""
 
 
 def _describe_exit(code: int, limits: CodeLimits) -> SessionEnded:

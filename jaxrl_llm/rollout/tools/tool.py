@@ -552,9 +552,7 @@ def is_generator_function(function: Callable[..., Any]) -> bool:
     >>> is_generator_function(functools.partial(count))
     True
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.isgeneratorfunction(inspect.unwrap(function))
+    return inspect.isgeneratorfunction(_innermost(function))
 
 
 def load_environment(spec: FunctionSpec) -> Callable[..., Generator[Any, str, Any]]:

@@ -5,6 +5,7 @@ neither jax nor the program that started it.
 """
 
 import base64
+import functools
 import inspect
 import io
 import json
@@ -220,11 +221,6 @@ class SetUpError(Exception):
     """A tool that is opened for each episode could not be."""
 
 
-def make_rng(seed: int, name: str | int) -> random.Random:
-    """Return the random numbers of a call, by its number, or of what is opened, by its name."""
-    return random.Random(f"{seed} {name}")
-
-
 class OpenEpisode:
     """What lives in a worker for an episode.
 
@@ -240,33 +236,31 @@ class OpenEpisode:
         self.environment: Generator[Any, Any, Any] | None = None
 
     def given(self, names: tuple[str, ...], seconds: float, key: str | int) -> dict[str, Any]:
-        """Return the values of reserved names that a function asks for."""
-        row = self.row
-        values = {
-            **{"state": self.state, "row": row, "seconds": seconds},
-            **{"ground_truth": row.ground_truth, "extra_info": row.extra_info},
-            **{"data_source": row.data_source},
-        }
+        """Return the values of reserved names that a function asks for.
+
+        Args:
+            names: that it asks for.
+            seconds: the time limit.
+            key: of its random numbers: the number of a call, or the name of what is opened.
+        """
+        values = {"state": self.state, "row": self.row, "seconds": seconds}
         if "rng" in names:
-            values["rng"] = make_rng(self.seed, key)
-        return {name: values[name] for name in names}
+            values["rng"] = random.Random(f"{self.seed} {key}")
+        return {n: values[n] if n in values else getattr(self.row, n) for n in names}
 
     def close(self) -> list[BaseException]:
         """Clean up, once, whatever was opened; return what that raised."""
-        errors: list[BaseException] = []
-        if self.environment is not None:
-            _collect(errors, self.environment.close)
-        for generator, _ in reversed(self.tools.values()):
-            _collect(errors, lambda generator=generator: _finish(generator))
+        actions = [] if self.environment is None else [self.environment.close]
+        opened = reversed(self.tools.values())
+        actions += [functools.partial(_finish, generator) for generator, _ in opened]
         self.environment, self.tools = None, {}
+        errors: list[BaseException] = []
+        for action in actions:
+            try:
+                action()
+            except (Exception, SystemExit) as error:
+                errors.append(error)
         return errors
-
-
-def _collect(errors: list[BaseException], action: Callable[[], None]) -> None:
-    try:
-        action()
-    except (Exception, SystemExit) as error:
-        errors.append(error)
 
 
 def _finish(generator: Generator[Any, None, None]) -> None:
