@@ -19,12 +19,12 @@ from benchmarks.code.structure import (
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_PARAMETERS = {
-    ("jaxrl_llm/rewards/judge.py", "judge"): "each is a key of a config",
+    ("jaxrl_llm/rewards/remote.py", "judge"): "each is a key of a config",
 }
 LONG_FILES: dict[str, str] = {}
 """Tables of data, and why they stand in one file."""
 
-LEVELS = ("expression", "monty", "process", "service")
+LEVELS = ("expression", "process", "service")
 NAMED_IN_CONFIGS = {f"jaxrl_llm/sandbox/{level}.py" for level in LEVELS}
 """Files whose functions a config names by kind: a level of isolation."""
 

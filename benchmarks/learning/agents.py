@@ -45,7 +45,7 @@ CONTROLS = {
     for task, tool in (
         ("look_up", "look_up"),
         ("calculator", "calculator"),
-        ("retool", "python, sandbox: monty, keep_state: false"),
+        ("retool", "python, sandbox: process, keep_state: false"),
         ("search", "search, corpus: none"),
     )
 }

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "sandbox.md"
 BEGIN, END = "<!-- attacks: begin -->\n", "<!-- attacks: end -->"
 ORDINARY_USER = 65534  # nobody
 LIMITS = CodeLimits(cpu_s=1.0, wall_s=4.0, memory_mb=192, processes=8, file_mb=4, output_bytes=4096)
-CASES = ("expression", "monty", "process", "process without namespaces")
+CASES = ("expression", "process", "process without namespaces")
 
 
 def opens(case: str, *, keep_state: bool) -> Interpreter:
@@ -61,7 +61,7 @@ def run_case(case: str) -> dict[str, str]:
             result = tried.run("1")
         if result.failure is not None:
             return {chosen.name: "refused" for chosen in read_attacks()}
-    target = Target(lambda: opens(case if case != "expression" else "monty", keep_state=True))
+    target = Target(lambda: opens(case if case != "expression" else "process", keep_state=True))
     cells = {}
     try:
         for chosen in read_attacks():

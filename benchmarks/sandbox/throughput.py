@@ -1,7 +1,7 @@
 """How fast code of a model runs at each level of the sandbox: 500 calls at once, on two workers.
 
     python -m benchmarks.sandbox.throughput
-    python -m benchmarks.sandbox.throughput --levels monty process --calls 500
+    python -m benchmarks.sandbox.throughput --levels process --calls 500
 
 - start: seconds from nothing to the first result, and that of a further run, in this process.
 - bare: all calls from two threads, with a new interpreter for each one.
@@ -24,12 +24,13 @@ from pathlib import Path
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.sections import AgentConfig, ToolProcessConfig
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool
 from jaxrl_llm.sandbox.interpreter import open_interpreter
 
-LEVELS = ("expression", "monty", "process")
+LEVELS = ("expression", "process")
 WORKERS = 2
 TRIES = 10
 
@@ -72,7 +73,8 @@ def time_bare(level: str, calls: int) -> tuple[float, int]:
 def time_tool(level: str, calls: int, *, keep_state: bool) -> tuple[float, int, int]:
     """Return seconds and right results of episodes that call at once, and megabytes at the peak."""
     tool = FunctionSpec("python", {"sandbox": level, "keep_state": keep_state, "cpu_s": 5.0})
-    settings = SessionSettings((tool,), None, WORKERS, 600.0)
+    process = {"workers": WORKERS, "timeout_s": 600.0}
+    config = AgentConfig(tools=(tool,), tool_process=ToolProcessConfig(**process))
     codes = ("x = {0}", "x + 1") if keep_state else ("{0} + 1",)
 
     async def play(pool: SessionPool) -> tuple[float, int, int]:
@@ -90,7 +92,7 @@ def time_tool(level: str, calls: int, *, keep_state: bool) -> tuple[float, int, 
         await asyncio.gather(*(session.close() for session in sessions))
         return seconds, right, held
 
-    with SessionPool(settings) as pool:
+    with SessionPool(config) as pool:
         return asyncio.run(play(pool))
 
 

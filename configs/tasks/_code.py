@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jaxrl_llm.configs.tasks._rows import Messages, chat_message, task_row
 from jaxrl_llm.data.rows import Row
 
-TOLD_OF_A_BROKEN_PROGRAM = "Traceback (most rece ... `:`, found name"
-"""What Monty says of a program without its colon, the middle left out, of 40 tokens."""
+TOLD_OF_A_BROKEN_PROGRAM = "Traceback (most rece ...  invalid syntax"
+"""What Python says of a program without its colon, the middle left out, of 40 tokens."""
 
 
 class TaughtProgram(NamedTuple):

@@ -185,7 +185,7 @@ class ScoringConfig(ProcessConfig):
 
     workers: int = Field(default=2, ge=0)
     """scoring processes; 0 scores in this process, without a time limit"""
-    timeout_s: Number = Field(default=10.0, gt=0)
+    timeout_s: Number = Field(default=10.0, gt=0, allow_inf_nan=False)
     """seconds for one response; of an async function, for each try"""
     concurrency: int = Field(default=16, ge=1)
     """calls of an async reward function at once, in the whole run"""
@@ -283,7 +283,7 @@ class ToolProcessConfig(ProcessConfig):
 
     workers: int = Field(default=2, ge=0)
     """processes; 0 runs tools in this process, without a time limit"""
-    timeout_s: Number = Field(default=10.0, gt=0)
+    timeout_s: Number = Field(default=10.0, gt=0, allow_inf_nan=False)
     """seconds for one call, or one step of an environment"""
     retries: int = Field(default=2, ge=0)
     """new attempts at a call whose infrastructure failed (BrokenTool)"""

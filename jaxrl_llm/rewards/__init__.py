@@ -6,8 +6,7 @@ from jaxrl_llm.lazy import attach
 
 if TYPE_CHECKING:
     from jaxrl_llm.rewards.functions import arithmetic, by_source, gsm8k, last_boxed, math
-    from jaxrl_llm.rewards.judge import judge
-    from jaxrl_llm.rewards.reward_server import classify
+    from jaxrl_llm.rewards.remote import classify, judge
     from jaxrl_llm.rewards.worker import Unscored
 
 attach(__name__)

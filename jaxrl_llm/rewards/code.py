@@ -144,14 +144,13 @@ def python_tests(
         with _long_integers():
             longest = max(len(str(test.expected)) for test in tests)
         bounds = bounds._replace(output_bytes=max(bounds.output_bytes, 8 * longest))
-        run = functools.partial(_run_test, code=code, is_monty=sandbox == "monty")
         try:
             opened = open_interpreter(sandbox, bounds, url=url)
         except ConnectionError as away:  # a worker that has just started tries the server first
             raise Unscored(f"python_tests: {away}") from away
         with opened as interpreter:
             passed, error = _count_passed(
-                functools.partial(run, interpreter), tests, stop=not partial
+                functools.partial(_run_test, interpreter, code), tests, stop=not partial
             )
     acc = float(passed == len(tests))
     score = passed / len(tests) if partial else acc
@@ -375,17 +374,12 @@ def _imports() -> dict[str, str]:
     return {name: text for name, text in imports.items() if name not in vars(builtins)}
 
 
-def _run_test(
-    interpreter: Interpreter, test: ProgramTest, *, code: str, is_monty: bool
-) -> CodeResult:
+def _run_test(interpreter: Interpreter, code: str, test: ProgramTest) -> CodeResult:
     """Run a program and a test behind it, with what graders import of what the program names."""
     words = {*re.findall(r"\w+", code)}
     if "class Solution" not in code:
         words.discard(test.call)  # which the program must define itself
     imports = [text for name, text in _imports().items() if name in words]
-    if is_monty:  # has no modules that are made while it runs, and lacks some that are imported
-        tries = (f"try:\n    {text}\nexcept ImportError:\n    pass\n" for text in imports)
-        return interpreter.run(f"{''.join(tries)}{code}\n\n{test.after}\n", stdin=test.stdin)
     name = "solution" if test.marker else "__main__"
     given = (code, test.after, test.call, name, imports)
     return interpreter.run(f"{HARNESS}\nrun_program{given!r}\n", stdin=test.stdin)

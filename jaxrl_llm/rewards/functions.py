@@ -18,8 +18,7 @@ from numbers import Real
 from typing import Any
 
 from jaxrl_llm.rewards.code import python_tests
-from jaxrl_llm.rewards.judge import judge
-from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.rewards.remote import classify, judge
 
 __all__ = [
     "arithmetic",

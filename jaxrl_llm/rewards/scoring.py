@@ -15,30 +15,28 @@ import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
-from jaxrl_llm.config.sections import RewardConfig, ScoringConfig
+from jaxrl_llm.config.sections import ErrorScore, RewardConfig, ScoringConfig
 from jaxrl_llm.data.row_fields import Row, map_rows
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.rewards.functions import check_ground_truth
-from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.runner import (
     ASKING,
     FUNCTION_COMPONENT,
-    OnError,
     RewardError,
+    RewardPool,
     RewardRunner,
+    RewardTasks,
     Score,
     check_reward_function,
 )
-from jaxrl_llm.rewards.tasks import RewardTasks
 from jaxrl_llm.rewards.worker import (
     BUILTIN_MODULE,
-    AsyncCalls,
     RewardItem,
     load_reward_function,
 )
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.workers.limits import Limits, passed_environment
+from jaxrl_llm.workers.limits import passed_environment
 from jaxrl_llm.workers.protocol import UNSCORED, finite_number, short_repr, shorten
 
 log = logging.getLogger(__name__)
@@ -108,7 +106,7 @@ def combine_scores(
     given: ModelScores,
     scored: Sequence[Score] | None,
     *,
-    on_error: OnError,
+    on_error: ErrorScore | None,
 ) -> list[Score]:
     """Return a reward model's scores, with what a reward function reports of the same answers.
 
@@ -167,7 +165,9 @@ def with_components(score: Scoring, reward: RewardConfig) -> Scoring:
     return checked
 
 
-def _failed(rollouts: Rollouts, row: int, key: str, error: str, on_error: OnError) -> Score:
+def _failed(
+    rollouts: Rollouts, row: int, key: str, error: str, on_error: ErrorScore | None
+) -> Score:
     where = f"row {rollouts.prompts[row].index} (reply {shorten(repr(rollouts.texts[row]), 120)})"
     if on_error is None:
         raise RewardError(f"{key} failed on {where}: {error}")
@@ -294,27 +294,11 @@ def stopping(score: Scoring, reward: RewardConfig, function: FunctionSpec) -> Sc
 def open_pool(reward: ScoringConfig, function: FunctionSpec) -> RewardRunner:
     """Start what calls the reward function: processes here, or tasks on a cluster that scores."""
     job = job_context.current()
-    limits = Limits(reward.memory_gb, reward.max_processes, tuple(reward.pass_env))
     share = max(1, reward.concurrency // distributed.process_count())
-    calls = AsyncCalls(share, reward.retries)
+    reward = replace(reward, concurrency=share)
     if job is not None and job.reward_tasks:
-        return RewardTasks(
-            function,
-            tasks=job.reward_tasks,
-            timeout_s=reward.timeout_s,
-            retries=job.max_retries,
-            on_error=reward.on_error,
-            calls=calls,
-            limits=limits,
-        )
-    return RewardPool(
-        function,
-        workers=reward.workers,
-        timeout_s=reward.timeout_s,
-        on_error=reward.on_error,
-        calls=calls,
-        limits=limits,
-    )
+        return RewardTasks(function, reward, tasks=job.reward_tasks, retries=job.max_retries)
+    return RewardPool(function, reward)
 
 
 def check_scoring(reward: ScoringConfig, function: FunctionSpec) -> None:

@@ -10,10 +10,11 @@ import functools
 import inspect
 import json
 import pickle
-import queue
 import threading
 import traceback
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -48,9 +49,6 @@ class AsyncCalls(NamedTuple):
 
     concurrency: int = 16
     retries: int = 3
-
-
-DEFAULT_CALLS = AsyncCalls()
 
 
 class RewardJob(NamedTuple):
@@ -392,55 +390,33 @@ def outcomes_in_thread(
         job: the seconds of each call, how many there are at once, and how often each is tried.
         check_open: raises where the pool has been closed.
     """
-    results: queue.SimpleQueue[tuple[int, Outcome] | BaseException] = queue.SimpleQueue()
-    stop = threading.Event()
+    ready = Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
+    places = asyncio.Semaphore(job.calls.concurrency if job.calls else 1)
 
-    async def call_all() -> None:
-        places = asyncio.Semaphore(job.calls.concurrency if job.calls else 1)
+    async def hold_loop() -> None:
+        stop = asyncio.Event()
+        ready.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()  # then what still runs is cancelled
 
-        async def call(number: int, item: RewardItem) -> None:
-            async with places:
-                try:
-                    results.put((number, await call_repeatedly(function, item, job)))
-                except Exception as error:  # ours; the loop may have to wait for others to end
-                    results.put(error)
+    async def call(number: int, item: RewardItem) -> tuple[int, Outcome]:
+        async with places:
+            return number, await call_repeatedly(function, item, job)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call(*numbered)) for numbered in enumerate(items)]
-            while not (stop.is_set() or all(task.done() for task in tasks)):
-                await asyncio.wait(tasks, timeout=POLL_S)
-            for task in tasks:
-                task.cancel()
-
-    def run() -> None:
-        try:
-            asyncio.run(call_all())
-        except BaseException as error:  # for the thread that waits
-            results.put(error)
-
-    thread = threading.Thread(target=run, name="reward function", daemon=True)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(hold_loop()), name="reward function", daemon=True
+    )
     thread.start()
+    loop, stop = ready.result()
+    calls = {asyncio.run_coroutine_threadsafe(call(*given), loop) for given in enumerate(items)}
     try:
-        for _ in items:
-            yield _next_result(results, check_open)
+        while calls:
+            check_open()
+            done, calls = futures.wait(calls, POLL_S, futures.FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
     finally:
-        stop.set()
+        loop.call_soon_threadsafe(stop.set)
         thread.join(POLL_S + CANCEL_S)
-
-
-def _next_result(
-    results: queue.SimpleQueue[tuple[int, Outcome] | BaseException],
-    check_open: Callable[[], None],
-) -> tuple[int, Outcome]:
-    while True:
-        check_open()
-        try:
-            result = results.get(timeout=POLL_S)
-        except queue.Empty:
-            continue
-        if isinstance(result, BaseException):
-            raise result
-        return result
 
 
 def run_worker(fd: int, *, memory_gb: float | None) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 
-from jaxrl_llm.sandbox.interpreter import CodeLimits, CodeResult
+from jaxrl_llm.sandbox.interpreter import CodeLimits, CodeResult, Interpreter
 
 MAX_EXPRESSION_CHARS = 1000
 MAX_NUMBER_BITS = 4096
@@ -117,7 +117,7 @@ def _decimal(value: Fraction) -> str:
     return f"{'-' if value < 0 else ''}{whole}.{part:0{digits}d}"
 
 
-class ExpressionInterpreter:
+class ExpressionInterpreter(Interpreter):
     """Computes expressions, in this process: their size bounds time and memory."""
 
     def run(self, code: str, *, stdin: str = "") -> CodeResult:
@@ -135,13 +135,6 @@ class ExpressionInterpreter:
 
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
-
-    def __enter__(self) -> "ExpressionInterpreter":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing."""
 
 
 def open_level(limits: CodeLimits, *, keep_state: bool, url: str | None) -> ExpressionInterpreter:

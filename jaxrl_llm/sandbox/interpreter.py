@@ -2,18 +2,19 @@
 
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, get_args
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
+from jaxrl_llm.sandbox.jail import CodeLimits
 
-Level = Literal["expression", "monty", "process", "service"]
+Level = Literal["expression", "process", "service"]
 """How code is kept from the machine.
 
-`expression` computes arithmetic and nothing else. `monty` interprets a subset of Python that has
-no access to the machine. `process` runs CPython behind limits of Linux's kernel. `service` sends
-the code to a SandboxFusion server.
+`expression` computes arithmetic and nothing else. `process` runs CPython behind limits of Linux's
+kernel. `service` sends the code to a SandboxFusion server.
 """
 
 Failure = Literal["error", "timeout", "memory", "killed", "unavailable"]
@@ -23,26 +24,6 @@ Failure = Literal["error", "timeout", "memory", "killed", "unavailable"]
 asked for more than it may have. `killed`: it broke another limit, or its interpreter was ended.
 `unavailable`: the infrastructure failed, for no fault of the code's.
 """
-
-
-class CodeLimits(NamedTuple):
-    """What bounds one run of code, or all runs of one session.
-
-    Attributes:
-        cpu_s: seconds of processor time of one run.
-        wall_s: seconds of one run, waiting included.
-        memory_mb: megabytes that it may hold.
-        processes: processes and threads at once, the interpreter included.
-        file_mb: megabytes of the files in its folder, and of each.
-        output_bytes: of its output and of its errors, each; of more the middle is left out.
-    """
-
-    cpu_s: float = 5.0
-    wall_s: float = 10.0
-    memory_mb: int = 256
-    processes: int = 16
-    file_mb: int = 16
-    output_bytes: int = 65536
 
 
 class CodeResult(NamedTuple):
@@ -64,10 +45,10 @@ class CodeResult(NamedTuple):
     seconds: float = 0.0
 
 
-@runtime_checkable
-class Interpreter(Protocol):
+class Interpreter(ABC):
     """Runs code at one level; a context manager. Use it from one thread at a time."""
 
+    @abstractmethod
     def run(self, code: str, *, stdin: str = "") -> CodeResult:
         """Run code.
 
@@ -81,19 +62,16 @@ class Interpreter(Protocol):
         Returns:
             What came of it, also where it failed.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End it, with all processes and files that its code has made."""
-        ...
 
     def __enter__(self) -> "Interpreter":
-        """Return itself."""
-        ...
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it."""
-        ...
+        self.close()
 
 
 WHOLE = ("memory_mb", "processes", "file_mb", "output_bytes")

@@ -7,7 +7,6 @@ machine allows them. All of this is done by a process that ends with the code.
 import ctypes
 import errno
 import os
-import platform
 import resource
 import stat
 import struct
@@ -15,7 +14,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+
+class CodeLimits(NamedTuple):
+    """What bounds one run of code, or all runs of one session.
+
+    Attributes:
+        cpu_s: seconds of processor time of one run.
+        wall_s: seconds of one run, waiting included.
+        memory_mb: megabytes that it may hold.
+        processes: processes and threads at once, the interpreter included.
+        file_mb: megabytes of the files in its folder, and of each.
+        output_bytes: of its output and of its errors, each; of more the middle is left out.
+    """
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    memory_mb: int = 256
+    processes: int = 16
+    file_mb: int = 16
+    output_bytes: int = 65536
+
+
 SYS_CREATE_RULESET, SYS_ADD_RULE, SYS_RESTRICT_SELF = 444, 445, 446  # on every architecture
+LANDLOCK = "Landlock"  # in messages
 CREATE_RULESET_VERSION = 1
 RULE_PATH_BENEATH = 1
 
@@ -61,7 +82,7 @@ def restrict_files(rules: Iterable[tuple[str, int]], version: int) -> None:
         attributes += struct.pack("=Q", TCP_RIGHTS)
     if version >= SCOPE_VERSION:
         attributes += struct.pack("=Q", SCOPES)
-    ruleset = _call(SYS_CREATE_RULESET, attributes, len(attributes), 0)
+    ruleset = _syscall(SYS_CREATE_RULESET, attributes, len(attributes), 0, what=LANDLOCK)
     for path, rights in rules:
         try:
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -71,20 +92,10 @@ def restrict_files(rules: Iterable[tuple[str, int]], version: int) -> None:
             raise
         possible = handled if stat.S_ISDIR(os.fstat(opened).st_mode) else handled & FILE_RIGHTS
         rule = struct.pack("=Qi", rights & possible, opened)
-        _call(SYS_ADD_RULE, ruleset, RULE_PATH_BENEATH, rule, 0)
+        _syscall(SYS_ADD_RULE, ruleset, RULE_PATH_BENEATH, rule, 0, what=LANDLOCK)
         os.close(opened)
-    _call(SYS_RESTRICT_SELF, ruleset, 0)
+    _syscall(SYS_RESTRICT_SELF, ruleset, 0, what=LANDLOCK)
     os.close(ruleset)
-
-
-def _call(number: int, *arguments: int | bytes) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    words = [a if isinstance(a, bytes) else ctypes.c_long(a) for a in arguments]
-    result = libc.syscall(ctypes.c_long(number), *words)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"Landlock: {os.strerror(code)}")
-    return result
 
 
 CALLS = """
@@ -296,7 +307,7 @@ def install_filter(allowed: Allowed, own_pid: int) -> None:
     Raises:
         OSError: the kernel has no such filters, or this process may not set one.
     """
-    program = build_filter(platform.machine(), allowed, own_pid)
+    program = build_filter(machine(), allowed, own_pid)
     instructions = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -304,7 +315,7 @@ def install_filter(allowed: Allowed, own_pid: int) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     pointer = Program(len(program) // 8, ctypes.addressof(instructions))
-    number = SYS_SECCOMP[platform.machine()]
+    number = SYS_SECCOMP[machine()]
     arguments = (ctypes.c_long(SECCOMP_SET_MODE_FILTER), ctypes.c_long(0), ctypes.byref(pointer))
     if libc.syscall(ctypes.c_long(number), *arguments) != 0:
         raise OSError(ctypes.get_errno(), "can't filter system calls")
@@ -560,10 +571,12 @@ def _prctl(option: int, value: int) -> int:
     return ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(option), *arguments)
 
 
-def _syscall(number: int, *arguments: int | bytes) -> None:
+def _syscall(number: int, *arguments: int | bytes, what: str = "") -> int:
     words = [a if isinstance(a, bytes) else ctypes.c_long(a) for a in arguments]
-    if ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *words) != 0:
-        raise _error(f"system call {number}")
+    result = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *words)
+    if result < 0:
+        raise _error(what or f"system call {number}")
+    return result
 
 
 def _error(what: str) -> OSError:

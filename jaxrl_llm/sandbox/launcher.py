@@ -168,22 +168,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 Breach = dict[str, Any]
 
 
-class WatchedLimits(NamedTuple):
-    """What a session may take.
-
-    Attributes:
-        cpu_s: seconds of processor time of a run, of all its processes.
-        memory_bytes: that all of them may hold.
-        processes: processes and threads at once.
-        file_bytes: of the files in its folder.
-    """
-
-    cpu_s: float
-    memory_bytes: int
-    processes: int
-    file_bytes: int
-
-
 class Usage:
     """Looks at what is below this process.
 
@@ -193,7 +177,7 @@ class Usage:
         folder: of the code, to be looked at; None where the kernel bounds it.
     """
 
-    def __init__(self, first: int, limits: WatchedLimits, folder: str | None) -> None:
+    def __init__(self, first: int, limits: jail.CodeLimits, folder: str | None) -> None:
         self._first = first
         self._limits = limits
         self._folder = folder
@@ -222,13 +206,13 @@ class Usage:
             return _report("timeout", f"took more than {limits.cpu_s:g} s of processor time")
         if threads > limits.processes:
             return _report("killed", f"had more than {limits.processes} processes and threads")
-        most = limits.memory_bytes + self._own_bytes
+        most = limits.memory_mb * MB + self._own_bytes
         if memory > most and sum(map(_shared_out, processes)) > most:
-            megabytes = limits.memory_bytes // MB
-            return _report("memory", f"took more than {megabytes} MB of memory")
-        if self._folder is not None and _folder_bytes(self._folder, processes) > limits.file_bytes:
-            megabytes = limits.file_bytes // MB
-            return _report("killed", f"its files took more than {megabytes} MB, or were too many")
+            return _report("memory", f"took more than {limits.memory_mb} MB of memory")
+        folder, most = self._folder, limits.file_mb * MB
+        if folder is not None and _folder_bytes(folder, processes) > most:
+            reason = f"its files took more than {limits.file_mb} MB, or were too many"
+            return _report("killed", reason)
         return None
 
 
@@ -315,7 +299,7 @@ class LaunchedSession(NamedTuple):
         programs: of `JailOptions`.
         search: where the code's imports are looked up, beside the standard library.
         temporary: the folder in which the code gets one, where there are no namespaces.
-        limits: of `WatchedLimits`.
+        limits: of `CodeLimits`.
         keep_state: of the runner.
     """
 
@@ -337,7 +321,7 @@ def launch_session(session: LaunchedSession) -> NoReturn:
     ignore_signals()
     os.umask(0o022)
     os.chdir("/")
-    limits = WatchedLimits(*session.limits)
+    limits = jail.CodeLimits(*session.limits)
     report, child, folder = {"failed": "it has not started"}, None, None
     adopts = adopt_orphans()
     try:
@@ -364,7 +348,7 @@ def launch_session(session: LaunchedSession) -> NoReturn:
 
 
 def _options(
-    session: LaunchedSession, limits: WatchedLimits
+    session: LaunchedSession, limits: jail.CodeLimits
 ) -> tuple[jail.JailOptions, str | None]:
     """Return what the jail is made of, and the folder to remove at its end."""
     layers = jail.Layers(*session.layers)
@@ -382,8 +366,8 @@ def _options(
         programs=tuple(session.programs),
         folder=folder or jail.FOLDER,
         user=user,
-        file_bytes=limits.file_bytes,
-        memory_bytes=limits.memory_bytes + jail.reserved_bytes(),
+        file_bytes=limits.file_mb * MB,
+        memory_bytes=limits.memory_mb * MB + jail.reserved_bytes(),
         processes=limits.processes + (0 if layers.own_user else _own_tasks(layers)),
         cpu_s=None if session.keep_state else int(limits.cpu_s) + 1,
     )

@@ -18,15 +18,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox.interpreter import BoundedOutput, CodeLimits, CodeResult, Failure
+from jaxrl_llm.sandbox.interpreter import (
+    BoundedOutput,
+    CodeLimits,
+    CodeResult,
+    Failure,
+    Interpreter,
+)
 from jaxrl_llm.sandbox.jail import AUDIT_ARCHS, Layers, landlock_version
 from jaxrl_llm.sandbox.launcher import (
-    MB,
     READY,
     RUN_BEGINS,
     RUN_ENDS,
     LaunchedSession,
-    WatchedLimits,
 )
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])  # where this package was imported from
@@ -96,7 +100,7 @@ class CodeSession:
                 parent=os.getpid(),
                 layers=list(layers),
                 temporary=tempfile.gettempdir(),
-                limits=list(_watched(limits)),
+                limits=list(limits),
                 keep_state=keep_state,
                 **_files_of_code(),
             )
@@ -178,7 +182,7 @@ class CodeSession:
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise SessionEnded("killed", FORGED)
                 if self._lifeline.fileno() in ready:
-                    raise _describe_end(_receive(self._lifeline), self._limits)
+                    raise _describe_end(_read(self._lifeline.fileno()), self._limits)
                 for fd in ended if rest else ended | (ready & {self._requests}):
                     selector.unregister(fd)
 
@@ -204,15 +208,6 @@ def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
     reader.callback(os.close, ends[0])
     writer.callback(os.close, ends[1])
     return ends
-
-
-def _watched(limits: CodeLimits) -> WatchedLimits:
-    return WatchedLimits(
-        cpu_s=limits.cpu_s,
-        memory_bytes=limits.memory_mb * MB,
-        processes=limits.processes,
-        file_bytes=limits.file_mb * MB,
-    )
 
 
 @functools.cache
@@ -266,13 +261,6 @@ def _describe_end(report: bytes, limits: CodeLimits) -> SessionEnded:
     return SessionEnded(end["failure"], end["reason"])
 
 
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(READ_BYTES)
-    except OSError:
-        return b""
-
-
 def _describe_exit(code: int, limits: CodeLimits) -> SessionEnded:
     if code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
         return SessionEnded("timeout", f"took more than {limits.cpu_s:g} s of processor time")
@@ -320,7 +308,7 @@ log = logging.getLogger(__name__)
 STATE_LOST = "; the names of earlier runs are lost"
 
 
-class ProcessInterpreter:
+class ProcessInterpreter(Interpreter):
     """Runs code in a process of its own, behind the layers that this machine has.
 
     Args:
@@ -364,14 +352,6 @@ class ProcessInterpreter:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-    def __enter__(self) -> "ProcessInterpreter":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Close it."""
-        self.close()
 
 
 @functools.cache

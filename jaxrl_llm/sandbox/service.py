@@ -11,7 +11,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.sandbox.interpreter import CodeLimits, CodeResult, Failure, shorten_output
+from jaxrl_llm.sandbox.interpreter import (
+    CodeLimits,
+    CodeResult,
+    Failure,
+    Interpreter,
+    shorten_output,
+)
 from jaxrl_llm.workers.protocol import shorten
 from jaxrl_llm.workers.retries import wait_before_retry
 
@@ -27,7 +33,7 @@ class _NoAnswer(Exception):
     """An answer that can't be used."""
 
 
-class ServiceInterpreter:
+class ServiceInterpreter(Interpreter):
     """Sends code to a server; a request that fails for now is sent again, within the time limit.
 
     Args:
@@ -64,14 +70,6 @@ class ServiceInterpreter:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
-
-    def __enter__(self) -> "ServiceInterpreter":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Close it."""
-        self.close()
 
     def _ask(self, body: dict[str, Any], deadline: float) -> bytes:
         """Ask until there is an answer, or the time is over."""

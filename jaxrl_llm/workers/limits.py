@@ -1,6 +1,5 @@
 """What worker processes may take, and which environment variables they are given."""
 
-import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -39,31 +38,6 @@ class Limits(NamedTuple):
 
 DEFAULT_LIMITS = Limits()
 MAX_LINE_BYTES = 64_000_000  # of an answer of a worker, with all that it holds
-
-
-def check_limits(limits: Limits, section: str = "reward") -> None:
-    """Refuse limits that allow nothing.
-
-    Args:
-        limits: of each worker.
-        section: of the config, for messages.
-
-    Raises:
-        ValueError: a limit is not above 0, or not finite.
-
-    >>> check_limits(Limits(memory_gb=0))
-    Traceback (most recent call last):
-    ValueError: reward: expected memory_gb above 0, or nothing, got 0
-    """
-    if limits.memory_gb is not None and not 0 < limits.memory_gb < math.inf:
-        raise ValueError(
-            f"{section}: expected memory_gb above 0, or nothing, got {limits.memory_gb}"
-        )
-    if limits.max_processes is not None and limits.max_processes < 1:
-        raise ValueError(
-            f"{section}: expected max_processes of 1 or more, or nothing, got"
-            f" {limits.max_processes}"
-        )
 
 
 def passed_environment(environment: Mapping[str, str], more: tuple[str, ...]) -> dict[str, str]:

@@ -163,6 +163,11 @@ class WorkerProcess:
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.channel.send(pickle.dumps(spec))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has started, and has nothing to do."""
+        return self.ready and not self.pending
+
     def submit(self, numbered: Sequence[tuple[int, Any]]) -> None:
         """Send it some items with their numbers; the first one's time begins."""
         self.pending.extend(number for number, _ in numbered)

@@ -1,4 +1,7 @@
-"""What the answers of workers are made of. Nothing in them is taken on trust."""
+"""What goes between a pool and its workers: pickles there, and lines of JSON back.
+
+Nothing in a line is taken on trust: a user's function may have written it.
+"""
 
 import json
 import math

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.rewards.remote import classify
 from jaxrl_llm.rollout.vllm.setup import environment, find_python
 from tests.e2e.test_reward_model import make_reward_model
 

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards import pool as pool_module
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardError, Score
-from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+from jaxrl_llm.config.sections import ScoringConfig
+from jaxrl_llm.rewards import runner
+from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
+from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.workers.retries import MAX_WAIT_S, wait_before_retry
 
 FUNCTIONS = """
@@ -75,7 +76,9 @@ def make(functions_file):
     def build(workers, name="act", calls=(8, 0), timeout_s=20.0, on_error=-1.0, **keywords):
         spec = FunctionSpec(f"{functions_file}:{name}", keywords)
         options = {"workers": workers, "timeout_s": timeout_s, "on_error": on_error}
-        pools.append(RewardPool(spec, calls=AsyncCalls(*calls), **options))
+        concurrency, retries = calls
+        config = ScoringConfig(concurrency=concurrency, retries=retries, **options)
+        pools.append(RewardPool(spec, config))
         return pools[-1]
 
     yield build
@@ -133,7 +136,7 @@ def test_one_failure_costs_one_reply(make, workers):
 @pytest.mark.parametrize(("word", "kind"), [("die", "died"), ("block", "timeout")])
 def test_the_call_is_blamed_that_ends_or_stops_its_process(make, monkeypatch, word, kind):
     """The others ran in the same process, and have their scores."""
-    monkeypatch.setattr(pool_module, "SILENCE_S", 1.5)
+    monkeypatch.setattr(runner, "SILENCE_S", 1.5)
     pool = make(1, timeout_s=0.7)
     scores = pool.score(items("1", "long", word, "long", "2", "long"))
     assert [score.score for score in scores] == [1.0, 1.0, -1.0, 1.0, 2.0, 1.0]
@@ -194,8 +197,8 @@ def test_other_words_for_failures_are_refused(make):
     for wrong in ("nothing", math.inf):
         with pytest.raises((ValueError, TypeError), match="on_error"):
             make(0, on_error=wrong)
-    for calls in ((0, 1), (1, -1)):
-        with pytest.raises(ValueError, match="expected concurrency >= 1 and retries >= 0"):
+    for calls, key in (((0, 1), "concurrency"), ((1, -1), "retries")):
+        with pytest.raises(ConfigError, match=f"{key}: expected . or more"):
             make(0, calls=calls)
 
 

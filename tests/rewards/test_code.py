@@ -12,7 +12,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.code import last_python_block, python_tests, read_tests
 from jaxrl_llm.rewards.runner import check_reward_function
 from jaxrl_llm.rewards.worker import Unscored
-from tests.sandboxes import needs_landlock
+from jaxrl_llm.sandbox import process
+from tests.sandboxes import HAS_LANDLOCK, needs_landlock
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 -5"], "outputs": ["3\n", "7", "0"]}
@@ -23,7 +24,9 @@ def reply(code):
 
 
 def score(code, tests, *, text=None, extra=None, **keywords):
-    keywords = {"sandbox": "monty", **keywords}
+    if not HAS_LANDLOCK:
+        pytest.skip("the level process needs Landlock")
+    keywords = {"sandbox": "process", **keywords}
     return python_tests("code", text or reply(code), tests, extra, **keywords)
 
 
@@ -78,8 +81,8 @@ def test_assert_statements_must_be_reached_and_hold(wrap):
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("while True: pass", "it took more than 0.2 s"),
-        ("x = [0] * 10**9", "it needs more than 64 MB"),
+        ("while True: pass", "took more than 0.2 s"),
+        ("x = [0] * 10**9", "MemoryError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("x =", "SyntaxError"),
         ("print('3')\n'7'", None),
@@ -92,7 +95,7 @@ def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test(code, er
         assert result["error"].startswith(f"test 0: {error}")
 
 
-def test_monty_has_what_it_can_of_the_names_that_graders_import():
+def test_names_that_graders_import_are_there():
     code = "from __future__ import annotations\n\n\ndef f(xs: List[int]):\n    return {}"
     tests = {"fn_name": "f", "inputs": ["[1, 1, 2]"], "outputs": ["2"]}
     for value in ("Counter(xs)[1]", "deque(xs).pop()", "max(-inf, math.floor(sqrt(xs[0] + 3)))"):
@@ -283,10 +286,14 @@ def test_a_row_without_tests_is_an_error(tests):
         read_tests(tests)
 
 
+def no_session(*_):
+    raise OSError("too many open files")
+
+
 def test_infrastructure_that_fails_leaves_the_answer_unscored(monkeypatch):
     score(ADD, PAIRS)
-    monkeypatch.setenv("MONTY_BIN", "/nonexistent")
-    with pytest.raises(Unscored, match="failed to spawn"):
+    monkeypatch.setattr(process, "CodeSession", no_session)
+    with pytest.raises(Unscored, match="can't run code: too many open files"):
         score(ADD, PAIRS)
     with pytest.raises(Unscored, match=r"sandbox service: http://localhost:1/.* within 0.5 s"):
         score(ADD, PAIRS, sandbox="service", url="http://localhost:1", wall_s=0.5)
@@ -299,8 +306,8 @@ def test_infrastructure_that_fails_leaves_the_answer_unscored(monkeypatch):
         ({"sandbox": "docker"}, "got sandbox 'docker'"),
         ({"sandbox": "expression"}, "runs no programs"),
         ({"sandbox": "service"}, "expected an url"),
-        ({"sandbox": "monty", "memory": 1}, "did you mean 'memory_mb'"),
-        ({"sandbox": "monty", "max_tests": 0}, "max_tests of 1 or more"),
+        ({"sandbox": "process", "memory": 1}, "did you mean 'memory_mb'"),
+        ({"sandbox": "process", "max_tests": 0}, "max_tests of 1 or more"),
     ],
 )
 def test_what_can_not_be_run_is_refused_before_the_run(keywords, message):

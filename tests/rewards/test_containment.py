@@ -14,8 +14,7 @@ import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.runner import RewardError, Score
+from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import descendants, process
@@ -196,7 +195,7 @@ def make(functions_file, mark, groups):
         limits["pass_env"] = ("CONTAINMENT_MARK", "BOMB", *limits.get("pass_env", ()))
         spec = FunctionSpec(f"{functions_file}:act")
         settings = {"workers": workers, "timeout_s": timeout_s, "on_error": -1.0}
-        pools.append(RewardPool(spec, **settings, limits=Limits(**limits)))
+        pools.append(RewardPool(spec, ScoringConfig(**settings, **limits)))
         return pools[-1]
 
     yield build
@@ -254,9 +253,9 @@ def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
         f"import os\nif os.getpid() != {os.getpid()}: held = bytearray(10**9)\n"
         "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
     )
-    limits = Limits(memory_gb=0.5)
+    config = ScoringConfig(workers=1, memory_gb=0.5)
     with (
-        RewardPool(FunctionSpec(f"{path}:act"), workers=1, limits=limits) as pool,
+        RewardPool(FunctionSpec(f"{path}:act"), config) as pool,
         pytest.raises(RewardError, match=r"MemoryError; it may take 0.5 GB \(reward.memory_gb"),
     ):
         pool.score(items("1"))
@@ -369,12 +368,12 @@ PROGRAM = """
 import sys
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.workers import cgroup
-from jaxrl_llm.workers.limits import Limits
-from jaxrl_llm.rewards.pool import RewardItem, RewardPool
-if not {grouped}: cgroup.new_group_path = lambda: None
-limits = Limits(pass_env=("CONTAINMENT_MARK",))
-pool = RewardPool(FunctionSpec({function!r}), workers=1, timeout_s=60.0, limits=limits)
+from jaxrl_llm.config.sections import ScoringConfig
+from jaxrl_llm.workers import descendants
+from jaxrl_llm.rewards.runner import RewardItem, RewardPool
+if not {grouped}: descendants.new_group_path = lambda: None
+config = ScoringConfig(workers=1, timeout_s=60.0, pass_env=["CONTAINMENT_MARK"])
+pool = RewardPool(FunctionSpec({function!r}), config)
 pool.score([RewardItem("", "start", "", {{}})])
 print(pool._worker_pool.workers[0]._group, flush=True)
 pool.score([RewardItem("", "start, hang", "", {{}})])
@@ -504,9 +503,9 @@ def test_the_configs_limits_are_the_pools_and_hold(functions_file, mark, monkeyp
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"memory_gb": 0}, "expected memory_gb above 0, or nothing, got 0"),
-        ({"memory_gb": float("nan")}, "expected memory_gb above 0, or nothing, got nan"),
-        ({"max_processes": 0}, "expected max_processes of 1 or more, or nothing, got 0"),
+        ({"memory_gb": 0}, "memory_gb: expected a number above 0, or null, got 0"),
+        ({"memory_gb": float("nan")}, "memory_gb: expected a number, or null, got nan"),
+        ({"max_processes": 0}, "max_processes: expected a number above 0, or null, got 0"),
     ],
 )
 def test_limits_are_checked(make, limits, message):

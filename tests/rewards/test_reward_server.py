@@ -13,12 +13,12 @@ import transformers
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.sections import RewardConfig
-from jaxrl_llm.rewards import reward_server as module
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.reward_server import classify
+from jaxrl_llm.config.sections import RewardConfig, ScoringConfig
+from jaxrl_llm.rewards import remote as module
+from jaxrl_llm.rewards.remote import classify
+from jaxrl_llm.rewards.runner import RewardPool
 from jaxrl_llm.rewards.scoring import check_scoring
-from jaxrl_llm.rewards.worker import AsyncCalls, RewardItem
+from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.rollout.servers import ServerError
 from jaxrl_llm.workers import retries
 
@@ -96,8 +96,8 @@ def ask(server, *texts, info=None, **keywords):
 
 def pooled(url, *texts, **options):
     spec = FunctionSpec("classify", {"url": url, "model": "rm"})
-    options = {"workers": 0, "on_error": "unscored", "calls": AsyncCalls(4, 2)} | options
-    with RewardPool(spec, timeout_s=5, **options) as pool:
+    options = {"workers": 0, "on_error": "unscored", "concurrency": 4, "retries": 2} | options
+    with RewardPool(spec, ScoringConfig(timeout_s=5, **options)) as pool:
         return pool.score([RewardItem("sums", t, "2", {"prompt": PROMPT}) for t in texts])
 
 

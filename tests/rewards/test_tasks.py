@@ -1,7 +1,6 @@
 """Reward functions as Ray tasks: order, time limits, retries, and what runs on afterwards."""
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -12,10 +11,9 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.rewards.runner import RewardError, Score
-from jaxrl_llm.rewards.tasks import RewardTasks
-from jaxrl_llm.rewards.worker import DEFAULT_CALLS, AsyncCalls, RewardItem
-from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.config.sections import ScoringConfig
+from jaxrl_llm.rewards.runner import RewardError, RewardTasks, Score
+from jaxrl_llm.rewards.worker import RewardItem
 from tests.waiting import ended, wait_until
 
 ray = pytest.importorskip("ray")
@@ -105,12 +103,14 @@ def make(functions_file):
         retries=1,
         on_error=-1.0,
         name="act",
-        calls=DEFAULT_CALLS,
+        calls=(16, 3),
         **keywords,
     ):
         spec = FunctionSpec(f"{functions_file}:{name}", keywords)
-        limits = {"tasks": tasks, "timeout_s": timeout_s, "retries": retries, "calls": calls}
-        made.append(RewardTasks(spec, **limits, on_error=on_error))
+        concurrency, again = calls
+        limits = {"timeout_s": timeout_s, "concurrency": concurrency, "retries": again}
+        config = ScoringConfig(**limits, on_error=on_error)
+        made.append(RewardTasks(spec, config, tasks=tasks, retries=retries))
         return made[-1]
 
     yield build
@@ -149,7 +149,7 @@ def test_scores_come_in_order(make):
 
 
 def test_async_functions_run_several_calls_in_each_task(make):
-    tasks = make(name="act_async", timeout_s=0.5, calls=AsyncCalls(6, 1))
+    tasks = make(name="act_async", timeout_s=0.5, calls=(6, 1))
     scores = tasks.score(items(*map(str, range(60))))
     assert values(scores) == list(range(60))
     assert max(score.extra["at_once"] for score in scores) == 3  # of the 6, in each of two tasks
@@ -169,12 +169,11 @@ def test_processes_are_kept_and_have_no_jax(make):
 
 
 def test_limits_hold_below_rays_workers(functions_file):
-    limits = Limits(memory_gb=1.5, pass_env=("RAY_JOB_*",))
-    with RewardTasks(FunctionSpec(f"{functions_file}:act"), tasks=1, limits=limits) as tasks:
+    config = ScoringConfig(memory_gb=1.5, pass_env=["RAY_JOB_*"])
+    spec = FunctionSpec(f"{functions_file}:act")
+    with RewardTasks(spec, config, tasks=1, retries=2) as tasks:
         (score,) = tasks.score(items("limits"))
     assert score == Score(1.5e9, {"names": ["RAY_JOB_ID", "PATH"]}, None)
-    with pytest.raises(ValueError, match="expected max_processes of 1 or more, or nothing, got 0"):
-        RewardTasks(FunctionSpec("gsm8k"), tasks=1, limits=Limits(max_processes=0))
 
 
 def test_users_file_sees_our_folder_and_modules(tmp_path, monkeypatch):
@@ -187,7 +186,7 @@ def test_users_file_sees_our_folder_and_modules(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    with RewardTasks(FunctionSpec("mine.py:act"), tasks=1) as tasks:
+    with RewardTasks(FunctionSpec("mine.py:act"), ScoringConfig(), tasks=1, retries=2) as tasks:
         assert tasks.score(items("1")) == [Score(0.25, {"folder": str(tmp_path)}, None)]
 
 
@@ -315,7 +314,7 @@ def test_reward_function_that_only_loads_here(tmp_path):
         f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
         "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
     )
-    tasks = RewardTasks(FunctionSpec(f"{path}:act"), tasks=1, on_error=0.0)
+    tasks = RewardTasks(FunctionSpec(f"{path}:act"), ScoringConfig(), tasks=1, retries=2)
     with (
         tasks,
         pytest.raises(RewardError, match=r"a worker can't load '.*act': .*OSError: not here"),
@@ -332,21 +331,7 @@ def test_folder_that_ray_has_not(tmp_path, monkeypatch, make):
         tasks.score(items("1"))
 
 
-def test_settings_are_checked(make):
-    with pytest.raises(
-        ValueError,
-        match=r"expected tasks >= 1, retries >= 0 .* got tasks=0, retries=1, timeout_s=20.0",
-    ):
-        make(tasks=0)
-    with pytest.raises(ValueError, match=r"got tasks=2, retries=-1,"):
-        make(retries=-1)
-    for limit in (0.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="and a positive time limit"):
-            make(timeout_s=limit)
-    with pytest.raises(
-        ValueError, match=r"expected on_error to be a finite number or nothing, got nan"
-    ):
-        make(on_error=math.nan)
+def test_the_reward_function_is_checked(make):
     with pytest.raises(ConfigError, match=r"no function 'akt' .*did you mean 'act'"):
         make(name="akt")
     with pytest.raises(ConfigError, match=r"can't be called with data_source, .*'extra_info'"):

@@ -9,19 +9,19 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
-from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits
 from tests.episodes import config
 from tests.sandboxes import needs_landlock
+from tests.tool_pools import open_tools
 
 
 @pytest.fixture
 def make():
     pools = []
 
-    def build(*others, workers=0, timeout_s=10.0, limits=DEFAULT_LIMITS, **keywords):
+    def build(*others, workers=0, timeout_s=10.0, limits=None, **keywords):
         tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
-        pools.append(SessionPool(SessionSettings(tools, None, workers, timeout_s, limits=limits)))
+        process = {"workers": workers, "timeout_s": timeout_s} | (limits or {})
+        pools.append(open_tools(tools, **process))
         return pools[-1]
 
     yield build
@@ -44,8 +44,9 @@ def run(pool, *codes):
     return asyncio.run(episode())
 
 
+@needs_landlock
 def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
-    pool = make(sandbox="monty")
+    pool = make(sandbox="process")
     told = run(pool, "x = 41", "x + 1", "print(x)\nx / 0", "print('out')\nx")
     assert told[:2] == [("(no output)", None), ("42", None)]
     text, failure = told[2]
@@ -58,7 +59,7 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
 
 @needs_landlock
 def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
-    pool = make(workers=1, timeout_s=60.0, limits=Limits(max_processes=2), sandbox="process")
+    pool = make(workers=1, timeout_s=60.0, limits={"max_processes": 2}, sandbox="process")
 
     async def episodes():
         sessions = [pool.open(n, EpisodeRow(n), n, None) for n in range(3)]
@@ -71,32 +72,36 @@ def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
     assert asyncio.run(episodes()) == [("0", None), ("1", None), ("2", None)]
 
 
+@needs_landlock
 def test_without_state_each_call_begins_anew(make):
-    assert run(make(sandbox="monty", keep_state=False), "x = 1; x", "x")[1][1] == "failed"
+    assert run(make(sandbox="process", keep_state=False), "x = 1; x", "x")[1][1] == "failed"
 
 
+@needs_landlock
 def test_what_the_model_is_told_of_the_tool(make):
-    (schema,) = make(sandbox="monty").schemas
+    (schema,) = make(sandbox="process").schemas
     function = schema["function"]
     assert function["name"] == "python"
     assert "Names stay from call to call." in function["description"]
     assert function["parameters"]["properties"].keys() == {"code"}
-    (schema,) = make(sandbox="monty", keep_state=False).schemas
+    (schema,) = make(sandbox="process", keep_state=False).schemas
     assert "Nothing stays" in schema["function"]["description"]
 
 
-def test_a_limit_is_told_and_the_names_are_those_of_before(make):
-    pool = make(sandbox="monty", cpu_s=0.2, memory_mb=64)
-    told = run(pool, "x = 1", "x = 2\nwhile True: pass", "y = [0] * 10**8", "x")
-    assert [failure for _, failure in told] == [None, "failed", "failed", None]
-    assert told[1][0].startswith("error: it took more than 0.2 s")
-    assert told[2][0].startswith("error: it needs more than 64 MB")
-    assert told[3][0] == "1"
-    assert pool.failures.counts == {("python", "timeout"): 1, ("python", "memory"): 1}
+@needs_landlock
+def test_a_limit_is_told_and_what_has_become_of_the_names(make):
+    pool = make(sandbox="process", cpu_s=0.2, memory_mb=64)
+    told = run(pool, "x = 1", "y = [0] * 10**8", "x", "while True: pass", "x")
+    assert [failure for _, failure in told] == [None, "failed", None, "failed", "failed"]
+    assert told[1][0].endswith("MemoryError") and told[2][0] == "1"
+    lost = "took more than 0.2 s of processor time; the names of earlier runs are lost"
+    assert told[3][0] == f"error: {lost}"
+    assert pool.failures.counts == {("python", k): 1 for k in ("timeout", "memory", "error")}
 
 
+@needs_landlock
 def test_the_control_answers_the_same_to_every_call(make):
-    pool = make(sandbox="monty", answer="?")
+    pool = make(sandbox="process", answer="?")
     assert run(pool, "1 + 1", "while True: pass") == [("?", None)] * 2
 
 
@@ -108,23 +113,23 @@ def test_arithmetic_alone(make):
     assert "state" not in pool.schemas[0]["function"]["description"]
 
 
+@needs_landlock
 def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text('import os\n\ndef die() -> None:\n    """End the worker."""\n    os._exit(3)\n')
-    pool = make(f"{file}:die", workers=1, sandbox="monty")
+    pool = make(f"{file}:die", workers=1, sandbox="process")
 
     async def episode():
         session = pool.open(0, EpisodeRow(0), 0, None)
-        await call(session, "import random\nx = random.random()")
-        before = await call(session, "x")
+        await call(session, "x = 41")
+        before = await call(session, "x += 1\nx")
         assert (await session.call(ToolCall("die", {}))).failure == "died"
         after = await call(session, "x")
         await session.close()
         return before, after
 
     before, after = asyncio.run(episode())
-    assert before[1] is None
-    assert after == before
+    assert before == after == ("42", None)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +138,10 @@ def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
         ({}, "needs a value for sandbox"),
         ({"sandbox": "docker"}, "got sandbox 'docker'"),
         ({"sandbox": "service"}, "expected an url, got None"),
-        ({"sandbox": "monty", "url": "http://x"}, "expected no url"),
-        ({"sandbox": "monty", "memory": 3}, "there is no 'memory'; did you mean 'memory_mb'"),
-        ({"sandbox": "monty", "cpu_s": 0}, "cpu_s: expected a number above 0, got 0"),
-        ({"sandbox": "monty", "wall_s": 9}, "expected wall_s of at most 8"),
+        ({"sandbox": "process", "url": "http://x"}, "expected no url"),
+        ({"sandbox": "process", "memory": 3}, "there is no 'memory'; did you mean 'memory_mb'"),
+        ({"sandbox": "process", "cpu_s": 0}, "cpu_s: expected a number above 0, got 0"),
+        ({"sandbox": "process", "wall_s": 9}, "expected wall_s of at most 8"),
     ],
 )
 def test_what_can_not_be_run_is_refused_at_the_start(make, keywords, message):
@@ -152,12 +157,17 @@ def test_it_is_refused_before_a_model_is_loaded():
 
 
 def test_a_level_whose_package_is_missing_is_refused_with_its_name(make, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.sandbox.monty.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[monty\]'"):
-        make(sandbox="monty")
+    monkeypatch.setattr("jaxrl_llm.sandbox.service.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[client\]'"):
+        make(sandbox="service", url="http://x", keep_state=False)
 
 
+def no_session(*_):
+    raise OSError("too many open files")
+
+
+@needs_landlock
 def test_a_broken_level_is_no_fault_of_the_model(make, monkeypatch):
-    pool = make(sandbox="monty")
-    monkeypatch.setenv("MONTY_BIN", "/nonexistent")
+    pool = make(sandbox="process")
+    monkeypatch.setattr("jaxrl_llm.sandbox.process.CodeSession", no_session)
     assert run(pool, "1")[0][1] == "broken"

@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.observation import Observation
 from jaxrl_llm.rollout.rollouts import lay_out
 from jaxrl_llm.rollout.tools.tool import ToolResult
 from jaxrl_llm.rollout.tools.verl import response_content
-from jaxrl_llm.rollout.tools.worker import decode_tool_answer, encode_tool_answer, to_answer
+from jaxrl_llm.rollout.tools.worker import decode_tool_result, encode_tool_result, to_result
 from jaxrl_llm.types import VISUALS
 from tests.episodes import config
 
@@ -342,11 +342,11 @@ class Response:
 
 
 def test_what_verl_s_tools_show_stands_before_their_text():
-    answer = to_answer(Observation(response_content(Response)))
+    answer = to_result(Observation(response_content(Response)))
     assert (answer.text, [place for place, _ in answer.images]) == ("here", [0, 0])
     result = ToolResult("t", answer.text, images=answer.images)
     assert [part["type"] for part in result.content] == ["image", "image", "text"]
-    sent = encode_tool_answer(3, answer)
-    assert decode_tool_answer(sent, 3) == answer
+    sent = encode_tool_result(3, answer)
+    assert decode_tool_result(sent, 3) == answer
     for bad in (b"[[9", b"[[-1", b"[[null"):
-        assert decode_tool_answer(sent.replace(b"[[0", bad, 1), 3) is None
+        assert decode_tool_result(sent.replace(b"[[0", bad, 1), 3) is None

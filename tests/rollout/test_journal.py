@@ -15,7 +15,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.journal import Journal, call_digest
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings, ToolError, ToolResult
+from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult
+from tests.tool_pools import open_tools
 
 FUNCTIONS = '''
 import random
@@ -63,7 +64,7 @@ def pool(request, tmp_path):
     path.write_text(FUNCTIONS)
     tools = tuple(FunctionSpec(f"{path}:{name}") for name in ("chance", "chance_async", "add"))
     environment = FunctionSpec(f"{path}:count")
-    with SessionPool(SessionSettings(tools, environment, workers=request.param)) as made:
+    with open_tools(tools, environment, workers=request.param) as made:
         yield made
 
 
@@ -270,7 +271,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
+from tests.tool_pools import open_tools
 
 async def episode(pool, journal):
     session = pool.open(0, EpisodeRow(0, extra_info={{"path": {log!r}}}), 7, journal)
@@ -278,8 +279,8 @@ async def episode(pool, journal):
         result = await session.call(ToolCall("add", {{"x": turn}}))
         print(turn, result.text, flush=True)
 
-settings = SessionSettings((FunctionSpec({function!r}),), workers=1)
-with SessionPool(settings) as pool, Journal({journal!r}, config="a") as journal:
+tools = [FunctionSpec({function!r})]
+with open_tools(tools, workers=1) as pool, Journal({journal!r}, config="a") as journal:
     asyncio.run(episode(pool, journal))
 """
 

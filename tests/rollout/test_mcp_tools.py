@@ -14,7 +14,7 @@ from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools import mcp
 from jaxrl_llm.rollout.tools.mcp import McpConnection
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
+from tests.tool_pools import open_tools
 from tests.waiting import wait_until
 
 SERVER = '''
@@ -113,7 +113,7 @@ def make():
 
     def build(workers=0, timeout_s=100.0, retries=2, **keywords):
         spec = FunctionSpec("mcp_tools", keywords)
-        pools.append(SessionPool(SessionSettings((spec,), None, workers, timeout_s, retries)))
+        pools.append(open_tools([spec], workers=workers, timeout_s=timeout_s, retries=retries))
         return pools[-1]
 
     yield build

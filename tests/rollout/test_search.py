@@ -23,8 +23,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.builtin import INDEX_FILE, build_index, search, search_corpus
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.listening import listening
+from tests.tool_pools import open_tools
 
 LOREM = [f"w{number}" for number in range(30)]
 
@@ -57,8 +57,7 @@ def call(spec, query, *, workers=0, seconds=10.0, retries=0, before=lambda: None
         finally:
             await session.close()
 
-    settings = SessionSettings((spec,), workers=workers, timeout_s=seconds, retries=retries)
-    with SessionPool(settings) as pool:
+    with open_tools([spec], workers=workers, timeout_s=seconds, retries=retries) as pool:
         return asyncio.run(ask(pool))
 
 

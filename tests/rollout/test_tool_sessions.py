@@ -5,6 +5,8 @@ import logging
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 
@@ -14,9 +16,9 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings, ToolError, ToolResult
+from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult
 from jaxrl_llm.rollout.tools.worker import MAX_RESULT_CHARS
-from jaxrl_llm.workers.limits import Limits
+from tests.tool_pools import open_tools
 from tests.waiting import wait_until
 
 FUNCTIONS = '''
@@ -188,8 +190,8 @@ def make(file):
     def build(*tools, environment=None, workers=1, timeout_s=20.0, retries=2, **keywords):
         specs = tuple(FunctionSpec(f"{file}:{t}") if isinstance(t, str) else t for t in tools)
         environment = environment and FunctionSpec(f"{file}:{environment}", keywords)
-        settings = SessionSettings(specs, environment, workers, timeout_s, retries)
-        pools.append(SessionPool(settings))
+        process = {"workers": workers, "timeout_s": timeout_s, "retries": retries}
+        pools.append(open_tools(specs, environment, **process))
         return pools[-1]
 
     yield build
@@ -278,9 +280,20 @@ def test_functions_given_from_python_run_in_workers(make):
         assert (await session.step("0.5")).score == 0.5
         return text
 
-    with SessionPool(SessionSettings(tools, environment, workers=1)) as pool:
+    with open_tools(tools, environment, workers=1) as pool:
         text = asyncio.run(episode(pool))
     assert text.startswith("[4, ") and str(os.getpid()) not in text
+
+
+def test_workers_import_no_array_library():
+    program = (
+        "import sys, jaxrl_llm.rollout.tools.worker, jaxrl_llm.rollout.tools.builtin,"
+        " jaxrl_llm.rollout.agents.environments, jaxrl_llm.rewards.functions\n"
+        "print(*{'jax', 'numpy', 'pydantic', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    given = [sys.executable, "-c", program]
+    run = subprocess.run(given, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
 
 
 # -------------------------------------------------------------------------------- what tools can do
@@ -378,7 +391,7 @@ def test_a_wrong_call_runs_nothing(make, call, text):
     pool = make("act")
     result = asyncio.run(pool.open(0, row(), 7, None).call(call))
     assert result.failure == "failed" and result.text.startswith(text)
-    assert not pool.failures.counts and not pool._backend.workers
+    assert not pool.failures.counts and not pool.backend.workers
 
 
 def test_answers_of_one_turn_come_in_the_order_of_the_calls(make):
@@ -434,7 +447,7 @@ def test_workers_that_die_while_idle_are_replaced_and_state_built_up_again(make,
             if kill:
                 pid = int((await session.call(tool("where"))).text)
                 os.kill(pid, signal.SIGKILL)
-                await asyncio.to_thread(wait_until, pool._backend.workers[0].has_activity)
+                await asyncio.to_thread(wait_until, pool.backend.workers[0].has_activity)
             else:
                 session._next_number()
         await session.close()
@@ -649,11 +662,12 @@ def test_functions_are_checked_at_the_start(make, tools, environment, message, w
 
 
 @pytest.mark.parametrize(
-    "settings", [{"workers": -1}, {"timeout_s": math.inf}, {"retries": -1}, {"limits": Limits(0)}]
+    "settings", [{"workers": -1}, {"timeout_s": math.inf}, {"retries": -1}, {"memory_gb": 0}]
 )
 def test_settings_are_checked(settings):
-    with pytest.raises(ValueError, match=r"^rollout: expected"):
-        SessionPool(SessionSettings((FunctionSpec("calculator"),), **settings))
+    (key,) = settings
+    with pytest.raises(ConfigError, match=rf"^tool_process\.{key}: expected"):
+        open_tools([FunctionSpec("calculator")], **settings)
 
 
 def test_tools_that_only_load_here(tmp_path):
@@ -662,8 +676,8 @@ def test_tools_that_only_load_here(tmp_path):
         f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
         'def act() -> str:\n    """Act."""\n    return "a"\n'
     )
-    settings = SessionSettings((FunctionSpec(f"{path}:act"),), workers=1)
-    with SessionPool(settings) as pool, pytest.raises(ToolError, match="OSError: not here"):
+    tools = [FunctionSpec(f"{path}:act")]
+    with open_tools(tools, workers=1) as pool, pytest.raises(ToolError, match="OSError: not here"):
         asyncio.run(pool.open(0, row(), 7, None).call(tool("act")))
 
 
@@ -676,8 +690,7 @@ def test_limits_hold_and_name_their_keys(tmp_path, limits):
         "    bytearray(10**9) if MEMORY else [subprocess.Popen(['sleep', '9']) for _ in '1234']\n"
         "    time.sleep(600)\n".replace("MEMORY", str("memory_gb" in limits))
     )
-    settings = SessionSettings((FunctionSpec(f"{path}:act"),), workers=1, limits=Limits(**limits))
-    with SessionPool(settings) as pool:
+    with open_tools([FunctionSpec(f"{path}:act")], workers=1, **limits) as pool:
         result = asyncio.run(pool.open(0, row(), 7, None).call(tool("act")))
     if "memory_gb" in limits:
         assert (result.failure, result.text) == ("failed", "error: MemoryError")
@@ -692,7 +705,7 @@ def test_closing_ends_everything_at_once(make):
         sessions = [pool.open(n, row(), 7, None) for n in range(6)]
         calls = [asyncio.ensure_future(s.call(tool("act", word="hang"))) for s in sessions[:5]]
         calls.append(asyncio.ensure_future(sessions[5].call(tool("add", x=1))))
-        await asyncio.to_thread(wait_until, lambda: len(pool._backend._running) == 2)
+        await asyncio.to_thread(wait_until, lambda: len(pool.backend._running) == 2)
         await asyncio.to_thread(pool.close)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for session in sessions:
@@ -701,7 +714,7 @@ def test_closing_ends_everything_at_once(make):
 
     results = asyncio.run(episodes())
     assert all(isinstance(r, ToolError) and "the pool is closed" in str(r) for r in results)
-    assert not pool._backend.workers
+    assert not pool.backend.workers
     assert not any(thread.name == "tools" for thread in threading.enumerate())
     with pytest.raises(ToolError, match="the pool is closed"):
         run(pool, "a")

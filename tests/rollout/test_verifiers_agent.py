@@ -11,8 +11,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.configs.tasks.verifiers import verifiers as write_rows
 from jaxrl_llm.data.rows import normalize_prompt_row, read_rows
 from jaxrl_llm.data.verifiers_rows import load_verifiers
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.episodes import Scripted, picture, play, prompt
+from tests.tool_pools import open_tools
 
 vf = pytest.importorskip("verifiers")
 
@@ -137,7 +137,7 @@ def test_its_tools_are_told_and_run_by_itself(mine):
         "2<|end|>",
     ]
     assert (episode.score, episode.error) == (2.0, None)
-    with SessionPool(SessionSettings(tuple(tools), workers=0)) as pool:
+    with open_tools(tools, workers=0) as pool:
         (schema,) = pool.schemas
     assert schema["function"]["parameters"]["properties"]["n"]["type"] == "integer"
 

@@ -11,8 +11,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
 from tests.episodes import Scripted, picture, play, prompt
+from tests.tool_pools import open_tools
 
 TOOLS = '''
 import json
@@ -131,12 +131,12 @@ def run(spec, numbers, *, workers=0, journal=None, given=None):
         finally:
             await session.close()
 
-    with SessionPool(SessionSettings((spec,), workers=workers)) as pool:
+    with open_tools([spec], workers=workers) as pool:
         return asyncio.run(episode(pool))
 
 
 def test_a_file_gives_tools_with_schemas_of_their_own(written):
-    with SessionPool(SessionSettings((FunctionSpec("calculator"), written()), workers=0)) as pool:
+    with open_tools([FunctionSpec("calculator"), written()], workers=0) as pool:
         calculator, guess, says = pool.schemas
     assert calculator["function"]["name"] == "calculator" and guess == SCHEMA
     assert says["function"]["name"] == "says" and not says["function"]["parameters"]["properties"]

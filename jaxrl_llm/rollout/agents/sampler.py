@@ -56,7 +56,7 @@ from jaxrl_llm.rollout.rollouts import (
     tool_seed,
 )
 from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.session import SessionPool, SessionSettings
+from jaxrl_llm.rollout.tools.session import SessionPool
 from jaxrl_llm.rollout.tools.tool import (
     TOOLS_KEY,
     check_tool,
@@ -494,7 +494,7 @@ class EpisodeSampler:
             template_kwargs=template_kwargs,
         )
         self._gateway = open_gateway(config, self._agent, lambda tools: template(tools=tools))
-        self._pool = SessionPool(session_settings(config), example_row=example)
+        self._pool = SessionPool(config, example_row=example)
         try:
             with config_errors_at("rollout.tools"):
                 self._template = template(tools=self._pool.schemas)
@@ -750,19 +750,6 @@ def open_episode_sampler(
     )
     stack.callback(episodes.close)
     return episodes
-
-
-def session_settings(config: AgentConfig) -> SessionSettings:
-    """Return how tools and environments run."""
-    process = config.tool_process
-    return SessionSettings(
-        config.tools,
-        config.environment,
-        workers=process.workers,
-        timeout_s=process.timeout_s,
-        retries=process.retries,
-        limits=Limits(process.memory_gb, process.max_processes, process.pass_env),
-    )
 
 
 def episode_limits(

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.data.verifiers_rows import load_verifiers
 from jaxrl_llm.files import atomic_write
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool
 from jaxrl_llm.rollout.servers import ServerError, check_client, post
 from jaxrl_llm.rollout.tools.mcp import mcp_tools
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, checked_by, prepared_by, toolset
+from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
 from jaxrl_llm.rollout.tools.verl import verl_tools
 from jaxrl_llm.sandbox.expression import calculate
 from jaxrl_llm.sandbox.interpreter import CodeResult, open_interpreter, read_limits
@@ -45,14 +44,12 @@ SHARE_OF_TIME = 0.8
 
 ABILITIES = {
     "expression": "Compute an arithmetic expression: numbers, parentheses and + - * / // % **.",
-    "monty": "Run Python. A part of its standard library is there; files and the network are not.",
     "process": "Run Python. There is an empty folder for files, and no network.",
     "service": "Run Python.",
 }
 KEPT = {True: " Names stay from call to call.", False: " Nothing stays from call to call."}
 SEEN = {
     "expression": "",
-    "monty": " What is printed is returned, and the value of a last expression.",
     "process": " What is printed is returned, and the value of a last expression.",
     "service": " What is printed is returned.",
 }
@@ -74,7 +71,7 @@ def check_python(seconds: float, **keywords: Any) -> None:
     opened.close()
 
 
-@checked_by(check_python)
+@marked(check=check_python)
 def python(
     seconds: float,
     *,
@@ -124,7 +121,7 @@ def starts_processes(function: Callable[..., Any], keywords: Mapping[str, Any]) 
 
     A limit on the processes of a worker, in which many episodes live, would end them all.
 
-    >>> starts_processes(python, {"sandbox": "monty"})
+    >>> starts_processes(python, {"sandbox": "service"})
     False
     """
     return function is python and keywords.get("sandbox") == "process"
@@ -396,7 +393,7 @@ def prepare_search(
         build_index(corpus, index)
 
 
-@prepared_by(prepare_search)
+@marked(prepare=prepare_search)
 def search(
     query: str,
     *,
@@ -443,7 +440,7 @@ def prepare_retrieve(
     check_client("retrieve", key="rollout.tools")
 
 
-@prepared_by(prepare_retrieve)
+@marked(prepare=prepare_retrieve)
 async def retrieve(
     query: str,
     seconds: float,
@@ -514,7 +511,7 @@ def _passage(document: Any) -> Passage:
     return Passage(str(document.get("id", "")), contents)
 
 
-@toolset
+@marked(is_toolset=True)
 def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[ToolsetTool]:
     """Give the schemas of the tools of an environment, for the agent `verifiers_environment`.
 
@@ -528,6 +525,8 @@ def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[T
     Raises:
         ConfigError: there is no such environment.
     """
+    from jaxrl_llm.data.verifiers_rows import load_verifiers  # which imports array libraries
+
     env = load_verifiers(id, json.dumps(args or {}, sort_keys=True))
     return [
         ToolsetTool({"type": "function", "function": _schema(tool)}, _run_elsewhere)

@@ -7,27 +7,18 @@ result is used. So a process that is killed loses at most the line that it was w
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult, checked_images
+from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult, read_result
 
 log = logging.getLogger(__name__)
 
 VERSION = 2
-FIELDS = {
-    "name": str,
-    "text": str,
-    "reward": float,
-    "end": bool,
-    "failure": str | None,
-    "score": float | None,
-    "seconds": float,
-    "images": list,
-}
+FIELDS = ToolResult._fields[:-2]
+"""What is kept of a result: all but what is reported of an error."""
 
 
 def call_digest(name: str, arguments: Mapping[str, Any]) -> str:
@@ -104,7 +95,8 @@ class Journal:
 
     def record(self, episode: int, call: int, digest: str, result: ToolResult) -> None:
         """Append the result of a call."""
-        self._append({"key": [episode, call], "digest": digest, "result": result._asdict()})
+        told = {name: getattr(result, name) for name in FIELDS}
+        self._append({"key": [episode, call], "digest": digest, "result": told})
         self._entries.setdefault(episode, {})[call] = digest, result
 
     def _append(self, entry: dict[str, Any]) -> None:
@@ -162,14 +154,8 @@ class Journal:
         digest, result = entry.get("digest"), entry.get("result")
         if entry.keys() != {"key", "digest", "result"} or not isinstance(digest, str):
             raise self._damaged(number)
-        if not isinstance(result, dict) or result.keys() != FIELDS.keys():
+        if not isinstance(result, dict) or result.keys() != {*FIELDS}:
             raise self._damaged(number)
-        if not all(isinstance(result[name], kind) for name, kind in FIELDS.items()):
+        if (read := read_result(result | {"error": "", "trace": ""})) is None:
             raise self._damaged(number)
-        if not all(math.isfinite(v) for v in result.values() if isinstance(v, float)):
-            raise self._damaged(number)
-        images = checked_images(result["images"])
-        if images is None:
-            raise self._damaged(number)
-        read = ToolResult(**{**result, "images": images})
         self._entries.setdefault(key[0], {})[key[1]] = digest, read

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, toolset
+from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
 from jaxrl_llm.workers.retries import wait_before_retry
 
 SHARE_OF_TIME = 0.8
@@ -51,7 +51,7 @@ class ServerAddress(NamedTuple):
         return self.url or " ".join(self.command)
 
 
-@toolset
+@marked(is_toolset=True)
 def mcp_tools(
     *,
     command: Sequence[str] | None = None,

@@ -5,22 +5,22 @@ import copy
 import itertools
 import json
 import logging
-import math
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, closest
+from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.call_formats import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.builtin import starts_processes
-from jaxrl_llm.rollout.tools.crew import Crew, InProcess, Job, Seat
 from jaxrl_llm.rollout.tools.journal import Journal, call_digest
+from jaxrl_llm.rollout.tools.pool import InProcess, Placement, ToolTask, ToolWorkers
 from jaxrl_llm.rollout.tools.tool import (
     TOOLS_KEY,
     ArgumentsError,
@@ -38,15 +38,14 @@ from jaxrl_llm.rollout.tools.worker import (
     ENVIRONMENT,
     INFRASTRUCTURE,
     OpenEpisode,
-    ToolAnswer,
     ToolboxSpec,
     ToolRequest,
     error_text,
-    failed_answer,
+    failed_result,
     format_trace,
-    to_answer,
+    to_result,
 )
-from jaxrl_llm.workers.limits import DEFAULT_LIMITS, Limits, check_limits
+from jaxrl_llm.workers.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -89,25 +88,13 @@ class FailureLog:
 
 
 END = "end"
-_seat_numbers = itertools.count()  # two sessions may have the same number, one after the other
+_episode_numbers = itertools.count()  # two sessions may have the same number, one after the other
 
 UNKNOWN_TOOL = "unknown"
 """The name of all tools that there are not, which a model may make up without end."""
 
-Attempt = Callable[[bool], Awaitable[ToolAnswer]]
+Attempt = Callable[[bool], Awaitable[ToolResult]]
 """Runs a call; told whether an earlier attempt has failed."""
-
-
-class SessionParts(NamedTuple):
-    """What the sessions of a pool share: what runs requests, the tools, limits, counts."""
-
-    backend: Crew | InProcess
-    tools: Mapping[str, LoadedTool]
-    schemas: Mapping[str, dict[str, Any]]
-    has_environment: bool
-    timeout_s: float
-    retries: int
-    failures: FailureLog
 
 
 class Session:
@@ -117,7 +104,7 @@ class Session:
     numbers that a call gets, and its place in the journal.
 
     Args:
-        parts: of the pool.
+        pool: that runs what is not async.
         number: of the episode.
         row: that it is about.
         seed: of its random numbers.
@@ -126,16 +113,18 @@ class Session:
 
     def __init__(
         self,
-        parts: SessionParts,
+        pool: "SessionPool",
         number: int,
         row: EpisodeRow,
         seed: int,
         journal: Journal | None,
     ) -> None:
-        self._parts, self._number, self._journal = parts, number, journal
+        self._pool, self._number, self._journal = pool, number, journal
         self._row, self._seed = row, seed
+        self._timeout_s = pool.config.tool_process.timeout_s
         self._calls = itertools.count()
-        self._seat = Seat(next(_seat_numbers), row, seed)
+        self._episode = next(_episode_numbers)
+        self._placement = Placement(self._episode, row, seed)
         self._earlier: list[ToolRequest] = []  # that made the state, in order
         self._lock = asyncio.Lock()  # what makes state comes one after the other
         self._is_spoilt = False  # the state may hold a call that nobody waited for
@@ -157,10 +146,10 @@ class Session:
         try:
             arguments = self._checked(call)
         except ArgumentsError as error:
-            name = call.name if call.name in self._parts.tools else UNKNOWN_TOOL
+            name = call.name if call.name in self._pool.tools else UNKNOWN_TOOL
             return ToolResult(name, error_text(str(error)), failure="failed")
-        tool = self._parts.tools[call.name]
-        request = ToolRequest("call", self._seat.episode, number, tool.name, arguments)
+        tool = self._pool.tools[call.name]
+        request = ToolRequest("call", self._episode, number, tool.name, arguments)
         if tool.is_stateful and not tool.is_async:
             return await self._in_order(request)
         if tool.is_async:
@@ -168,7 +157,7 @@ class Session:
         alone = request._replace(episode=-1, seed=self._seed)
         if "row" in tool.injected:
             alone = alone._replace(row=self._row)
-        return await self._journaled(alone, lambda _: self._submit(alone, seat=None))
+        return await self._journaled(alone, lambda _: self._submit(ToolTask(alone)))
 
     async def step(self, answer: str | None) -> ToolResult:
         """Tell the environment what the model said, and return what it says.
@@ -182,15 +171,16 @@ class Session:
             ValueError: there is no environment, or it has begun already or not yet.
             ToolError: environments can't be run at all.
         """
-        if not self._parts.has_environment or (answer is None) == self._begun:
-            expected = "step(None) first, then answers" if self._parts.has_environment else "none"
+        has_environment = self._pool.config.environment is not None
+        if not has_environment or (answer is None) == self._begun:
+            expected = "step(None) first, then answers" if has_environment else "none"
             raise ValueError(f"environment: got step({answer!r}), expected {expected}")
         number = self._next_number()
         self._begun = True
         if self._last is not None:
             return self._last._replace(text="", reward=0.0, seconds=0.0, images=())
         arguments = {"answer": answer}
-        request = ToolRequest("step", self._seat.episode, number, ENVIRONMENT, arguments)
+        request = ToolRequest("step", self._episode, number, ENVIRONMENT, arguments)
         result = _not_told(await self._in_order(request))
         if result.end or result.failure is not None:
             self._last = result
@@ -203,9 +193,9 @@ class Session:
             ToolError: tools can't be run at all.
         """
         calls = [request.name for request in self._earlier if request.kind == "call"]
-        if not any(self._parts.tools[name].ends for name in calls):
+        if not any(self._pool.tools[name].ends for name in calls):
             return ToolResult(END, "")
-        request = ToolRequest("end", self._seat.episode, self._next_number(), END)
+        request = ToolRequest("end", self._episode, self._next_number(), END)
         return _not_told(await self._in_order(request))
 
     async def close(self) -> None:
@@ -213,13 +203,10 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        future = Future[ToolAnswer]()
-        request = ToolRequest("close", self._seat.episode)
-        try:
-            self._parts.backend.submit(Job(request, future, self._seat))
-            await asyncio.shield(asyncio.wrap_future(future))
-        except ToolError:
-            pass  # the pool is closed: what was open has ended
+        task = ToolTask(ToolRequest("close", self._episode), self._placement)
+        with suppress(ToolError):  # the pool is closed: what was open has ended
+            self._pool.backend.submit(task)
+            await asyncio.shield(asyncio.wrap_future(task.future))
 
     def _next_number(self) -> int:
         if self._closed:
@@ -234,10 +221,10 @@ class Session:
         """
         if call.error is not None:
             raise ArgumentsError(call.error)
-        if call.name not in self._parts.tools:
-            hint = closest(call.name, self._parts.tools)
+        if call.name not in self._pool.tools:
+            hint = closest(call.name, self._pool.tools)
             raise ArgumentsError(f"there is no tool {call.name!r}; {hint}")
-        return check_arguments(self._parts.schemas[call.name], call.arguments)
+        return check_arguments(self._pool.schema_of[call.name], call.arguments)
 
     async def _in_order(self, request: ToolRequest) -> ToolResult:
         """Run what makes state; calls that were made at the same time wait for each other."""
@@ -247,21 +234,18 @@ class Session:
                 self._earlier.append(request)
             return result
 
-    async def _with_state(self, request: ToolRequest, again: bool) -> ToolAnswer:
+    async def _with_state(self, request: ToolRequest, again: bool) -> ToolResult:
         # an environment that raised can't go on; a tool can
         is_fresh = self._is_spoilt or (again and request.kind == "step")
         self._is_spoilt = True
-        answer = await self._submit(request, seat=self._seat, is_fresh=is_fresh)
+        task = ToolTask(request, self._placement, tuple(self._earlier), is_fresh=is_fresh)
+        result = await self._submit(task)
         self._is_spoilt = False
-        return answer
+        return result
 
-    async def _submit(
-        self, request: ToolRequest, *, seat: Seat | None, is_fresh: bool = False
-    ) -> ToolAnswer:
-        future = Future[ToolAnswer]()
-        earlier = tuple(self._earlier) if seat is not None else ()
-        self._parts.backend.submit(Job(request, future, seat, earlier, is_fresh))
-        return await asyncio.wrap_future(future)
+    async def _submit(self, task: ToolTask) -> ToolResult:
+        self._pool.backend.submit(task)
+        return await asyncio.wrap_future(task.future)
 
     async def _journaled(self, request: ToolRequest, attempt: Attempt) -> ToolResult:
         """Return what the journal has, or run a call and note what came of it."""
@@ -270,78 +254,50 @@ class Session:
             recorded = self._journal.find(self._number, request.number, digest)
             if recorded is not None:
                 return recorded
-        answer = await attempt(False)
-        for _ in range(self._parts.retries):
-            if answer.failure != "retry":
+        result = await attempt(False)
+        for _ in range(self._pool.config.tool_process.retries):
+            if result.failure != "retry":
                 break
-            answer = await attempt(True)
-        failure = "broken" if answer.failure == "retry" else answer.failure
-        result = ToolResult(
-            *(request.name, answer.text, answer.reward, answer.end),
-            *(failure, answer.score, answer.seconds, answer.images),
-        )
-        if self._journal is not None and failure != "broken":  # the next attempt may be luckier
+            result = await attempt(True)
+        if result.failure == "retry":
+            result = result._replace(failure="broken")
+        if self._journal is not None and result.failure != "broken":  # the next may be luckier
             self._journal.record(self._number, request.number, digest, result)
         return result
 
-    async def _await(self, tool: LoadedTool, request: ToolRequest) -> ToolAnswer:
+    async def _await(self, tool: LoadedTool, request: ToolRequest) -> ToolResult:
         """Run an async tool in this event loop."""
         began = time.monotonic()
         arguments = restore_types(tool.definition, copy.deepcopy(request.arguments or {}))
-        given = self._awaited.given(tool.injected, self._parts.timeout_s, request.number)
-        limit = asyncio.timeout(self._parts.timeout_s)
+        given = self._awaited.given(tool.injected, self._timeout_s, request.number)
+        limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
                 value = await tool.function(**arguments, **given)
-            answer = to_answer(value)
+            result = to_result(value)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # we are asked to end, and not the tool
                 raise
-            answer = failed_answer(error, failure="failed", trace=format_trace(error))
+            result = failed_result(error, failure="failed", trace=format_trace(error))
         except Exception as error:
-            answer = self._raised(error, is_late=limit.expired())
-        if answer.error:
-            self._parts.failures.note(tool.name, answer.error, answer.trace)
-        return answer._replace(seconds=time.monotonic() - began)
-
-    def _raised(self, error: Exception, *, is_late: bool) -> ToolAnswer:
-        if is_late and isinstance(error, TimeoutError):
-            text = f"no answer within {self._parts.timeout_s:g} s"
-            return ToolAnswer(error_text(text), failure="timeout", error="timeout", trace=text)
-        failure = "retry" if isinstance(error, INFRASTRUCTURE) else "failed"
-        return failed_answer(error, failure=failure, trace=format_trace(error))
+            if limit.expired() and isinstance(error, TimeoutError):
+                text = f"no answer within {self._timeout_s:g} s"
+                told = error_text(text)
+                result = ToolResult("", told, failure="timeout", error="timeout", trace=text)
+            else:
+                failure = "retry" if isinstance(error, INFRASTRUCTURE) else "failed"
+                result = failed_result(error, failure=failure, trace=format_trace(error))
+        if result.error:
+            self._pool.failures.note(tool.name, result.error, result.trace)
+        seconds = time.monotonic() - began
+        return result._replace(name=tool.name, seconds=seconds, error="", trace="")
 
 
 def _not_told(result: ToolResult) -> ToolResult:
     """Return a result whose failure, if any, is never the model's fault."""
     failed = result.failure in ("timeout", "died", "failed")
     return result._replace(failure="broken") if failed else result
-
-
-__all__ = ["Session", "SessionPool", "SessionSettings", "ToolError", "ToolResult"]
-
-
-class SessionSettings(NamedTuple):
-    """What episodes may call, and how it is run.
-
-    Attributes:
-        tools: functions; bare names are those of `jaxrl_llm.rollout.tools.builtin`.
-        environment: a generator function; a bare name is one of
-            `jaxrl_llm.rollout.agents.environments`.
-        workers: processes that run what is not async; 0 runs it in this process, without time
-            limit.
-        timeout_s: seconds that one call or step may take.
-        retries: how often a call is tried again whose infrastructure failed.
-        limits: of each process.
-    """
-
-    tools: tuple[FunctionSpec, ...]
-    environment: FunctionSpec | None = None
-    workers: int = 2
-    timeout_s: float = 10.0
-    retries: int = 2
-    limits: Limits = DEFAULT_LIMITS
 
 
 class SessionPool:
@@ -379,59 +335,55 @@ class SessionPool:
             return 1.0
 
     Args:
-        settings: what episodes may call.
+        config: what episodes may call, and the processes that run it.
         example_row: with which generator functions are opened to see what they yield.
 
     Attributes:
-        schemas: what the model is told of the tools, in the config's order.
+        config: the same.
+        tools: by name, in the config's order.
+        schema_of: what the model is told of each, by name.
+        schemas: the same as a list.
+        backend: runs what is not async.
         failures: counts of what went wrong.
 
     Raises:
         ConfigError: a function can't be found, or lacks types, a docstring or a value.
-        ValueError: a number out of range.
         ToolError: no worker starts.
     """
 
-    schemas: list[dict[str, Any]]
-
-    def __init__(self, settings: SessionSettings, *, example_row: EpisodeRow | None = None) -> None:
-        _check_settings(settings)
-        self.failures = FailureLog()
-        loaded = [(given, load_tools(given)) for given in settings.tools]
-        tools = [tool for _, several in loaded for tool in several]
-        self._tools = {tool.name: tool for tool in tools}
-        for tool in tools:
-            if self._tools[tool.name] is not tool:
+    def __init__(self, config: AgentConfig, *, example_row: EpisodeRow | None = None) -> None:
+        self.config, self.failures = config, FailureLog()
+        loaded = [(given, tool) for given in config.tools for tool in load_tools(given)]
+        self.tools = {tool.name: tool for _, tool in loaded}
+        for _, tool in loaded:
+            if self.tools[tool.name] is not tool:
                 raise ConfigError(f"{TOOLS_KEY}: got two tools {tool.name!r}, expected one")
-        if settings.environment is not None:
-            load_environment(settings.environment)
-        for given in settings.tools:
+        if config.environment is not None:
+            load_environment(config.environment)
+        for given in config.tools:
             prepare_tool(given)
+        process = config.tool_process
         spec = ToolboxSpec(
-            tuple(given for given, several in loaded if not all(t.is_async for t in several)),
-            settings.environment,
-            float(settings.timeout_s),
+            tuple(g for g in config.tools if any(of is g and not t.is_async for of, t in loaded)),
+            config.environment,
+            process.timeout_s,
             example_row or EpisodeRow(0),
         )
-        self._settings = settings
-        self._backend: Crew | InProcess
-        if settings.workers:
-            limits = settings.limits
-            if any(
-                starts_processes(t.definition, s.kwargs) for s, several in loaded for t in several
-            ):
-                limits = limits._replace(max_processes=None)
-            self._backend = Crew(spec, settings.workers, limits, self.failures.note)
+        self.backend: ToolWorkers | InProcess
+        if process.workers:
+            bounds_own = any(starts_processes(tool.definition, of.kwargs) for of, tool in loaded)
+            most = None if bounds_own else process.max_processes
+            limits = Limits(process.memory_gb, most, process.pass_env)
+            self.backend = ToolWorkers(spec, process.workers, limits, self.failures.note)
         else:
-            self._backend = InProcess(spec, self.failures.note)
-        self._finalizer = weakref.finalize(self, self._backend.close)  # at exit, too
+            self.backend = InProcess(spec, self.failures.note)
+        self._finalizer = weakref.finalize(self, self.backend.close)  # at exit, too
         try:
-            self.schemas = [
-                self._schema(tool, given) for given, several in loaded for tool in several
-            ]
+            self.schema_of = {tool.name: self._schema(tool, given) for given, tool in loaded}
         except BaseException:
             self.close()
             raise
+        self.schemas = list(self.schema_of.values())
 
     def __enter__(self) -> "SessionPool":
         return self
@@ -448,16 +400,7 @@ class SessionPool:
             seed: of the episode's random numbers.
             journal: keeps the results; None keeps none.
         """
-        parts = SessionParts(
-            self._backend,
-            self._tools,
-            {schema["function"]["name"]: schema for schema in self.schemas},
-            self._settings.environment is not None,
-            float(self._settings.timeout_s),
-            self._settings.retries,
-            self.failures,
-        )
-        return Session(parts, number, row, seed, journal)
+        return Session(self, number, row, seed, journal)
 
     def close(self) -> None:
         """End all workers at once, whatever they do. Calls that wait get `ToolError`."""
@@ -470,22 +413,12 @@ class SessionPool:
             return tool.schema
         if not tool.is_fixture:
             return tool_schema(tool.definition, tool.name, hidden=spec.kwargs, key=TOOLS_KEY)
-        future = Future[ToolAnswer]()
-        self._backend.submit(Job(ToolRequest("schema", name=tool.name), future))
-        answer = future.result()
-        if answer.failure is not None:
-            text = answer.text.removeprefix("error: ")
+        task = ToolTask(ToolRequest("schema", name=tool.name))
+        self.backend.submit(task)
+        result = task.future.result()
+        if result.failure is not None:
+            text = result.text.removeprefix("error: ")
             if not text.startswith(TOOLS_KEY):
                 text = f"{TOOLS_KEY}: tool {tool.name!r} can't be opened: {text}"
             raise ConfigError(text)
-        return json.loads(answer.text)
-
-
-def _check_settings(settings: SessionSettings) -> None:
-    check_limits(settings.limits, "rollout")
-    timeout_s, workers, retries = settings.timeout_s, settings.workers, settings.retries
-    if workers < 0 or retries < 0 or not 0 < timeout_s < math.inf:
-        raise ValueError(
-            "rollout: expected workers >= 0, retries >= 0 and a positive time limit of tools, got"
-            f" workers={workers}, retries={retries}, timeout_s={timeout_s}"
-        )
+        return json.loads(result.text)

@@ -20,6 +20,7 @@ from jaxrl_llm.config.functions import (
     load_function,
     split_name,
 )
+from jaxrl_llm.workers.protocol import finite_number
 
 INJECTED = ("state", "row", "rng", "seconds")
 """Names of parameters that are passed by the trainer, and hidden from the model."""
@@ -427,7 +428,7 @@ class LoadedTool(NamedTuple):
 
 
 class ToolsetTool(NamedTuple):
-    """A tool of those that one function of a config gives, see `toolset`.
+    """A tool of those that one function of a config gives, see `marked`.
 
     Attributes:
         schema: what the model is told, in OpenAI's format.
@@ -441,27 +442,17 @@ class ToolsetTool(NamedTuple):
     ends: bool = False
 
 
-def toolset(function: Callable[..., list[ToolsetTool]]) -> Callable[..., list[ToolsetTool]]:
-    """Mark a function that gives tools: it is called with the config's keywords."""
-    function.is_toolset = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+def marked(**marks: Any) -> Callable[[Tool], Tool]:
+    """Set attributes of a tool.
 
-
-def prepared_by(prepare: Callable[..., None]) -> Callable[[Tool], Tool]:
-    """Have something done once before workers start: it is called with the config's keywords."""
-
-    def mark(tool: Tool) -> Tool:
-        tool.prepare = prepare  # pyright: ignore[reportFunctionMemberAccess]
-        return tool
-
-    return mark
-
-
-def checked_by(check: Callable[..., None]) -> Callable[[Tool], Tool]:
-    """Have something checked before anything is loaded: it is called as the tool is opened."""
+    Args:
+        marks: `is_toolset`: it gives tools, and is called with the config's keywords. `check` is
+            called before anything is loaded, as the tool is opened. `prepare` is called once before
+            workers start, with the config's keywords.
+    """
 
     def mark(tool: Tool) -> Tool:
-        tool.check = check  # pyright: ignore[reportFunctionMemberAccess]
+        vars(tool).update(marks)
         return tool
 
     return mark
@@ -561,9 +552,7 @@ def is_generator_function(function: Callable[..., Any]) -> bool:
     >>> is_generator_function(functools.partial(count))
     True
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.isgeneratorfunction(inspect.unwrap(function))
+    return inspect.isgeneratorfunction(_innermost(function))
 
 
 def load_environment(spec: FunctionSpec) -> Callable[..., Generator[Any, str, Any]]:
@@ -596,21 +585,26 @@ class ToolResult(NamedTuple):
         reward: added to the reward of the turn that is answered.
         end: whether the episode ends here.
         failure: None; `failed`, `timeout` or `died`, of which the model is told; `broken` where the
-            infrastructure failed, after all retries.
+            infrastructure failed, after all retries; of one attempt also `retry`, where another may
+            do better.
         score: what an environment returned at its end.
         seconds: that it took.
         images: told with the text: for each the place in it, in characters and in rising order, and
             the base64 of its file.
+        error: what kind of error it was, until it is counted; empty for none.
+        trace: where that was raised, if it is the first of its kind.
     """
 
-    name: str
-    text: str
+    name: str = ""
+    text: str = ""
     reward: float = 0.0
     end: bool = False
     failure: str | None = None
     score: float | None = None
     seconds: float = 0.0
     images: tuple[tuple[int, str], ...] = ()
+    error: str = ""
+    trace: str = ""
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
@@ -626,6 +620,36 @@ class ToolResult(NamedTuple):
             if image is not None:
                 yield {"type": "image", "image": base64.b64decode(image[1])}
             start = end
+
+
+TYPES = {
+    "name": str,
+    "text": str,
+    "reward": float,
+    "end": bool,
+    "failure": str | None,
+    "score": float | None,
+    "seconds": float,
+    "images": list,
+    "error": str,
+    "trace": str,
+}
+
+
+def read_result(fields: Any) -> ToolResult | None:
+    """Return a result as JSON has it; None where it is none.
+
+    >>> read_result(ToolResult("add", "3")._asdict() | {"images": []}).text
+    '3'
+    """
+    if not isinstance(fields, dict) or fields.keys() != TYPES.keys():
+        return None
+    if not all(isinstance(fields[name], kind) for name, kind in TYPES.items()):
+        return None
+    if any(finite_number(v) is None for v in fields.values() if isinstance(v, float)):
+        return None
+    images = checked_images(fields["images"])
+    return None if images is None else ToolResult(**{**fields, "images": images})
 
 
 def checked_images(value: Any) -> tuple[tuple[int, str], ...] | None:

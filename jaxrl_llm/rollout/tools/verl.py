@@ -18,12 +18,12 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError, described_error
 from jaxrl_llm.config.functions import FunctionSpec, find_function
 from jaxrl_llm.rollout.observation import EpisodeRow, Observation
-from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, ToolsetTool, toolset
+from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, ToolsetTool, marked
 
 SCHEMAS = "verl.tools.schemas"
 
 
-@toolset
+@marked(is_toolset=True)
 def verl_tools(*, path: str) -> list[ToolsetTool]:
     """Give the tools of a file of verl's, `tools: [{class_name, config, tool_schema}]`.
 

@@ -5,6 +5,7 @@ neither jax nor the program that started it.
 """
 
 import base64
+import functools
 import inspect
 import io
 import json
@@ -21,10 +22,11 @@ from jaxrl_llm.rollout.tools.tool import (
     ENVIRONMENT_NAMES,
     TOOLS_KEY,
     LoadedTool,
-    checked_images,
+    ToolResult,
     injected_names,
     load_environment,
     load_tools,
+    read_result,
     restore_types,
     tool_schema,
 )
@@ -79,44 +81,18 @@ class ToolRequest(NamedTuple):
     seed: int = 0
 
 
-class ToolAnswer(NamedTuple):
-    """What came of a request.
-
-    Attributes:
-        text: told to the model; also of a failure.
-        reward: of the turn.
-        end: whether the episode ends.
-        failure: as of `ToolResult`; also `retry`, where another attempt may do better.
-        score: returned by an environment.
-        error: what kind of error it was, to be counted; empty for none.
-        trace: where it was raised, if this is the first of its kind.
-        seconds: that it took; set by who asked.
-        images: as of `ToolResult`.
-    """
-
-    text: str = ""
-    reward: float = 0.0
-    end: bool = False
-    failure: str | None = None
-    score: float | None = None
-    error: str = ""
-    trace: str = ""
-    seconds: float = 0.0
-    images: tuple[tuple[int, str], ...] = ()
-
-
 class ResultError(ValueError):
     """A tool or an environment gave something that can't be told; the message says what."""
 
 
-def to_answer(value: Any) -> ToolAnswer:
+def to_result(value: Any) -> ToolResult:
     """Return what a tool or an environment gave as it is told.
 
     Raises:
         ResultError: it is no text, no image and no plain data, too long, or the reward is no
             finite number.
 
-    >>> to_answer({"sum": 3}).text, to_answer(Observation("no", reward=-1)).reward
+    >>> to_result({"sum": 3}).text, to_result(Observation("no", reward=-1)).reward
     ('{"sum": 3}', -1.0)
     """
     observation = value if isinstance(value, Observation) else Observation(value)
@@ -129,7 +105,7 @@ def to_answer(value: Any) -> ToolAnswer:
             "allowed"
         )
     reward = checked_number(observation.reward, "reward")
-    return ToolAnswer(text, reward, bool(observation.end), images=images)
+    return ToolResult("", text, reward, bool(observation.end), images=images)
 
 
 def _to_parts(value: Any) -> tuple[str, tuple[tuple[int, str], ...]]:
@@ -215,16 +191,18 @@ def error_text(message: str) -> str:
     return f"error: {shorten(' '.join(message.split()))}".encode("utf-8", "replace").decode()
 
 
-def failed_answer(error: BaseException, *, failure: str, trace: str = "") -> ToolAnswer:
-    """Return the answer for something that was raised."""
+def failed_result(error: BaseException, *, failure: str, trace: str = "") -> ToolResult:
+    """Return the result where something was raised."""
     if isinstance(error, FailedTool):
         text = shorten(error.text, MAX_RESULT_CHARS).encode("utf-8", "replace").decode()
-        return ToolAnswer(text, failure=failure, error=error.kind, trace=text[-MAX_TRACE_CHARS:])
+        trace = text[-MAX_TRACE_CHARS:]
+        return ToolResult(text=text, failure=failure, error=error.kind, trace=trace)
+    kind, message = type(error).__name__, str(error)
     if isinstance(error, ResultError):
-        return ToolAnswer(error_text(str(error)), failure=failure, error="result", trace=trace)
-    kind = type(error).__name__
-    message = f"{kind}: {error}" if str(error).strip() else kind
-    return ToolAnswer(error_text(message), failure=failure, error=kind, trace=trace)
+        kind = "result"
+    else:
+        message = f"{kind}: {error}" if message.strip() else kind
+    return ToolResult(text=error_text(message), failure=failure, error=kind, trace=trace)
 
 
 def format_trace(error: BaseException, memory_gb: float | None = None) -> str:
@@ -243,11 +221,6 @@ class SetUpError(Exception):
     """A tool that is opened for each episode could not be."""
 
 
-def make_rng(seed: int, name: str | int) -> random.Random:
-    """Return the random numbers of a call, by its number, or of what is opened, by its name."""
-    return random.Random(f"{seed} {name}")
-
-
 class OpenEpisode:
     """What lives in a worker for an episode.
 
@@ -263,33 +236,31 @@ class OpenEpisode:
         self.environment: Generator[Any, Any, Any] | None = None
 
     def given(self, names: tuple[str, ...], seconds: float, key: str | int) -> dict[str, Any]:
-        """Return the values of reserved names that a function asks for."""
-        row = self.row
-        values = {
-            **{"state": self.state, "row": row, "seconds": seconds},
-            **{"ground_truth": row.ground_truth, "extra_info": row.extra_info},
-            **{"data_source": row.data_source},
-        }
+        """Return the values of reserved names that a function asks for.
+
+        Args:
+            names: that it asks for.
+            seconds: the time limit.
+            key: of its random numbers: the number of a call, or the name of what is opened.
+        """
+        values = {"state": self.state, "row": self.row, "seconds": seconds}
         if "rng" in names:
-            values["rng"] = make_rng(self.seed, key)
-        return {name: values[name] for name in names}
+            values["rng"] = random.Random(f"{self.seed} {key}")
+        return {n: values[n] if n in values else getattr(self.row, n) for n in names}
 
     def close(self) -> list[BaseException]:
         """Clean up, once, whatever was opened; return what that raised."""
-        errors: list[BaseException] = []
-        if self.environment is not None:
-            _collect(errors, self.environment.close)
-        for generator, _ in reversed(self.tools.values()):
-            _collect(errors, lambda generator=generator: _finish(generator))
+        actions = [] if self.environment is None else [self.environment.close]
+        opened = reversed(self.tools.values())
+        actions += [functools.partial(_finish, generator) for generator, _ in opened]
         self.environment, self.tools = None, {}
+        errors: list[BaseException] = []
+        for action in actions:
+            try:
+                action()
+            except (Exception, SystemExit) as error:
+                errors.append(error)
         return errors
-
-
-def _collect(errors: list[BaseException], action: Callable[[], None]) -> None:
-    try:
-        action()
-    except (Exception, SystemExit) as error:
-        errors.append(error)
 
 
 def _finish(generator: Generator[Any, None, None]) -> None:
@@ -317,8 +288,8 @@ class Toolbox:
         self._episodes: dict[int, OpenEpisode] = {}
         self._traced: set[tuple[str, str]] = set()
 
-    def answer(self, request: ToolRequest) -> ToolAnswer:
-        """Do what is asked; whatever the functions raise is part of the answer."""
+    def answer(self, request: ToolRequest) -> ToolResult:
+        """Do what is asked; whatever the functions raise is part of the result."""
         try:
             match request.kind:
                 case "open":
@@ -346,18 +317,18 @@ class Toolbox:
         """Clean up all episodes; return what that raised."""
         return [error for number in list(self._episodes) for error in self._close(number)]
 
-    def _failed(self, request: ToolRequest, error: BaseException, *, failure: str) -> ToolAnswer:
+    def _failed(self, request: ToolRequest, error: BaseException, *, failure: str) -> ToolResult:
         if isinstance(error, INFRASTRUCTURE):
             failure = "retry"
         key = (request.name, type(error).__name__)
         trace = "" if key in self._traced else format_trace(error, self._memory_gb)
         self._traced.add(key)
-        return failed_answer(error, failure=failure, trace=trace)
+        return failed_result(error, failure=failure, trace=trace)
 
-    def _cleaned_up(self, errors: list[BaseException]) -> ToolAnswer:
+    def _cleaned_up(self, errors: list[BaseException]) -> ToolResult:
         if not errors:
-            return ToolAnswer()
-        return ToolAnswer(error=CLEAN_UP, trace="\n".join(format_trace(error) for error in errors))
+            return ToolResult()
+        return ToolResult(error=CLEAN_UP, trace="\n".join(format_trace(error) for error in errors))
 
     def _new_episode(self, request: ToolRequest) -> OpenEpisode:
         return OpenEpisode(request.row or self._example_row, request.seed)
@@ -366,7 +337,7 @@ class Toolbox:
         episode = self._episodes.pop(number, None)
         return [] if episode is None else episode.close()
 
-    def _call(self, request: ToolRequest) -> ToolAnswer:
+    def _call(self, request: ToolRequest) -> ToolResult:
         tool = self._tools[request.name]
         episode = self._episodes.get(request.episode) or self._new_episode(request)
         function, names = tool.function, tool.injected
@@ -374,7 +345,7 @@ class Toolbox:
             function = self._opened(episode, tool)
             names = tuple(injected_names(function))
         given = episode.given(names, self._seconds, request.number)
-        return to_answer(function(**restore_types(function, request.arguments or {}), **given))
+        return to_result(function(**restore_types(function, request.arguments or {}), **given))
 
     def _opened(self, episode: OpenEpisode, tool: LoadedTool) -> Callable[..., Any]:
         """Return the function that a tool yields for an episode, after its set-up."""
@@ -390,7 +361,7 @@ class Toolbox:
             episode.tools[tool.name] = generator, function
         return episode.tools[tool.name][1]
 
-    def _step(self, request: ToolRequest) -> ToolAnswer:
+    def _step(self, request: ToolRequest) -> ToolResult:
         episode = self._episodes[request.episode]
         assert self._environment is not None, "the pool refuses steps without one"
         try:
@@ -403,10 +374,10 @@ class Toolbox:
                 value = episode.environment.send((request.arguments or {})["answer"])
         except StopIteration as stop:
             score = None if stop.value is None else checked_number(stop.value, "score")
-            return ToolAnswer(end=True, score=score)
-        return to_answer(value)
+            return ToolResult(end=True, score=score)
+        return to_result(value)
 
-    def _end(self, request: ToolRequest) -> ToolAnswer:
+    def _end(self, request: ToolRequest) -> ToolResult:
         """Return the rewards at an episode's end of the tools that it has called."""
         opened = self._episodes[request.episode].tools.items()
         rewards = [
@@ -414,14 +385,14 @@ class Toolbox:
             for name, (_, function) in opened
             if self._tools[name].ends
         ]
-        return ToolAnswer(reward=sum(rewards))
+        return ToolResult(reward=sum(rewards))
 
-    def _schema(self, request: ToolRequest) -> ToolAnswer:
+    def _schema(self, request: ToolRequest) -> ToolResult:
         tool, episode = self._tools[request.name], OpenEpisode(self._example_row, request.seed)
         try:
             schema = tool_schema(self._opened(episode, tool), tool.name, key=TOOLS_KEY)
         except ConfigError as error:
-            return ToolAnswer(str(error), failure="failed")
+            return ToolResult(text=str(error), failure="failed")
         finally:
             errors = episode.close()
         return self._cleaned_up(errors)._replace(text=json.dumps(schema))
@@ -430,51 +401,42 @@ class Toolbox:
 FAILURES = (None, "failed", "broken", "retry")
 
 
-def encode_tool_answer(number: int, answer: ToolAnswer) -> bytes:
+def encode_tool_result(number: int, result: ToolResult) -> bytes:
     """Return the line that tells the pool what came of a request.
 
-    >>> encode_tool_answer(3, ToolAnswer("4"))[:35]
-    b'{"number": 3, "text": "4", "reward"'
+    >>> encode_tool_result(3, ToolResult("", "4"))[:37]
+    b'{"number": 3, "name": "", "text": "4"'
     """
-    return json.dumps({"number": number, **answer._asdict()}).encode() + b"\n"
+    return json.dumps({"number": number, **result._asdict()}).encode() + b"\n"
 
 
-def decode_tool_answer(line: bytes, number: int) -> ToolAnswer | None:
+def decode_tool_result(line: bytes, number: int) -> ToolResult | None:
     """Return what a line tells of a request; None where it is no answer to this request.
 
     Nothing is taken on trust: a tool may have written the line itself.
 
-    >>> decode_tool_answer(encode_tool_answer(3, ToolAnswer("4")), 3).text
+    >>> decode_tool_result(encode_tool_result(3, ToolResult("", "4")), 3).text
     '4'
-    >>> decode_tool_answer(b"garbage", 3)
+    >>> decode_tool_result(b"garbage", 3)
     """
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(fields, dict) or fields.keys() != {"number", *ToolAnswer._fields}:
+    if not isinstance(fields, dict) or type(fields.get("number")) is not int:
         return None
-    if type(fields["number"]) is not int or fields.pop("number") != number:
+    if fields.pop("number") != number or (result := read_result(fields)) is None:
         return None
-    if (images := checked_images(fields.pop("images"))) is None:
-        return None
-    answer = ToolAnswer(**fields, images=images)
-    texts = (answer.text, answer.error, answer.trace)
-    numbers = [n for n in (answer.reward, answer.score, answer.seconds) if n is not None]
     sound = (
-        all(isinstance(text, str) for text in texts)
-        and len(answer.text) <= MAX_RESULT_CHARS
-        and sum(len(image) for _, image in images) <= MAX_IMAGE_CHARS
-        and all(place <= len(answer.text) for place, _ in images)
-        and all(type(n) is float and finite_number(n) is not None for n in numbers)
-        and type(answer.reward) is float
-        and type(answer.end) is bool
-        and answer.failure in FAILURES
+        len(result.text) <= MAX_RESULT_CHARS
+        and sum(len(image) for _, image in result.images) <= MAX_IMAGE_CHARS
+        and all(place <= len(result.text) for place, _ in result.images)
+        and result.failure in FAILURES
     )
     if not sound:
         return None
-    trace = answer.trace[-2 * MAX_TRACE_CHARS :]
-    return answer._replace(text=answer.text.encode("utf-8", "replace").decode(), trace=trace)
+    trace = result.trace[-2 * MAX_TRACE_CHARS :]
+    return result._replace(text=result.text.encode("utf-8", "replace").decode(), trace=trace)
 
 
 def run_tools(fd: int, *, memory_gb: float | None) -> None:
@@ -491,7 +453,7 @@ def run_tools(fd: int, *, memory_gb: float | None) -> None:
         toolbox = Toolbox(spec, memory_gb=memory_gb)
 
         def answer(number: int, request: ToolRequest) -> bytes:
-            return encode_tool_answer(number, toolbox.answer(request))
+            return encode_tool_result(number, toolbox.answer(request))
 
         return answering_in_turn(answer)
 

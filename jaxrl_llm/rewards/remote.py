@@ -1,4 +1,8 @@
-"""A language model that judges answers, asked by HTTP as OpenAI's chat completions are."""
+"""Reward functions that ask a server by HTTP.
+
+`judge` asks a language model, as OpenAI's chat completions are asked; `classify` a reward model, by
+the /classify of vLLM.
+"""
 
 import asyncio
 import functools
@@ -8,7 +12,7 @@ import math
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +20,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.worker import Unscored
-from jaxrl_llm.rollout.servers import lock_of, post
-from jaxrl_llm.workers.protocol import finite_number, shorten
+from jaxrl_llm.rollout.servers import ServerError, lock_of, post
+from jaxrl_llm.workers.protocol import finite_number, short_repr, shorten
 
 RATING = """\
 Rate how well the answer responds to the question, from 0 (useless or wrong) to 10 (correct,
@@ -167,6 +171,40 @@ class JudgeSettings:
         }
         return {name: value for name, value in fields.items() if value is not None}
 
+    def message(
+        self, judged: Mapping[str, str], ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> str:
+        """Return what a judge is asked: the prompt, with its placeholders filled in.
+
+        Args:
+            judged: the `answer`, or what stands `first` and `second`.
+            ground_truth: the reference answer.
+            extra_info: of the row, with its `prompt`.
+
+        Raises:
+            ValueError: the row has no messages.
+        """
+        fenced = {name: fence(text) for name, text in judged.items()}
+
+        def fill(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name in fenced:
+                return fenced[name]
+            if name == "ground_truth":
+                return plain_text(ground_truth)
+            messages = extra_info.get("prompt")
+            if not messages:
+                raise ValueError(
+                    "judge: expected the messages of the row as extra_info.prompt, got none"
+                )
+            if name != "prompt":
+                return plain_text(messages[-1].get("content"))
+            return "\n\n".join(f"{m.get('role')}: {plain_text(m.get('content'))}" for m in messages)
+
+        content = PLACEHOLDER.sub(fill, self.template)
+        marks = " and ".join(text.partition("\n")[0] for text in fenced.values())
+        return NOTE.format(mark=marks) + content
+
     def read(self, reply: str) -> Verdict:
         """Return the verdict in a reply.
 
@@ -205,65 +243,6 @@ class JudgeSettings:
             "verdict": f"{answer_first.text}, {reference_first.text}",
             "reply": f"{answer_first.reply}\n\n{reference_first.reply}",
         }
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is judged.
-
-    Attributes:
-        answer: the reply, with the policy's reasoning.
-        ground_truth: the reference answer.
-        extra_info: of the row, with its `prompt`.
-    """
-
-    answer: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any]
-
-    def rated(self, settings: JudgeSettings) -> str:
-        """Return what a judge is asked about the reply."""
-        return self._filled(settings, {"answer": shown_answer(self.answer, settings.reasoning_end)})
-
-    def compared(self, settings: JudgeSettings, *, answer_first: bool) -> str:
-        """Return what a judge is asked about the reply and the reference.
-
-        Raises:
-            ValueError: the row has no such reference.
-        """
-        reference = self.ground_truth
-        if settings.reference != "ground_truth":
-            if settings.reference not in self.extra_info:
-                raise ValueError(f"judge: the row has no extra_info.{settings.reference}")
-            reference = self.extra_info[settings.reference]
-        pair = [shown_answer(self.answer, settings.reasoning_end), plain_text(reference)]
-        first, second = pair if answer_first else reversed(pair)
-        return self._filled(settings, {"first": first, "second": second})
-
-    def _filled(self, settings: JudgeSettings, judged: Mapping[str, str]) -> str:
-        marks = {name: fence(text) for name, text in judged.items()}
-
-        def text(match: re.Match[str]) -> str:
-            name = match.group(1)
-            if name in marks:
-                return marks[name]
-            if name == "ground_truth":
-                return plain_text(self.ground_truth)
-            return self._messages(whole=name == "prompt")
-
-        content = PLACEHOLDER.sub(text, settings.template)
-        shown = " and ".join(fenced.partition("\n")[0] for fenced in marks.values())
-        return NOTE.format(mark=shown) + content
-
-    def _messages(self, *, whole: bool) -> str:
-        messages = self.extra_info.get("prompt")
-        if not messages:
-            raise ValueError(
-                "judge: expected the messages of the row as extra_info.prompt, got none"
-            )
-        if not whole:
-            return plain_text(messages[-1].get("content"))
-        return "\n\n".join(f"{m.get('role')}: {plain_text(m.get('content'))}" for m in messages)
 
 
 def shown_answer(answer: str, reasoning_end: str | None) -> str:
@@ -420,13 +399,21 @@ async def judge(  # noqa: PLR0913
         Unscored: the judge has given no verdict.
     """
     given = {name: value for name, value in locals().items() if name not in _NO_KEYWORDS}
-    settings = settings_of(json.dumps(given))
-    case, ask = Case(solution_str, ground_truth, extra_info or {}), _Asking(settings, run_dir)
-    if settings.both_orders:
-        answer_first = await ask(case.compared(settings, answer_first=True))
-        return settings.settle(answer_first, await ask(case.compared(settings, answer_first=False)))
-    verdict = await ask(case.rated(settings))
-    return {"score": verdict.score, "verdict": verdict.text, "reply": verdict.reply}
+    settings, info = settings_of(json.dumps(given)), extra_info or {}
+    shown = shown_answer(solution_str, reasoning_end)
+
+    async def ask(**judged: str) -> Verdict:
+        return await _ask(settings, settings.message(judged, ground_truth, info), run_dir)
+
+    if not both_orders:
+        verdict = await ask(answer=shown)
+        return {"score": verdict.score, "verdict": verdict.text, "reply": verdict.reply}
+    known = {"ground_truth": ground_truth} if reference == "ground_truth" else info
+    if reference not in known:
+        raise ValueError(f"judge: the row has no extra_info.{reference}")
+    other = plain_text(known[reference])
+    answer_first = await ask(first=shown, second=other)
+    return settings.settle(answer_first, await ask(first=other, second=shown))
 
 
 def check_judge(keywords: Mapping[str, Any]) -> None:
@@ -450,47 +437,167 @@ def check_judge(keywords: Mapping[str, Any]) -> None:
     settings_of(json.dumps({k: v for k, v in keywords.items() if k not in _NO_KEYWORDS}))
 
 
-class _Asking:
-    """Asks a judge, or looks up what it has replied before."""
+async def _ask(settings: JudgeSettings, content: str, run_dir: str | None) -> Verdict:
+    """Ask a judge, or look up what it has replied before; only replies with a verdict are kept."""
+    body = settings.body(content)
+    if run_dir is None:
+        return settings.read(await _request(settings, body))
+    cache, key = _cache(run_dir), request_key(settings.url, body)
+    async with lock_of("judge", key):  # the same answer may be asked about twice at once
+        reply = await asyncio.to_thread(cache.get, key)
+        if reply is None:
+            reply = await _request(settings, body)
+            settings.read(reply)
+            reply = await asyncio.to_thread(cache.keep, key, reply)
+    return settings.read(reply)
 
-    def __init__(self, settings: JudgeSettings, run_dir: str | None) -> None:
-        self._settings = settings
-        self._cache = None if run_dir is None else _cache(run_dir)
 
-    async def __call__(self, content: str) -> Verdict:
-        """Return the verdict on a message; only replies that have one are kept."""
-        body = self._settings.body(content)
-        if self._cache is None:
-            return self._settings.read(await self._request(body))
-        key = request_key(self._settings.url, body)
-        async with lock_of("judge", key):  # the same answer may be asked about twice at once
-            reply = await asyncio.to_thread(self._cache.get, key)
-            if reply is None:
-                reply = await self._request(body)
-                self._settings.read(reply)
-                reply = await asyncio.to_thread(self._cache.keep, key, reply)
-        return self._settings.read(reply)
-
-    async def _request(self, body: dict[str, Any]) -> str:
-        variable = self._settings.api_key_env
-        headers = {}
-        if variable is not None:
-            if variable not in os.environ:
-                raise LookupError(f"judge: api_key_env: there is no {variable} in the environment")
-            headers["Authorization"] = f"Bearer {os.environ[variable]}"
-        response = await post(self._settings.url, "/chat/completions", body, headers)
-        try:
-            choice = response.json()["choices"][0]
-            text, finish = choice["message"]["content"], choice.get("finish_reason")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            shown = shorten(repr(response.text), 120)
-            raise Unscored(f"the judge's server sent no completion but {shown}") from None
-        if not isinstance(text, str) or finish not in ("stop", None):
-            limit = f" (max_tokens={body.get('max_tokens')})" if finish == "length" else ""
-            raise Unscored(f"the judge's reply is not whole: it ended by {finish!r}{limit}")
-        return text
+async def _request(settings: JudgeSettings, body: dict[str, Any]) -> str:
+    variable = settings.api_key_env
+    headers = {}
+    if variable is not None:
+        if variable not in os.environ:
+            raise LookupError(f"judge: api_key_env: there is no {variable} in the environment")
+        headers["Authorization"] = f"Bearer {os.environ[variable]}"
+    response = await post(settings.url, "/chat/completions", body, headers)
+    try:
+        choice = response.json()["choices"][0]
+        text, finish = choice["message"]["content"], choice.get("finish_reason")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        shown = shorten(repr(response.text), 120)
+        raise Unscored(f"the judge's server sent no completion but {shown}") from None
+    if not isinstance(text, str) or finish not in ("stop", None):
+        limit = f" (max_tokens={body.get('max_tokens')})" if finish == "length" else ""
+        raise Unscored(f"the judge's reply is not whole: it ended by {finish!r}{limit}")
+    return text
 
 
 @functools.lru_cache(maxsize=4)
 def _cache(run_dir: str) -> ReplyCache:
     return ReplyCache(Path(run_dir) / CACHE_FILE)
+
+
+SWITCHES = ("use_activation", "activation")
+"""What vLLM calls the key that leaves a score as the model gives it; the newer name first."""
+
+PROBES = ("0", "1")
+
+
+async def classify(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None,
+    *,
+    url: str,
+    model: str,
+    tokenizer: str | None = None,
+) -> float:
+    """Score a reply by a reward model with one label that a server of vLLM holds.
+
+    The server renders the chat with the model's own template and scores the last token. With
+    `tokenizer` it gets token ids instead: the templated prompt, the reply and the end token, as
+    `jaxrl_llm.prefer` trains a reward model.
+
+    Args:
+        data_source: not used.
+        solution_str: the reply.
+        ground_truth: not used.
+        extra_info: with the row's messages as `prompt`; of an agent's episode with `messages`.
+        url: of the server, such as http://localhost:8000.
+        model: its name there.
+        tokenizer: Hugging Face directory of the reward model's tokenizer; null sends messages.
+
+    Returns:
+        The score as the model gives it, without a sigmoid.
+
+    Raises:
+        ServerError: the server gave no score.
+        ValueError: it may have applied a sigmoid; or the reply's prompt has no messages.
+    """
+    info = extra_info or {}
+    chat = list(info.get("messages") or ())
+    if not chat:
+        prompt = info.get("prompt")
+        if not prompt:
+            raise ValueError("classify: extra_info has no messages as 'prompt'")
+        chat = [*prompt, {"role": "assistant", "content": solution_str}]
+    body = {"model": model} | await _readable(chat, tokenizer)
+    return await _score(url, body | {await _switch(url, model): False})
+
+
+async def _readable(chat: Sequence[dict[str, Any]], tokenizer: str | None) -> dict[str, Any]:
+    """Return a request's part that holds the chat: messages, or token ids."""
+    if tokenizer is None:
+        return {"messages": list(chat)}
+    if chat[-1].get("role") != "assistant":
+        raise ValueError(f"classify: the chat ends with a message of {chat[-1].get('role')!r}")
+    async with lock_of("tokenizer", tokenizer):  # to load one takes seconds, which others go on in
+        return {"input": await asyncio.to_thread(_token_ids, tokenizer, chat)}
+
+
+def _token_ids(path: str, chat: Sequence[dict[str, Any]]) -> list[int]:
+    prompt, answer = _template(path).answer(chat)
+    return prompt + answer
+
+
+@functools.cache
+def _template(path: str) -> Any:
+    from jaxrl_llm.data.chat import (
+        ChatTemplate,
+        load_tokenizer,  # transformers: only where it is asked for
+    )
+
+    return ChatTemplate(load_tokenizer(path))
+
+
+_SWITCHES_SEEN: dict[tuple[str, str], str] = {}
+
+
+async def _switch(url: str, model: str) -> str:
+    """Return the key that turns a server's sigmoid off, once it is seen to do that."""
+    async with lock_of("switch", url, model):  # the others wait for what the first one sees
+        if (url, model) not in _SWITCHES_SEEN:
+            _SWITCHES_SEEN[url, model] = await _find_switch(url, model)
+        return _SWITCHES_SEEN[url, model]
+
+
+async def _find_switch(url: str, model: str) -> str:
+    """Compare a server's scores with a key on and off.
+
+    A server passes over a key that it does not know, and its scores then are those of a sigmoid,
+    which look like any others. A score outside of 0 and 1 is none of a sigmoid's; another one is
+    believed where the server's own sigmoid of it is another number, and the right one.
+
+    Raises:
+        ValueError: no key is seen to turn the sigmoid off.
+    """
+    for key in SWITCHES:
+        for text in PROBES:
+            body = {"model": model, "input": text}
+            plain, squashed = [await _score(url, body | {key: is_on}) for is_on in (False, True)]
+            if not 0 <= plain <= 1:
+                return key
+            sigmoid = 1 / (1 + math.exp(-plain))
+            if abs(squashed - plain) > 1e-3 and abs(squashed - sigmoid) < 1e-3:
+                return key
+    raise ValueError(
+        f"classify: scores of {model!r} are the same with {' and with '.join(SWITCHES)} on and "
+        "off, and lie between 0 and 1: the server may apply a sigmoid; serve the model by a newer "
+        "vLLM"
+    )
+
+
+async def _score(url: str, body: dict[str, Any]) -> float:
+    response = await post(url, "/classify", body)
+    try:
+        (entry,) = response.json()["data"]
+        (score,) = entry["probs"]
+        if (number := finite_number(score)) is None:
+            raise ValueError(f"got {short_repr(score)}")
+        return number
+    except (LookupError, TypeError, ValueError) as error:
+        raise ServerError(
+            response,
+            "one item with one number as data[0].probs, which a model of one label gives",
+        ) from error
