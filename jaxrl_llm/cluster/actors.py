@@ -21,7 +21,7 @@ from jaxrl_llm.monitoring.job_context import JobContext
 from jaxrl_llm.version import __version__
 
 if TYPE_CHECKING:
-    from jaxrl_llm.rollout.engine import Completion, Receipt, Request
+    from jaxrl_llm.rollout.engine import Completion, Receipt, Request, Stop
 
 
 DUMP_STACKS_SIGNAL = signal.SIGUSR1
@@ -46,38 +46,26 @@ class ProcessInfo(NamedTuple):
     versions: dict[str, str]
 
 
-class ProcessEnv(NamedTuple):
-    """What a process takes over from the launcher; Ray's names for the same.
-
-    Attributes:
-        working_dir: the launcher's.
-        env_vars: environment variables that are set.
-    """
-
-    working_dir: str
-    env_vars: Mapping[str, str]
-
-
 class _Process:
     """A process of a job, in the launcher's folder and with its environment variables."""
 
-    def __init__(self, env: ProcessEnv) -> None:
+    def __init__(self, folder: str, env: Mapping[str, str]) -> None:
         """Go to the launcher's folder.
 
         Raises:
             ConfigError: there is no such folder here.
         """
         try:
-            os.chdir(env.working_dir)
+            os.chdir(folder)
         except OSError as error:
             raise ConfigError(
-                f"{socket.gethostname()} has no folder {env.working_dir}: start the run from one "
-                "that all nodes see"
+                f"{socket.gethostname()} has no folder {folder}: start the run from one that all "
+                "nodes see"
             ) from error
         if "jax" in sys.modules:
             raise RunError("this process imported jax before its variables were set")
-        sys.path.insert(0, env.working_dir)
-        os.environ.update(env.env_vars)
+        sys.path.insert(0, folder)
+        os.environ.update(env)
         faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
 
     def info(self) -> ProcessInfo:
@@ -153,60 +141,31 @@ def exiting_on_device_error() -> Iterator[None]:
         os._exit(1)
 
 
-class InterruptibleSampling:
-    """A sampling on an engine, which ends when the trainer says so.
-
-    Attributes:
-        stop: ends it.
-        first_whole: set once the answers that are waited for are whole.
-    """
-
-    def __init__(self) -> None:
-        """Wait for nothing yet; call it within an event loop."""
-        from jaxrl_llm.rollout.engine import Stop
-
-        self.stop, self.first_whole = Stop(), asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    async def run(
-        self, engine: Any, requests: "Sequence[Request]", needed: int
-    ) -> "list[Completion]":
-        """Sample until it is stopped, or all is whole."""
-        left = set(range(needed))
-
-        def tell(number: int, answer: "Completion") -> None:
-            del answer
-            left.discard(number)
-            if not left:
-                self._loop.call_soon_threadsafe(self.first_whole.set)
-
-        if not left:
-            self.first_whole.set()
-        try:
-            return await asyncio.to_thread(
-                engine.sample_until, requests, len(requests), self.stop, tell
-            )
-        finally:
-            self.first_whole.set()
-
-
 class EngineHost(_Process):
     """An asynchronous actor with an engine on devices of its own.
 
     A new one has no weights; it takes them when it is told of a weight sync that it has not seen.
 
     Args:
-        env: from the launcher.
+        folder: the launcher's.
+        env: environment variables that are set.
         config: of the run.
         coordinator: name of the `Coordinator`; a handle could not be given to an actor's next life.
         index: of this engine.
     """
 
-    def __init__(self, env: ProcessEnv, config: TrainConfig, coordinator: str, index: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        env: Mapping[str, str],
+        config: TrainConfig,
+        coordinator: str,
+        index: int,
+    ) -> None:
         """Make the engine when weights come: there may be no model yet."""
         import ray
 
-        super().__init__(env)
+        super().__init__(folder, env)
         self._config, self._index = config, index
         self._coordinator = ray.get_actor(coordinator)
         self._engine: Any = None
@@ -214,7 +173,7 @@ class EngineHost(_Process):
         self._sync = -1
         self._receipt: Any = None
         self._loading = threading.Lock()
-        self._interruptible = (-1, None)  # the newest sampling that can be left, with its number
+        self._newest: Any = (-1, None, None)  # sampling that can be left: see `_sampling`
         self._resources = contextlib.ExitStack()  # as long as the process lives
         self._coordinator.register_engine.remote(index, self.info())
 
@@ -248,25 +207,39 @@ class EngineHost(_Process):
             sync: of the weights.
             version: of the weights.
         """
-        sampling = self._sampling(number)
+        stop, first_whole = self._sampling(number)
         await self.load(sync, version)
-        with exiting_on_device_error():
-            return await sampling.run(self._engine, requests, needed)
+        left, loop = set(range(needed)), asyncio.get_running_loop()
+
+        def tell(number: int, _: "Completion") -> None:
+            left.discard(number)
+            if not left:
+                loop.call_soon_threadsafe(first_whole.set)
+
+        if not left:
+            first_whole.set()
+        try:
+            with exiting_on_device_error():
+                sample_until = self._engine.sample_until
+                return await asyncio.to_thread(sample_until, requests, len(requests), stop, tell)
+        finally:
+            first_whole.set()
 
     async def first_whole(self, number: int) -> None:
         """Wait until the answers are whole that `sample_until` needs."""
-        await self._sampling(number).first_whole.wait()
+        await self._sampling(number)[1].wait()
 
     async def stop(self, number: int) -> None:
         """Let `sample_until` return."""
-        self._sampling(number).stop.set()
+        self._sampling(number)[0].set()
 
-    def _sampling(self, number: int) -> InterruptibleSampling:
-        newest, sampling = self._interruptible
-        if sampling is None or number > newest:
-            sampling = InterruptibleSampling()
-            self._interruptible = number, sampling
-        return sampling
+    def _sampling(self, number: int) -> "tuple[Stop, asyncio.Event]":
+        """Return what ends a sampling, and what is set once the answers it needs are whole."""
+        from jaxrl_llm.rollout.engine import Stop
+
+        if number > self._newest[0]:
+            self._newest = number, Stop(), asyncio.Event()
+        return self._newest[1:]
 
     async def generate(self, request: "Request", sync: int, version: int) -> "Completion":
         """Sample one answer, beside others, under the weights of a sync."""

@@ -29,7 +29,6 @@ from jaxrl_llm.cluster.actors import (
     DUMP_STACKS_SIGNAL,
     Coordinator,
     EngineHost,
-    ProcessEnv,
     ProcessInfo,
     TrainProcess,
 )
@@ -68,7 +67,8 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
 
     Args:
         address: `host:port` or `ray://host:port`; an IPv6 host may stand in brackets.
-        seconds: for all of it, at most `CONNECT_S`; a host's name may take its resolver longer.
+        seconds: for each of the host's addresses and for the answer, at most `CONNECT_S`; a host's
+            name may take its resolver longer.
 
     >>> check_answers("nowhere")
     Traceback (most recent call last):
@@ -79,12 +79,11 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
     if not colon or not port.isdecimal():
         raise ConfigError(f"cluster.address: expected (ray://)host:port, got {address!r}")
     seconds = min(seconds, CONNECT_S)
-    until = time.monotonic() + seconds
     try:
-        with _connected(host.strip("[]"), int(port), until) as connection:
+        with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return  # only those who have its certificates may talk to it
-            answer, closed = _first_frame(connection, until)
+            answer, closed = _first_frame(connection, time.monotonic() + seconds)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"no Ray cluster answers at cluster.address={address!r}: {error}"
@@ -97,32 +96,14 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
         )
 
 
-def _connected(host: str, port: int, until: float) -> socket.socket:
-    """Return a connection to the first of a host's addresses that takes one."""
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for remaining, (family, kind, protocol, _, address) in zip(
-        range(len(addresses), 0, -1), addresses, strict=True
-    ):
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(_left(until) / remaining)
-            connection.connect(address)
-            return connection
-        except OSError:
-            connection.close()
-            if remaining == 1:
-                raise
-    raise OSError(f"{host} has no address")
-
-
 def _first_frame(connection: socket.socket, until: float) -> tuple[bytes, bool]:
     """Greet a server; return what it answers, and whether it then closed the connection."""
     answer = b""
     try:
-        connection.settimeout(_left(until))
         connection.sendall(PREFACE)
         while len(answer) < len(SETTINGS):
-            connection.settimeout(_left(until))
+            # 0 would be no limit at all
+            connection.settimeout(max(until - time.monotonic(), 1e-3))
             part = connection.recv(256)
             if not part:
                 return answer, True
@@ -132,10 +113,6 @@ def _first_frame(connection: socket.socket, until: float) -> tuple[bytes, bool]:
     except ConnectionError:
         return answer, True
     return answer, False
-
-
-def _left(until: float) -> float:
-    return max(until - time.monotonic(), 1e-3)  # 0 would be no limit at all
 
 
 def check_joins(address: str, seconds: float) -> None:
@@ -200,8 +177,8 @@ class Requirements(NamedTuple):
 
     def process_env(
         self, cluster: ClusterConfig, engine_of: RolloutConfig | None = None
-    ) -> ProcessEnv:
-        """Return the environment of a training process, or of an engine of a run."""
+    ) -> dict[str, str]:
+        """Return environment variables of a training process, or of an engine of a run."""
         env = {name: v for name, v in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
         is_vllm = engine_of is not None and engine_of.engine == "vllm"
         if self.on_cpus or is_vllm:  # whose sidecars have the GPUs
@@ -210,8 +187,7 @@ class Requirements(NamedTuple):
             env["JAX_NUM_CPU_DEVICES"] = str(self.devices[engine_of is not None])
         if engine_of is not None:  # whatever the variables of the launcher or the node say
             env |= dict(zip(rendezvous.VARIABLES, ("localhost:1", "1", "0"), strict=True))
-        env |= {name: str(value) for name, value in cluster.env.items()}
-        return ProcessEnv(str(Path.cwd()), env)
+        return env | {name: str(value) for name, value in cluster.env.items()}
 
 
 def wait_for_nodes(count: int, until: float) -> list[Any]:
@@ -289,21 +265,6 @@ def reserve(requirements: Requirements, seconds: float, until: float) -> Any:
 
 def _format(resources: Mapping[str, float], kinds: Iterable[str]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
-
-
-def check_spare_cpus(requirements: Requirements, tasks: int) -> None:
-    """Refuse a cluster in which no CPU is left for tasks that score.
-
-    Raises:
-        RunError: all are reserved for the job's processes.
-    """
-    total = ray.cluster_resources().get("CPU", 0)
-    reserved = sum(node["CPU"] for node in requirements.nodes)
-    if tasks and total - reserved < 1:
-        raise RunError(
-            f"cluster.reward_tasks={tasks}, but the job's processes take {reserved:g} of the "
-            f"cluster's {total:g} CPUs: lower cluster.cpus, or add nodes"
-        )
 
 
 def schedule(
@@ -428,7 +389,7 @@ def running_job(
     """Start all processes of a job; end them when the block is left.
 
     Raises:
-        RunError: nodes or processes did not come in time.
+        RunError: nodes or processes did not come in time, or no CPU is left for tasks that score.
         ConfigError: the nodes have other versions or files than each other.
     """
     until = time.monotonic() + cluster.start_timeout_s
@@ -440,7 +401,13 @@ def running_job(
     group = reserve(requirements, cluster.start_timeout_s, until)
     job = None
     try:
-        check_spare_cpus(requirements, cluster.reward_tasks)
+        cpus = ray.cluster_resources().get("CPU", 0)
+        reserved = sum(node["CPU"] for node in requirements.nodes)
+        if cluster.reward_tasks and cpus - reserved < 1:
+            raise RunError(
+                f"cluster.reward_tasks={cluster.reward_tasks}, but the job's processes take "
+                f"{reserved:g} of the cluster's {cpus:g} CPUs: lower cluster.cpus, or add nodes"
+            )
         total, name = cluster.nodes * cluster.processes_per_node, f"jaxrl_llm_{uuid.uuid4().hex}"
         head = next(node["NodeID"] for node in nodes if HEAD_NODE_RESOURCE in node["Resources"])
         coordinator = ray.remote(Coordinator).options(
@@ -449,7 +416,21 @@ def running_job(
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
         )
         job = RayJob(coordinator.remote(total, state.counters), [], [])
-        train, engines = start_actors(config, cluster, requirements, group, name)
+        folder, env = str(Path.cwd()), requirements.process_env(cluster)
+        train = [
+            schedule(
+                TrainProcess, group, index // cluster.processes_per_node, requirements.process
+            ).remote(folder, env)
+            for index in range(total)
+        ]
+        env = requirements.process_env(cluster, config.rollout)
+        retries = {"max_restarts": cluster.restarts, "max_task_retries": cluster.restarts}
+        engines = [
+            schedule(
+                EngineHost, group, cluster.nodes + index, requirements.engine, **retries
+            ).remote(folder, env, config, name, index)
+            for index in range(config.rollout.nodes)
+        ]
         actors = [*train, *engines]
         job.processes.extend(startup_results([a.info.remote() for a in actors], cluster))
         check_same_versions(job.processes)
@@ -463,7 +444,12 @@ def running_job(
             reward_tasks=cluster.reward_tasks // total,
             max_retries=cluster.restarts,
         )
-        job.tasks.extend(start_training(config, context, train, job.processes[0]))
+        first = job.processes[0]  # where the others meet it
+        address = f"{first.address}:{first.free_port}"
+        for index, process in enumerate(train):
+            membership = dict(zip(VARIABLES, (address, str(total), str(index)), strict=True))
+            place = context._replace(process_index=index)
+            job.tasks.append(process.run.remote(config, place, membership))
         yield job
     except BaseException:
         processes: list[ProcessInfo] = []
@@ -474,57 +460,6 @@ def running_job(
         raise
     else:
         remove_placement_group(group)  # and all that runs in it
-
-
-def start_actors(
-    config: TrainConfig,
-    cluster: ClusterConfig,
-    requirements: Requirements,
-    group: Any,
-    coordinator: str,
-) -> tuple[list[Any], list[Any]]:
-    """Start the actors that train, and those of engines on nodes of their own.
-
-    Args:
-        config: of the run.
-        cluster: the same's.
-        requirements: of the job.
-        group: the nodes that are reserved.
-        coordinator: name of the `Coordinator`.
-    """
-    train = [
-        schedule(
-            TrainProcess, group, index // cluster.processes_per_node, requirements.process
-        ).remote(requirements.process_env(cluster))
-        for index in range(cluster.nodes * cluster.processes_per_node)
-    ]
-    retries = {"max_restarts": cluster.restarts, "max_task_retries": cluster.restarts}
-    engines = [
-        schedule(EngineHost, group, cluster.nodes + index, requirements.engine, **retries).remote(
-            requirements.process_env(cluster, config.rollout), config, coordinator, index
-        )
-        for index in range(config.rollout.nodes)
-    ]
-    return train, engines
-
-
-def start_training(
-    config: TrainConfig, context: JobContext, train: Sequence[Any], first: ProcessInfo
-) -> list[Any]:
-    """Begin the training in all of its processes; return references to its ends.
-
-    Args:
-        config: of the run.
-        context: of the first process.
-        train: the actors that train.
-        first: where the first one of them runs, at which the others meet.
-    """
-    address = f"{first.address}:{first.free_port}"
-    tasks = []
-    for index, process in enumerate(train):
-        membership = dict(zip(VARIABLES, (address, str(len(train)), str(index)), strict=True))
-        tasks.append(process.run.remote(config, context._replace(process_index=index), membership))
-    return tasks
 
 
 def query_job(job: RayJob, counters: dict[str, int]) -> tuple[dict[str, int], list[ProcessInfo]]:

@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.openai_api.requests import (
     parse_body,
     parse_chat,
     parse_completion,
+    read_body,
 )
 from jaxrl_llm.rollout.openai_api.responses import Envelope, ResponseChoice, event, prompt_logprobs
 from jaxrl_llm.rollout.openai_api.responses_api import ResponseEnvelope, chat_request
@@ -191,7 +192,6 @@ LATENCY_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 prometheus_client.disable_created_metrics()  # a time for each sample, which nobody reads
 
 
-@runtime_checkable
 class MeasuredEngine(Engine, Protocol):
     """An engine that counts what it does."""
 
@@ -200,28 +200,7 @@ class MeasuredEngine(Engine, Protocol):
         ...
 
 
-class EngineCollector(Collector):
-    """Reads the state of the engine and of the queue before it, whenever metrics are asked for."""
-
-    def __init__(self, engine: MeasuredEngine, limiter: AdmissionLimiter) -> None:
-        """Read nothing yet."""
-        self._engine, self._limiter = engine, limiter
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield one metric after the other."""
-        stats = self._engine.stats()._asdict()
-        for name, meaning in GAUGES.items():
-            yield GaugeMetricFamily(f"{NAMESPACE}_engine_{name}", meaning, stats[name])
-        for name, meaning in COUNTERS.items():
-            yield CounterMetricFamily(f"{NAMESPACE}_engine_{name}", meaning, stats[name])
-        limiter = self._limiter
-        yield GaugeMetricFamily(
-            f"{NAMESPACE}_requests_running", "requests at work", limiter.running
-        )
-        yield GaugeMetricFamily(f"{NAMESPACE}_requests_waiting", "requests queued", limiter.waiting)
-
-
-class ServerMetrics:
+class ServerMetrics(Collector):
     """Counts and latencies of responses, beside the state of the engine.
 
     Args:
@@ -231,8 +210,9 @@ class ServerMetrics:
 
     def __init__(self, engine: MeasuredEngine, limiter: AdmissionLimiter) -> None:
         """Count from zero, in a registry of its own."""
+        self._engine, self._limiter = engine, limiter
         self._registry = prometheus_client.CollectorRegistry()
-        self._registry.register(EngineCollector(engine, limiter))
+        self._registry.register(self)
         self._responses = prometheus_client.Counter(
             "responses",
             "responses, by path and status",
@@ -248,6 +228,19 @@ class ServerMetrics:
             registry=self._registry,
             buckets=LATENCY_BUCKETS_S,
         )
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the state of the engine and of the queue before it, when metrics are asked for."""
+        stats = self._engine.stats()._asdict()
+        for name, meaning in GAUGES.items():
+            yield GaugeMetricFamily(f"{NAMESPACE}_engine_{name}", meaning, stats[name])
+        for name, meaning in COUNTERS.items():
+            yield CounterMetricFamily(f"{NAMESPACE}_engine_{name}", meaning, stats[name])
+        limiter = self._limiter
+        yield GaugeMetricFamily(
+            f"{NAMESPACE}_requests_running", "requests at work", limiter.running
+        )
+        yield GaugeMetricFamily(f"{NAMESPACE}_requests_waiting", "requests queued", limiter.waiting)
 
     def record(self, path: str, status: int, seconds: float) -> None:
         """Count a response that has ended."""
@@ -313,25 +306,16 @@ class Server:
         if kind != "application/json":  # which no foreign web page may send
             raise APIError(f"got content-type {kind!r}, expected application/json", status=415)
         most = int(self._limits.max_body_mb * 1e6)
-        refusal = APIError(f"the body has more than {most} bytes", status=413)
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > most:
-            raise refusal
-        body = bytearray()
+            raise APIError(f"the body has more than {most} bytes", status=413)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        raise refusal
+                return await read_body(request, most)
         except TimeoutError as error:
             raise APIError("the body took too long", status=408) from error
         except ClientDisconnect as error:
             raise Disconnected from error
-        return bytes(body)
-
-    def _choice(self, generation: GenerationRequest, index: int) -> ResponseChoice:
-        return ResponseChoice(generation, index, self._vocabulary, self._decode)
 
     def _read(self, body: bytes, path: str) -> tuple[GenerationRequest, AnyEnvelope]:
         """Return what a body asks for, and what stands around the answer."""
@@ -365,14 +349,14 @@ class Server:
             if top is not None:
                 scored = await asyncio.to_thread(self._score_prompts, generation.prompts, top)
             answers = await all_answers(self._engine, generation.requests())
-        choices, tokens = [], 0
+        choices = []
         for index, answer in enumerate(answers):
-            choice = self._choice(generation, index).take(answer, first=True, whole=True)
+            response = ResponseChoice(generation, index, self._vocabulary, self._decode)
+            choice = response.take(answer, first=True, whole=True)
             if scored and choice:
                 choice["prompt_logprobs"] = scored[index // generation.n]
             choices.append(choice)
-            tokens += len(answer.tokens)
-        return envelope.answer(choices, tokens)
+        return envelope.answer(choices, sum(len(answer.tokens) for answer in answers))
 
     def _score_prompts(self, prompts: Sequence[Any], top: int) -> list[Any]:
         """Return the log-probs of prompts, and of the likeliest tokens in each place."""
@@ -388,7 +372,8 @@ class Server:
         self, generation: GenerationRequest, envelope: AnyEnvelope
     ) -> AsyncGenerator[str, None]:
         requests = generation.requests()
-        choices = [self._choice(generation, index) for index in range(len(requests))]
+        common = self._vocabulary, self._decode
+        choices = [ResponseChoice(generation, index, *common) for index in range(len(requests))]
         begun = [False] * len(requests)
         pieces = all_pieces(self._engine, requests)
         with engine_errors_as_api_errors():

@@ -456,13 +456,18 @@ def open_server_teacher(
     """
     if find_spec("httpx2") is None:
         raise ConfigError("teacher.url needs httpx2; pip install 'jaxrl_llm[client]'")
-    from jaxrl_llm.rollout.openai_api.client import RequestLimits, ScoringClient
+    from jaxrl_llm.rollout.openai_api.client import ScoringClient
 
     asked, top = config.teacher, config.teacher.top_k or 0
     retokenize = None if own is None else open_retokenizer(config, own, tokens)
-    limits = RequestLimits(asked.concurrency, asked.timeout_s, asked.retries)
-    key = asked.api_key or os.environ.get(API_KEY_OF_TEACHER) or None
-    client = ScoringClient(url, model, api_key=key, limits=limits)
+    client = ScoringClient(
+        url,
+        model,
+        api_key=asked.api_key or os.environ.get(API_KEY_OF_TEACHER) or None,
+        concurrency=asked.concurrency,
+        timeout_s=asked.timeout_s,
+        retries=asked.retries,
+    )
     stack.callback(client.close)
     room = distributed.run_on_first(client.open)
     longest = config.longest_sequence

@@ -67,17 +67,17 @@ def test_processes_take_over_what_the_libraries_read(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     run = config({"nodes": 1, "devices": 4, "env": {"A": 1}}, nodes=1, devices=2)
     on_cpus = compute_requirements(run.rollout, run.cluster, 0)
-    variables = on_cpus.process_env(run.cluster).env_vars
+    variables = on_cpus.process_env(run.cluster)
     assert {"NCCL_DEBUG": "INFO", "A": "1", "JAX_NUM_CPU_DEVICES": "4"}.items() <= variables.items()
     assert "SECRET" not in variables
-    engines = on_cpus.process_env(run.cluster, run.rollout).env_vars
+    engines = on_cpus.process_env(run.cluster, run.rollout)
     assert engines["JAX_NUM_CPU_DEVICES"] == "2"
     assert find_membership({"SLURM_STEP_NUM_TASKS": "4", **engines}).total == 1
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     on_gpus = compute_requirements(run.rollout, run.cluster, 8)
-    assert "JAX_PLATFORMS" not in on_gpus.process_env(run.cluster, run.rollout).env_vars
+    assert "JAX_PLATFORMS" not in on_gpus.process_env(run.cluster, run.rollout)
     vllm = config({"nodes": 1}, nodes=1, engine="vllm")  # the sidecars have the GPUs
-    assert on_gpus.process_env(vllm.cluster, vllm.rollout).env_vars["JAX_PLATFORMS"] == "cpu"
+    assert on_gpus.process_env(vllm.cluster, vllm.rollout)["JAX_PLATFORMS"] == "cpu"
 
 
 def test_nodes_with_other_versions_are_refused():

@@ -157,7 +157,7 @@ def at_work(engine, requests):
     answers = []
     thread = threading.Thread(target=lambda: answers.extend(engine.sample(requests)))
     thread.start()
-    wait_until(lambda: 0 < engine.stats().outstanding < len(requests))
+    wait_until(lambda: 0 < engine.stats().in_flight < len(requests))
     return thread, answers
 
 
@@ -285,7 +285,7 @@ def test_answers_can_be_streamed_and_given_up(engine):
             await task
 
     asyncio.run(given_up())
-    assert engine.stats().outstanding == 0
+    assert engine.stats().in_flight == 0
 
 
 def test_hundreds_of_requests_are_all_answered(engine):
@@ -590,12 +590,12 @@ def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, s
             )
             engine.load(SECOND, version=1)
         (engine.wake if sleep else engine.resume)()
-        sidecar, before = engine._replicas[0].sidecar, engine.stats().outstanding
+        sidecar, before = engine._replicas[0].sidecar, engine.stats().in_flight
         time.sleep(1.5)
         generated = sidecar._progress["generated"]
         time.sleep(1.5)
         assert sidecar._progress["generated"] == generated
-        assert engine.stats().outstanding == before > 0
+        assert engine.stats().in_flight == before > 0
         engine.load(SECOND, version=2)
         worker.join(100)
         assert len(answers) == 40
@@ -627,7 +627,7 @@ def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, vict
     worker.join(240)
     assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
     assert engine.stats().restarts == restarts + 1
-    assert engine.stats().outstanding == 0
+    assert engine.stats().in_flight == 0
     wait_until(lambda: not alive_in(killed))
     wait_until(lambda: not files & temporary_files(engine))
     assert len(files) == len(temporary_files(engine)) == 1  # a folder for each sidecar

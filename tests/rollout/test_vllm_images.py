@@ -68,7 +68,7 @@ def test_a_sidecar_is_shown_what_the_trainer_reads(images, sidecar):
     visuals = tuple(image(size, seed) for seed, size in enumerate(SIZES))
     request = asks(*visuals)
     pending = PendingRequest(request, None, images)
-    message, data = pending.message(), pending.data()
+    message, data = pending.message(), images.pixels(request)
     shown = sidecar.images_of(message["images"], bytes(data))
     assert [PROCESSOR.image(picture).key for picture in shown] == [v.key for v in visuals]
     assert message["prompt"].count(IMAGE) == len(visuals)

@@ -13,14 +13,13 @@ from starlette.routing import Route
 
 from jaxrl_llm.rollout.openai_api.client import (
     SAMPLE,
-    RequestLimits,
     ScoringClient,
     ScoringError,
     parse_scores,
 )
 from jaxrl_llm.workers import retries
 
-QUICK = RequestLimits(concurrency=4, timeout_s=0.3, retries=2)
+QUICK = {"concurrency": 4, "timeout_s": 0.3, "retries": 2}
 
 
 def logprob(before, token):
@@ -86,7 +85,7 @@ def connect(teacher, serving, monkeypatch):
     with serving(teacher.app()) as address:
 
         def run(**limits):
-            made.append(ScoringClient(f"{address}/v1", limits=QUICK._replace(**limits)))
+            made.append(ScoringClient(f"{address}/v1", **(QUICK | limits)))
             made[-1].open()
             return made[-1]
 
@@ -108,7 +107,7 @@ def test_tokens_get_their_log_probs_in_order(teacher, connect, top):
         np.testing.assert_allclose(scores.logprobs, expected(tokens), rtol=1e-6)
         assert scores.top_ids.shape == scores.top_logprobs.shape == (len(tokens), top)
         assert (scores.top_ids[1:] == 300 + np.arange(top)).all()
-    assert 1 < teacher.most <= QUICK.concurrency
+    assert 1 < teacher.most <= QUICK["concurrency"]
     assert teacher.asked[0] == {
         "model": "tiny",
         "prompt": [5, 9, 2],
@@ -169,7 +168,7 @@ def test_a_refusal_is_not_tried_again(teacher, connect):
 
 def test_a_server_that_dies_midway_is_an_error(serving, teacher):
     with serving(teacher.app()) as address:
-        client = ScoringClient(f"{address}/v1", limits=QUICK._replace(retries=1))
+        client = ScoringClient(f"{address}/v1", **(QUICK | {"retries": 1}))
         client.open()
         assert len(client.score([[1, 2]])) == 1
     with pytest.raises(ScoringError, match=r"has not answered in 2 tries; the last: ConnectError"):
@@ -272,7 +271,7 @@ def test_a_model_that_is_not_there_is_named(teacher, connect):
 
 @pytest.mark.parametrize("address", ["localhost:8000/v1", "http://[::1/v1"])
 def test_an_address_that_is_none_is_refused(address):
-    client = ScoringClient(address, limits=QUICK._replace(timeout_s=9.0))
+    client = ScoringClient(address, **(QUICK | {"timeout_s": 9.0}))
     with pytest.raises(ScoringError, match="is no address"):
         client.open()
     client.close()

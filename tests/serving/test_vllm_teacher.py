@@ -17,7 +17,7 @@ from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.openai_api.client import SAMPLE, RequestLimits, ScoringClient, ScoringError
+from jaxrl_llm.rollout.openai_api.client import SAMPLE, ScoringClient, ScoringError
 from jaxrl_llm.rollout.vllm.setup import HOME
 from tests.waiting import wait_until
 
@@ -98,7 +98,7 @@ def url(params, tmp_path_factory):
 
 def test_a_known_text_has_the_trainers_log_probs(url, params):
     tokenizer = load_tokenizer(QUICKSTART)
-    client = ScoringClient(url, limits=RequestLimits(concurrency=2, timeout_s=60))
+    client = ScoringClient(url, concurrency=2, timeout_s=60)
     assert (client.open(), client.model) == (LONGEST, "teacher")
     client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=LONGEST, top=4)
     tokens = tokenizer(SAMPLE)["input_ids"]

@@ -253,7 +253,7 @@ def test_a_later_turn_does_not_change_what_earlier_tokens_were_drawn_with():
     for first, count in ((0, 3), (40, 7)):
         turn = Completion(*arrays, arrays[0], "stop", routes=record(first, count))
         log.end_turn(chain, turn, "")
-    (joined,) = log.episode(Stretch(), [], 0.0, None).routes
+    (joined,) = log.routes
     assert joined[:, 0, 0].tolist() == [0, 1, 2, 43, 44, 45, 46]
 
 

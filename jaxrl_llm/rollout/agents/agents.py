@@ -85,7 +85,7 @@ async def openai_program(
     if session.prompt_error is not None and not chat.turn:
         raise BrokenEpisode(session.prompt_error)
     if end is None or end.error is not None:
-        if session.is_limited:
+        if session.limit:
             return
         reason = f"did nothing for {idle_s:g} s" if end is None else str(end.error)
         output = "" if end is None else end.output

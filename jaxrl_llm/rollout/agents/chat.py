@@ -33,9 +33,8 @@ class EpisodeLog:
         opening: token ids before the first turn, and their images; None before it.
         pieces: what follows, in order, of all chains.
         rewards: of each turn.
-        stopped_by: the token or text that ended the last turn, if one did.
-        last_finish: "stop" or "length" of the last turn.
-        last_answer: text of the last turn.
+        last: the last turn, as it was sampled.
+        last_answer: its text.
         chats: the messages of each chain, by number; they grow.
         routes: of each chain, by number, as `Episode.routes`.
         newest: number of the chain that has drawn the last turn.
@@ -48,8 +47,7 @@ class EpisodeLog:
     opening: Stretch | None = None
     pieces: list[EpisodePiece] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    stopped_by: int | str | None = None
-    last_finish: str = "end"
+    last: Completion | None = None
     last_answer: str = ""
     chats: list[list[dict[str, Any]]] = field(default_factory=list)
     routes: list[Int[np.ndarray, "_ M experts"] | None] = field(default_factory=list)
@@ -88,59 +86,7 @@ class EpisodeLog:
         if known is not None and recorded is not None:  # tokens keep what they were drawn with
             recorded = np.concatenate([known, recorded[len(known) :]])
         self.routes[chain] = recorded
-        self.newest, self.last_answer = chain, answer
-        self.stopped_by = completion.stopped_by
-        self.last_finish = completion.finish
-
-    def add_chain(self, opening: Stretch, turns: Sequence[ChainTurn]) -> None:
-        """Add a chain whose turns are all drawn.
-
-        Args:
-            opening: its prompt.
-            turns: in order.
-        """
-        messages: list[dict[str, Any]] = []
-        number = self.begin_chain(opening, messages)
-        for told, completion, answer, new in turns:
-            if told.tokens:
-                self.pieces.append(EpisodePiece.told(told.tokens, number, told.visuals))
-            self.pieces.append(EpisodePiece(*completion[:3], drawn=True, chain=number))
-            messages += new
-            self.end_turn(number, completion, answer.strip())
-
-    def episode(
-        self,
-        prompt: Stretch,
-        messages: list[dict[str, Any]],
-        seconds: float,
-        error: str | None,
-    ) -> Episode:
-        """Return what has been drawn and told.
-
-        Args:
-            prompt: what stands for the opening, before there is one.
-            messages: that stand for those of a chain, before one has drawn.
-            seconds: from the episode's start to its end.
-            error: why it is broken.
-        """
-        chats = tuple(tuple(chat) for chat in self.chats)
-        opening = prompt if self.opening is None else self.opening
-        return Episode(
-            opening.tokens,
-            tuple(self.pieces),
-            "broken" if error is not None else self.end or self.last_finish,
-            self.stopped_by,
-            tuple(self.rewards),
-            self.score,
-            chats[self.newest] if chats else tuple(messages),
-            tuple(self.tool_records),
-            error,
-            seconds,
-            self.last_answer,
-            chats if len(chats) > 1 else (),
-            tuple(self.routes),
-            opening.visuals,
-        )
+        self.newest, self.last, self.last_answer = chain, completion, answer
 
 
 Generate = Callable[[Request], Awaitable[Completion]]
@@ -373,7 +319,13 @@ class Chat:
             self._add_piece(EpisodePiece.told(told.tokens, visuals=told.visuals))
         self._messages += self._pending
         self._pending, before = [], self.tokens
-        completion = await self._draw(before, room, stop)
+        sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
+        seed = turn_seed(self.seed, self.turn)
+        self._log.is_generating = True
+        try:
+            completion = await self._generate(Request(before, sampling, seed, visuals=self.visuals))
+        finally:
+            self._log.is_generating = False
         self._add_piece(EpisodePiece(*completion[:3], drawn=True))
         self._stopped_by = completion.stopped_by
         parsed = self._template.parse(completion.tokens.tolist(), prompt=before)
@@ -434,13 +386,47 @@ class Chat:
         return EpisodeEnd(self._log.end)
 
     def add_chain(self, opening: Stretch, turns: Sequence[ChainTurn]) -> None:
-        """Add a chain that was drawn elsewhere, as by the gateway."""
-        self._log.add_chain(opening, turns)
+        """Add a chain that was drawn elsewhere, as by the gateway.
+
+        Args:
+            opening: its prompt.
+            turns: in order.
+        """
+        log, messages = self._log, list[dict[str, Any]]()
+        number = log.begin_chain(opening, messages)
+        for told, completion, answer, new in turns:
+            if told.tokens:
+                log.pieces.append(EpisodePiece.told(told.tokens, number, told.visuals))
+            log.pieces.append(EpisodePiece(*completion[:3], drawn=True, chain=number))
+            messages += new
+            log.end_turn(number, completion, answer.strip())
 
     def episode(self, seconds: float, error: str | None = None) -> Episode:
-        """Return what has been drawn and told."""
-        begun = Stretch(self.tokens, self.visuals)
-        return self._log.episode(begun, self._messages, seconds, error)
+        """Return what has been drawn and told.
+
+        Args:
+            seconds: from the episode's start to its end.
+            error: why it is broken.
+        """
+        log, chats = self._log, tuple(tuple(chat) for chat in self._log.chats)
+        opening = log.opening or Stretch(self.tokens, self.visuals)
+        finish = log.end or (log.last.finish if log.last else "end")
+        return Episode(
+            opening.tokens,
+            tuple(log.pieces),
+            "broken" if error is not None else finish,
+            log.last and log.last.stopped_by,
+            tuple(log.rewards),
+            log.score,
+            chats[log.newest] if chats else tuple(self._messages),
+            tuple(log.tool_records),
+            error,
+            seconds,
+            log.last_answer,
+            chats if len(chats) > 1 else (),
+            tuple(log.routes),
+            opening.visuals,
+        )
 
     def _check_ready(self) -> None:
         if self._log.is_generating:
@@ -514,16 +500,6 @@ class Chat:
             check_prompt(opening, self.limits, "with what the environment says first")
         return opening
 
-    async def _draw(self, stream: tuple[int, ...], room: int, stop: tuple[str, ...]) -> Completion:
-        sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
-        seed = turn_seed(self.seed, self.turn)
-        request = Request(stream, sampling, seed, visuals=self.visuals)
-        self._log.is_generating = True
-        try:
-            return await self._generate(request)
-        finally:
-            self._log.is_generating = False
-
 
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts of text and images."""
@@ -588,9 +564,9 @@ class EpisodeEnvironment:
         Raises:
             BrokenEpisode: it failed.
         """
-        return await self._step(None)
+        return await self.step(None)
 
-    async def step(self, answer: str) -> Content:
+    async def step(self, answer: str | None) -> Content:
         """Tell the environment a turn of the policy; return what it says.
 
         Where it has ended, the chat draws no further turn.
@@ -598,9 +574,6 @@ class EpisodeEnvironment:
         Raises:
             BrokenEpisode: it failed.
         """
-        return await self._step(answer)
-
-    async def _step(self, answer: str | None) -> Content:
         result = await self._session.step(answer)
         record(self._chat, result)
         if result.score is not None:
@@ -621,16 +594,6 @@ def record(chat: Chat, result: ToolResult) -> None:
         chat.reward(result.reward)
     if result.end:
         chat.end()
-
-
-def record_end(chat: Chat, result: ToolResult) -> None:
-    """Note in an episode the rewards that its tools have at its end.
-
-    Raises:
-        BrokenEpisode: infrastructure failed.
-    """
-    if result.reward or result.failure is not None:
-        record(chat, result._replace(end=False))
 
 
 def tool_message(call: ToolCall, content: Content) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class MessageContents:
         """
         parts = message["content"]
         if not isinstance(parts, list) or not any(map(is_shown, parts)):
-            text = content_text(parts) if isinstance(parts, list) else str(parts)
+            several = isinstance(parts, list)
+            text = "\n".join(str(part["text"]) for part in parts) if several else str(parts)
             return {**message, "content": self._cut(text, limit)}
         told = _with_parts(message, self._read)
         left = limit - sum(visual.tokens for visual in self.visuals([told]))
@@ -234,17 +235,6 @@ class MessageContents:
         self._known[visual.key.hex()] = visual
         return visual
 
-    def picture(self, part: Mapping[str, Any]) -> Image.Image:
-        """Return the image that a part of a message names, as it was resized.
-
-        Raises:
-            BrokenEpisode: it shows a video.
-        """
-        (visual,) = self.visuals([{"content": [part]}])
-        if visual.is_video or self.processor is None:
-            raise BrokenEpisode("a message shows a video, expected images alone for this agent")
-        return Image.fromarray(self.processor.pixels(visual)[0])
-
     def with_pictures(
         self, messages: Sequence[Mapping[str, Any]], show: Callable[[Image.Image], dict[str, Any]]
     ) -> list[dict[str, Any]]:
@@ -252,11 +242,19 @@ class MessageContents:
 
         Args:
             messages: of the chat.
-            show: (image) -> the part.
+            show: (image, as it was resized) -> the part.
+
+        Raises:
+            BrokenEpisode: one shows a video.
         """
 
         def shown(part: Any) -> Any:
-            return show(self.picture(part)) if is_shown(part) else part
+            if not is_shown(part):
+                return part
+            (visual,) = self.visuals([{"content": [part]}])
+            if visual.is_video or self.processor is None:
+                raise BrokenEpisode("a message shows a video, expected images alone for this agent")
+            return show(Image.fromarray(self.processor.pixels(visual)[0]))
 
         return [_with_parts(message, shown) for message in messages]
 
@@ -282,17 +280,6 @@ def shown_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, 
     for message in messages:
         content = message.get("content")
         yield from filter(is_shown, content if isinstance(content, list) else ())
-
-
-def content_text(content: Any) -> str:
-    """Return the text of a message's content, without what its parts show.
-
-    >>> content_text([{"type": "image"}, {"type": "text", "text": "Hi"}])
-    'Hi'
-    """
-    if isinstance(content, list):
-        return "\n".join(str(part["text"]) for part in content if not is_shown(part))
-    return "" if content is None else str(content)
 
 
 def _with_parts(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at, described_error
@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.agents.chat import (
     EpisodeEnvironment,
     Generate,
     Tools,
-    record_end,
+    record,
 )
 from jaxrl_llm.rollout.agents.messages import MessageContents
 from jaxrl_llm.rollout.engine import (
@@ -42,7 +42,7 @@ from jaxrl_llm.rollout.engine import (
     Stop,
 )
 from jaxrl_llm.rollout.gateway.programs import check_program
-from jaxrl_llm.rollout.gateway.server import Gateway, MakeTemplate, check_server_packages
+from jaxrl_llm.rollout.gateway.server import Gateway, check_server_packages
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.rollouts import (
     Episode,
@@ -241,18 +241,6 @@ async def run_episode(
     return chat.episode(time.monotonic() - begun, error)
 
 
-class RanEpisodes(NamedTuple):
-    """What came of episodes that were run.
-
-    Attributes:
-        episodes: in order; None where one has not ended.
-        unfinished: what is drawn of the turns of these, by number.
-    """
-
-    episodes: list[Episode | None]
-    unfinished: dict[int, Completion]
-
-
 async def run_all(
     episodes: Sequence[Callable[[Generate], Awaitable[Episode]]],
     engine: Engine,
@@ -260,7 +248,7 @@ async def run_all(
     lockstep: bool,
     needed: int,
     stop: Stop | None = None,
-) -> RanEpisodes:
+) -> tuple[list[Episode | None], dict[int, Completion]]:
     """Run episodes at once, until the first of them have ended; the others are left then.
 
     Args:
@@ -269,6 +257,10 @@ async def run_all(
         lockstep: sample in rounds.
         needed: how many have to end.
         stop: once it is set, all are left that have not ended.
+
+    Returns:
+        The episodes in order, None where one has not ended; and what is drawn of the turns of
+        these, by number.
 
     Raises:
         Exception: what the engine raised; all episodes are given up.
@@ -299,8 +291,7 @@ async def run_all(
     for result in ended:
         if isinstance(result, Exception):
             raise result.error if isinstance(result, EngineFailure) else result
-    whole = [result if isinstance(result, Episode) else None for result in ended]
-    return RanEpisodes(whole, unfinished)
+    return [result if isinstance(result, Episode) else None for result in ended], unfinished
 
 
 async def first_of(ended: asyncio.Future[Any], stop: Stop | None) -> None:
@@ -322,35 +313,17 @@ async def first_of(ended: asyncio.Future[Any], stop: Stop | None) -> None:
         ended.result()
 
 
-def run_in_loop(make: Callable[[], Awaitable[T]]) -> T:
+def run_in_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, in an event loop of its own.
 
     Where this thread has one that runs, as that of a notebook, another thread does it.
     """
-
-    async def run() -> T:
-        return await make()
-
     try:
         asyncio.get_running_loop()
-        is_inside = True
     except RuntimeError:
-        is_inside = False
-    if not is_inside:
-        return asyncio.run(run())
+        return asyncio.run(work)
     with ThreadPoolExecutor(1, "episodes") as executor:
-        return executor.submit(asyncio.run, run()).result()
-
-
-def log_broken(episodes: Sequence[Episode]) -> None:
-    """Log how many episodes are broken, with the most frequent reason."""
-    errors = Counter(episode.error for episode in episodes if episode.error is not None)
-    if errors:
-        (reason, times), *_ = errors.most_common(1)
-        log.warning(
-            "%d of %d episodes are broken; %d of them: %s",
-            *(errors.total(), len(episodes), times, reason),
-        )
+        return executor.submit(asyncio.run, work).result()
 
 
 GIVEN = ("chat", "tools", "environment", "row", "rng", "gateway")
@@ -361,7 +334,8 @@ def load_agent(config: AgentConfig) -> Callable[..., Any]:
     """Return the agent of a config.
 
     Raises:
-        ConfigError: there is no such coroutine function, or it asks for what there is not.
+        ConfigError: there is no such coroutine function, it asks for what there is not, or does
+            not ask for tools or an environment that the config has.
     """
     default = "with_environment" if config.environment else "with_tools"
     spec = config.agent or FunctionSpec(default)
@@ -375,7 +349,17 @@ def load_agent(config: AgentConfig) -> Callable[..., Any]:
                 f"rollout.agent: {spec.fn!r} asks for {name!r}, which no episode has; "
                 + closest(name, GIVEN)
             )
-    check_asked(spec, asked_by(agent), config)
+    if config.tools and "tools" not in asked_by(agent):
+        raise ConfigError(
+            f"rollout.tools is set, but the agent {spec.fn!r} does not ask for `tools`: no tool "
+            "would ever be called"
+        )
+    if (config.environment is not None) != ("environment" in asked_by(agent)):
+        state = "is set" if config.environment is not None else "is null"
+        does = "asks" if "environment" in asked_by(agent) else "does not ask"
+        raise ConfigError(
+            f"rollout.environment {state}, but the agent {spec.fn!r} {does} for `environment`"
+        )
     if function.__name__ == "openai_program":
         check_program(spec.kwargs)
         check_server_packages()
@@ -398,25 +382,6 @@ def check_episode_functions(config: AgentConfig) -> None:
         load_environment(config.environment)
 
 
-def check_asked(spec: FunctionSpec, asked: Sequence[str], config: AgentConfig) -> None:
-    """Refuse tools or an environment that the agent does not ask for, and one without it.
-
-    Raises:
-        ConfigError: one of these.
-    """
-    if config.tools and "tools" not in asked:
-        raise ConfigError(
-            f"rollout.tools is set, but the agent {spec.fn!r} does not ask for `tools`: no tool "
-            "would ever be called"
-        )
-    if (config.environment is not None) != ("environment" in asked):
-        state = "is set" if config.environment is not None else "is null"
-        does = "asks" if "environment" in asked else "does not ask"
-        raise ConfigError(
-            f"rollout.environment {state}, but the agent {spec.fn!r} {does} for `environment`"
-        )
-
-
 def asked_by(agent: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names that an agent asks for."""
     return tuple(
@@ -424,26 +389,6 @@ def asked_by(agent: Callable[..., Any]) -> tuple[str, ...]:
         for name, p in inspect.signature(agent).parameters.items()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     )
-
-
-def open_gateway(
-    config: AgentConfig, agent: Callable[..., Any], template: MakeTemplate
-) -> Gateway | None:
-    """Return what serves the policy to programs, if the agent asks for it.
-
-    Args:
-        config: of episodes.
-        agent: of the config.
-        template: from the tools of a request to the chat template.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
-    if "gateway" not in asked_by(agent):
-        return None
-    process = config.tool_process
-    limits = Limits(process.memory_gb, process.max_processes, process.pass_env)
-    return Gateway(template, limits, one_at_a_time=config.order == "lockstep")
 
 
 DRIFT_SAMPLE = 8
@@ -484,7 +429,7 @@ class EpisodeSampler:
         """Load the functions; worker processes start when they are needed."""
         self._processor = processor
         self._agent_config, self._tokenizer = config, tokenizer
-        self._room = prompt_tokens, visual_tokens
+        self._prompt_tokens, self._visual_tokens = prompt_tokens, visual_tokens
         self._agent = load_agent(config)
         template = functools.partial(
             TurnTemplate,
@@ -493,7 +438,13 @@ class EpisodeSampler:
             call_format=config.call_format,
             template_kwargs=template_kwargs,
         )
-        self._gateway = open_gateway(config, self._agent, lambda tools: template(tools=tools))
+        self._gateway = None
+        if "gateway" in asked_by(self._agent):
+            process, lockstep = config.tool_process, config.order == "lockstep"
+            limits = Limits(process.memory_gb, process.max_processes, process.pass_env)
+            self._gateway = Gateway(
+                lambda tools: template(tools=tools), limits, one_at_a_time=lockstep
+            )
         self._pool = SessionPool(config, example_row=example)
         try:
             with config_errors_at("rollout.tools"):
@@ -599,24 +550,26 @@ class EpisodeSampler:
         begun = first + [state for state in states[needed:] if state.episode is None]
         if not first or (stop is not None and stop.is_set):
             return
-        limits = episode_limits(self._agent_config, sampling.max_new_tokens, *self._room)
-        lockstep = self._agent_config.order == "lockstep"
+        config = self._agent_config
+        called = [spec for spec in (*config.tools, config.environment) if spec is not None]
         with sampling_activity(begun), contextlib.ExitStack() as stack:
-            journals = {
-                draw: stack.enter_context(opened_journal(journal(draw), self._agent_config, draw))
-                for draw in dict.fromkeys(state.draw for state in begun)
-            }
+            journals = dict[tuple[int, ...], Journal | None]()
+            for draw in dict.fromkeys(state.draw for state in begun):
+                path = journal(draw) if called else None
+                settings = repr((draw, [spec.as_config() for spec in called]))
+                journals[draw] = path and stack.enter_context(Journal(path, config=settings))
             runs = [
-                functools.partial(self._run, state, sampling, limits, journals[state.draw], on_end)
+                functools.partial(self._run, state, sampling, journals[state.draw], on_end)
                 for state in begun
             ]
-            ran = run_in_loop(
-                lambda: run_all(runs, engine, lockstep=lockstep, needed=len(first), stop=stop)
+            lockstep = config.order == "lockstep"
+            episodes, unfinished = run_in_loop(
+                run_all(runs, engine, lockstep=lockstep, needed=len(first), stop=stop)
             )
-        for number, (state, episode) in enumerate(zip(begun, ran.episodes, strict=True)):
+        for number, (state, episode) in enumerate(zip(begun, episodes, strict=True)):
             state.episode = state.episode or episode
-            if number in ran.unfinished:
-                state.keep_unfinished(ran.unfinished[number])
+            if number in unfinished:
+                state.keep_unfinished(unfinished[number])
 
     def as_rollouts(self, states: Sequence[EpisodeState]) -> Rollouts:
         """Return episodes that have ended, with their texts."""
@@ -637,19 +590,36 @@ class EpisodeSampler:
         self,
         state: EpisodeState,
         sampling: SamplingParams,
-        limits: EpisodeLimits,
         journal: Journal | None,
         on_end: OnEnd | None,
         generate: Generate,
     ) -> Episode:
         generate = after_turns(state, generate)
-        prompt, seed = state.prompt, state.seed
+        prompt, seed, limits = state.prompt, state.seed, self._agent_config.limits
         chat = Chat(
-            *(prompt, self._template, generate, sampling, limits),
+            prompt,
+            self._template,
+            generate,
+            sampling,
+            EpisodeLimits(
+                sampling.max_new_tokens,
+                self._prompt_tokens,
+                limits.turns,
+                limits.turn_tokens,
+                limits.observation_tokens,
+                limits.parallel_calls,
+                self._visual_tokens,
+            ),
             seed=seed,
             contents=MessageContents(self._tokenizer, self._processor),
         )
-        row = row_of(prompt)
+        row = EpisodeRow(
+            prompt.index,
+            prompt.data_source,
+            prompt.ground_truth,
+            prompt.extra_info,
+            prompt.messages,
+        )
         session = self._pool.open(state.number, row, tool_seed(seed), journal)
         given = {
             "chat": chat,
@@ -665,10 +635,12 @@ class EpisodeSampler:
             with contextlib.suppress(EpisodeEnd):
                 await self._agent(**asked)
             if chat.turn:
-                record_end(chat, await session.end())
+                last = await session.end()
+                if last.reward or last.failure is not None:
+                    record(chat, last._replace(end=False))
 
         try:
-            episode = await run_episode(lead, chat, self._agent_config.limits.timeout_s)
+            episode = await run_episode(lead, chat, limits.timeout_s)
             if on_end is not None:
                 state.episode = episode
                 on_end(state)
@@ -677,18 +649,21 @@ class EpisodeSampler:
             await asyncio.shield(session.close())
 
     def check_broken(self, episodes: Sequence[Episode]) -> None:
-        """Log episodes that are broken.
+        """Log how many episodes are broken, with the most frequent reason.
 
         Raises:
             RunError: they are too many.
         """
-        log_broken(episodes)
-        broken, share = sum(not e.usable for e in episodes), self._agent_config.limits.broken_share
+        errors = [episode.error for episode in episodes if episode.error is not None]
+        broken, share = len(errors), self._agent_config.limits.broken_share
+        if broken:
+            (reason, times), *_ = Counter(errors).most_common(1)
+            message = "%d of %d episodes are broken; %d of them: %s"
+            log.warning(message, broken, len(episodes), times, reason)
         if broken > share * len(episodes) or broken == len(episodes):
-            error = next(e.error for e in episodes if e.error is not None)
             raise RunError(
                 f"{broken} of {len(episodes)} episodes are broken, expected at most "
-                f"{share:g} of them (limits.broken_share), and not all; the first: {error}"
+                f"{share:g} of them (limits.broken_share), and not all; the first: {errors[0]}"
             )
 
     def _drift(self, episodes: Sequence[Episode]) -> dict[str, float]:
@@ -739,12 +714,14 @@ def open_episode_sampler(
     """
     if not config.has_episodes:
         return None
+    row = rows[0]
+    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info") or {}
     episodes = EpisodeSampler(
         config,
         *tokens,
         template_kwargs=template_kwargs,
         prompt_tokens=prompt_tokens,
-        example=as_episode_row(rows[0]),
+        example=EpisodeRow(0, row["data_source"], truth, extra, row["prompt"]),
         processor=processor,
         visual_tokens=visual_tokens,
     )
@@ -752,43 +729,3 @@ def open_episode_sampler(
     return episodes
 
 
-def episode_limits(
-    config: AgentConfig, new_tokens: int, prompt_tokens: int, visual_tokens: int | None
-) -> EpisodeLimits:
-    """Return what bounds an episode."""
-    limits = config.limits
-    return EpisodeLimits(
-        new_tokens=new_tokens,
-        prompt_tokens=prompt_tokens,
-        turns=limits.turns,
-        turn_tokens=limits.turn_tokens,
-        observation_tokens=limits.observation_tokens,
-        parallel_calls=limits.parallel_calls,
-        visual_tokens=visual_tokens,
-    )
-
-
-def row_of(prompt: Prompt) -> EpisodeRow:
-    """Return the row of data of a prompt."""
-    return EpisodeRow(
-        prompt.index, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.messages
-    )
-
-
-def as_episode_row(row: Mapping[str, Any], index: int = 0) -> EpisodeRow:
-    """Return a row of a data file as tools and environments get it."""
-    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info") or {}
-    return EpisodeRow(index, row["data_source"], truth, extra, row["prompt"])
-
-
-@contextlib.contextmanager
-def opened_journal(
-    path: Path | None, config: AgentConfig, seed: tuple[int, ...]
-) -> Iterator[Journal | None]:
-    """Open the journal of a call, if it has one."""
-    if path is None or not (config.tools or config.environment):
-        yield None
-        return
-    named = [spec.as_config() for spec in (*config.tools, config.environment) if spec is not None]
-    with Journal(path, config=repr((seed, named))) as journal:
-        yield journal

@@ -17,6 +17,7 @@ import random
 import resource
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -30,42 +31,31 @@ GIVEN += ("data_source", "rng", "seed")
 READ_BYTES = 2**16
 TAIL_BYTES = 4000  # of what a program prints
 RESULT_BYTES = 10**6
-DRAIN_S = 0.05  # for a pipe whose other end a child of the program may hold
+DRAIN_S = 0.05  # to read a pipe whose other end a child of the program may hold
 
 
 class RunningProgram:
-    """One program that runs: its process, and the ends of its pipes."""
+    """One program that runs: its process, the file of its result, and the pipe of its output."""
 
     def __init__(self, number, pid, result, output):
         self.number, self.pid, self.result, self.output = number, pid, result, output
-        self.told, self.tail = b"", b""
+        self.tail = b""
 
-    def read(self, fd):
-        """Take what came through a pipe; return whether there was anything."""
+    def read(self):
+        """Take what it has printed; return whether there was anything."""
         try:
-            data = os.read(fd, READ_BYTES)
+            data = os.read(self.output, READ_BYTES)
         except BlockingIOError:
             return False
-        if fd == self.output:
-            self.tail = (self.tail + data)[-TAIL_BYTES:]
-        else:
-            self.told = (self.told + data)[: RESULT_BYTES + 1]
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
         return bool(data)
-
-    def drain(self):
-        """Take what is left in the pipes, and close them."""
-        end = time.monotonic() + DRAIN_S
-        for fd in (self.result, self.output):
-            while self.read(fd) and time.monotonic() < end:
-                pass
-            os.close(fd)
 
 
 class Runner:
     """Starts programs, and tells the trainer how they end."""
 
     def __init__(self, connection, spec):
-        self.connection, self.spec, self.function = connection, spec, None
+        self.connection, self.spec, self.function = socket.socket(fileno=connection), spec, None
         self.programs, self.pending = {}, b""
         self.selector = selectors.DefaultSelector()
         self.awake, self.wake = os.pipe()
@@ -74,9 +64,7 @@ class Runner:
 
     def tell(self, **message):
         """Write a line to the trainer."""
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(self.connection, data) :]
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def run(self):
         """Import the program, and run it until the connection ends."""
@@ -99,66 +87,58 @@ class Runner:
     def turn(self):
         """Do what has come; return whether the connection is there."""
         for key, _ in self.selector.select():
-            if key.fd == self.connection:
-                data = os.read(self.connection, READ_BYTES)
+            if key.fileobj is self.connection:
+                data = self.connection.recv(READ_BYTES)
                 if not data:
                     return False
                 *lines, self.pending = (self.pending + data).split(b"\n")
-                for line in lines:
-                    self.take(json.loads(line))
+                for message in map(json.loads, lines):
+                    if "start" in message:
+                        self.start(message["start"], message["given"])
+                    for program in self.programs.values():
+                        if program.number == message.get("kill"):
+                            kill_all(program.pid)
             elif key.fd == self.awake:
                 with suppress(BlockingIOError):
                     os.read(self.awake, READ_BYTES)
-            elif key.data in self.programs.values() and not key.data.read(key.fd):
+            elif key.data in self.programs.values() and not key.data.read():
                 self.selector.unregister(key.fd)
         self.reap()
         return True
 
-    def take(self, message):
-        """Start or kill a program."""
-        if "start" in message:
-            self.start(message["start"], message["given"])
-            return
-        for program in self.programs.values():
-            if program.number == message["kill"]:
-                kill_all(program.pid)
-
     def start(self, number, given):
         """Fork a process for a program."""
-        ends = []
+        ends = ()
         try:
-            for _ in range(2):
-                ends += os.pipe()
+            result, ends = tempfile.TemporaryFile(), os.pipe()  # noqa: SIM115 (`reap` closes it)
             pid = os.fork()
         except OSError as error:  # too many descriptors, or processes
             for fd in ends:
                 os.close(fd)
             self.tell(end=number, value=None, error=f"can't be started: {error}", output="")
             return
-        result, tells, output, prints = ends
+        output, prints = ends
         if pid == 0:
             try:
-                self.become_program(given, tells, prints)
+                self.become_program(given, result, prints)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        os.close(tells)
         os.close(prints)
+        os.set_blocking(output, False)
         program = self.programs[pid] = RunningProgram(number, pid, result, output)
-        for fd in (result, output):
-            os.set_blocking(fd, False)
-            self.selector.register(fd, selectors.EVENT_READ, program)
+        self.selector.register(output, selectors.EVENT_READ, program)
 
-    def become_program(self, given, tells, prints):
+    def become_program(self, given, result, prints):
         """Run a program in the process that was forked for it."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         self.selector.close()
-        others = [fd for p in self.programs.values() for fd in (p.result, p.output)]
-        for fd in (self.connection, self.awake, self.wake, *others):
+        others = [fd for p in self.programs.values() for fd in (p.result.fileno(), p.output)]
+        for fd in (self.connection.fileno(), self.awake, self.wake, *others):
             with suppress(OSError):
                 os.close(fd)
         limit_memory(self.spec["memory_gb"])
@@ -172,23 +152,19 @@ class Runner:
         os.dup2(prints, 2)
         os.close(prints)
         if self.function is None:
-            self.become_command()
+            words = self.spec["command"]
+            try:
+                os.execvp(words[0], words)
+            except OSError as error:
+                os.write(2, f"can't run {words[0]!r}: {error}\n".encode())
+                os._exit(127)
         message = call_program(self.function, self.spec["keywords"], given)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        with os.fdopen(tells, "wb") as file:
-            file.write(json.dumps(message).encode())
+        result.write(json.dumps(message).encode())
+        result.flush()
         os._exit(0)
-
-    def become_command(self):
-        """Replace this process by the command of the config."""
-        words = self.spec["command"]
-        try:
-            os.execvp(words[0], words)
-        except OSError as error:
-            os.write(2, f"can't run {words[0]!r}: {error}\n".encode())
-            os._exit(127)
 
     def reap(self):
         """Tell how programs have ended, and end what they have left behind."""
@@ -204,37 +180,33 @@ class Runner:
                 continue
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            for fd in (program.result, program.output):
-                with suppress(KeyError):
-                    self.selector.unregister(fd)
-            program.drain()
-            code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-            answer = {"end": program.number, "output": program.tail.decode(errors="replace")}
-            self.tell(**answer, **self.result(program, code))
+            with suppress(KeyError):
+                self.selector.unregister(program.output)
+            end = time.monotonic() + DRAIN_S
+            while program.read() and time.monotonic() < end:
+                pass
+            os.close(program.output)
+            output = program.tail.decode(errors="replace")
+            with program.result:
+                value, error = self.result(program, status, output)
+            self.tell(end=program.number, output=output, value=value, error=error)
 
-    def result(self, program, code):
-        """Return what came of a program: its value, or its error."""
-        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if code != 0 or self.function is None:
-            last = program.tail.decode(errors="replace").strip().rpartition("\n")[2]
-            return {
-                "value": None,
-                "error": ending + (f": {last}" if last else "") if code else None,
-            }
-        with suppress(ValueError, RecursionError):
-            message = json.loads(program.told)
-            if is_result(message):
-                return message
-        return {"value": None, "error": "ended without a result"}
-
-
-def is_result(message):
-    """Tell whether a program's process has said what `call_program` returns."""
-    if not isinstance(message, dict) or set(message) != {"value", "error"}:
-        return False
-    value, error = message["value"], message["error"]
-    is_number = type(value) is float and math.isfinite(value)
-    return (error is None and (value is None or is_number)) or isinstance(error, str)
+    def result(self, program, status, output):
+        """Return what came of a program: its value, and its error."""
+        if status or self.function is None:
+            ending = f"ended with exit code {os.WEXITSTATUS(status)}"
+            if os.WIFSIGNALED(status):
+                ending = f"was killed by signal {os.WTERMSIG(status)}"
+            last = output.strip().rpartition("\n")[2]
+            return None, ending + (f": {last}" if last else "") if status else None
+        program.result.seek(0)
+        with suppress(ValueError, RecursionError, TypeError, KeyError):  # whatever it has written
+            message = json.loads(program.result.read(RESULT_BYTES))
+            value, error = message["value"], message["error"]
+            is_number = type(value) is float and math.isfinite(value)
+            if isinstance(error, str) or (error is None and (value is None or is_number)):
+                return value, error
+        return None, "ended without a result"
 
 
 def call_program(function, keywords, given):
@@ -255,6 +227,11 @@ def call_program(function, keywords, given):
     return {"value": value, "error": None}
 
 
+async def awaited_value(value):
+    """Await something; `asyncio.run` takes coroutines only."""
+    return await value
+
+
 def as_number(value):
     """Return what a program has returned as a finite number."""
     with suppress(TypeError, ValueError, OverflowError):  # the last of an int beyond float64
@@ -262,11 +239,6 @@ def as_number(value):
         if math.isfinite(number):
             return number
     raise ValueError(f"the program returned {value!r:.100}, expected None or a finite number")
-
-
-async def awaited_value(value):
-    """Await something; `asyncio.run` takes coroutines only."""
-    return await value
 
 
 def load_program(spec):

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import closest
@@ -79,8 +79,8 @@ class ProgramPool:
     Args:
         spec: what to run.
 
-    Raises:
-        RunError: the program can't be imported, or its process can't be kept alive.
+    Attributes:
+        ready: ends once the program is imported; with a RunError if it can't be.
     """
 
     def __init__(self, spec: ProgramSpec) -> None:
@@ -88,7 +88,7 @@ class ProgramPool:
         self._spec, self._numbers = spec, itertools.count()
         self._inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._running: dict[int, Future[ProgramEnd]] = {}
-        self._ready: Future[None] = Future()
+        self.ready: Future[None] = Future()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
@@ -105,14 +105,6 @@ class ProgramPool:
         self._worker = WorkerProcess(PROGRAM, told, 0.0, LaunchOptions(limits=limits))
         self._thread = threading.Thread(target=self._run, name="programs", daemon=True)
         self._thread.start()
-
-    def wait_ready(self) -> None:
-        """Return once the program is imported.
-
-        Raises:
-            RunError: it can't be.
-        """
-        self._ready.result()
 
     def start(self, given: Mapping[str, Any]) -> tuple[int, Future[ProgramEnd]]:
         """Start the program of an episode; return its number and its end.
@@ -150,7 +142,7 @@ class ProgramPool:
         with self._lock:
             self._closed = True
             waiting, self._running = list(self._running.values()), {}
-        for future in (self._ready, *waiting):
+        for future in (self.ready, *waiting):
             if not future.done():
                 future.set_exception(error)
         self._tell({})
@@ -164,7 +156,7 @@ class ProgramPool:
 
     def _turn(self) -> None:
         with suppress(Empty):
-            while self._ready.done():
+            while self.ready.done():
                 message = self._inbox.get_nowait()
                 if message:
                     text = json.dumps(message, default=to_plain)
@@ -187,12 +179,12 @@ class ProgramPool:
 
     def _take(self, line: bytes) -> None:
         """Take a line that the runner has written."""
-        if not self._ready.done():
+        if not self.ready.done():
             load_error = decode_load_error(line)
             if load_error is not None:
                 self._fail(f"it can't be loaded: {load_error}")
             else:
-                self._ready.set_result(None)
+                self.ready.set_result(None)
             return
         end = json.loads(line)
         with self._lock:
@@ -228,21 +220,9 @@ def given_to_program(address: str, secret: str, row: EpisodeRow, seed: int) -> d
         row: of the data.
         seed: of the program's random numbers.
     """
-    fields = {
-        "index": row.index,
-        "data_source": row.data_source,
-        "ground_truth": row.ground_truth,
-        "extra_info": row.extra_info,
-        "messages": row.messages,
-    }
-    return {
-        "base_url": address,
-        "api_key": secret,
-        "model": "policy",
-        "row": fields,
-        "seed": seed,
-        **{name: value for name, value in fields.items() if name != "index"},
-    }
+    own = {"base_url": address, "api_key": secret, "model": "policy", "seed": seed}
+    fields = vars(row)
+    return own | {"row": fields} | {name: fields[name] for name in fields if name != "index"}
 
 
 def check_program(keywords: Mapping[str, Any]) -> None:
@@ -302,7 +282,8 @@ def _check_function(file: str, name: str, keywords: Iterable[str]) -> None:
     except (SyntaxError, ValueError) as error:  # it may be of a later Python than this one
         log.warning("rollout.agent.run: can't read %s: %s", file, error)
         return
-    functions = {node.name: node.args for node in body if is_def(node)}
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    functions = {node.name: node.args for node in body if isinstance(node, kinds)}
     if name not in functions:
         raise ConfigError(
             f"rollout.agent.run: no function {name!r} in {file}; " + closest(name, [*functions])
@@ -313,8 +294,3 @@ def _check_function(file: str, name: str, keywords: Iterable[str]) -> None:
             raise ConfigError(
                 f"rollout.agent: {name} of {file} takes no {keyword!r}; {closest(keyword, known)}"
             )
-
-
-def is_def(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Tell whether a statement defines a function."""
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

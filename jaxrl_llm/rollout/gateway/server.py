@@ -18,7 +18,7 @@ from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.agents.chat import Chat, Generate
 from jaxrl_llm.rollout.gateway.programs import ProgramPool, ProgramSpec
 from jaxrl_llm.rollout.gateway.session import MODEL, GatewaySession, GatewayTally, Ticket
-from jaxrl_llm.rollout.openai_api.requests import APIError, parse_body
+from jaxrl_llm.rollout.openai_api.requests import APIError, parse_body, read_body
 from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.workers.limits import Limits
 from jaxrl_llm.workers.supervisor import raise_descriptor_limit
@@ -114,7 +114,7 @@ class Gateway:
             pool = self._pools.get(spec)
             if pool is None:
                 pool = self._pools[spec] = ProgramPool(spec)
-        pool.wait_ready()
+        pool.ready.result()
         return pool
 
     def episode(self, chat: Chat, generate: Generate) -> "EpisodeGateway":
@@ -185,7 +185,7 @@ class Gateway:
 
         async def answer(request: Request) -> Response:
             session = self._find(request.path_params["secret"])
-            tree = parse_body(await read_body(request))
+            tree = parse_body(await read_body(request, MAX_BODY_BYTES))
             is_chat = request.url.path.endswith("/chat/completions")
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             ticket = Ticket(tree if is_chat else chat_request(tree), is_retry)
@@ -269,20 +269,6 @@ class EpisodeGateway(NamedTuple):
 
     server: Gateway
     session: GatewaySession
-
-
-async def read_body(request: Any) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        APIError: it is too large.
-    """
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise APIError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
-    return bytes(body)
 
 
 class _Listener:

@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.openai_api.requests import (
     read_images,
     shown,
 )
-from jaxrl_llm.rollout.openai_api.responses import event, read_answer
+from jaxrl_llm.rollout.openai_api.responses import event, read_answer, usage
 from jaxrl_llm.rollout.openai_api.responses_api import ResponseEnvelope
 from jaxrl_llm.rollout.rollouts import request_seed
 
@@ -100,48 +100,23 @@ def prompt_identity(prompt: tuple[int, ...], visuals: Sequence[Visual]) -> tuple
     return (*prompt, *(int.from_bytes(visual.key[:7]) for visual in visuals))
 
 
-@dataclass(eq=False)
-class TurnTree:
-    """The turns of one episode. Requests that share a beginning share the turns in it."""
+def streams_of(turns: Sequence[DrawnTurn]) -> list[list[DrawnTurn]]:
+    """Return each turn once, in streams; the one that was asked for a turn last comes last.
 
-    turns: list[DrawnTurn] = field(default_factory=list)
+    Requests that share a beginning share the turns in it. Of streams that part, the one with most
+    drawn tokens has the turns that they share.
+    """
 
-    def find(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[DrawnTurn | None, int]:
-        """Return the turn that a request goes on from, and how many of its messages end there.
+    def weight(path: Sequence[DrawnTurn]) -> Any:
+        return -sum(len(turn.completion.tokens) for turn in path), path[-1].order
 
-        Args:
-            messages: of the request.
-            tools: of the request.
-        """
-        match: tuple[DrawnTurn | None, int] = None, 0
-        by_digest = {turn.digest: turn for turn in sorted(self.turns, key=_order, reverse=True)}
-        for count, digest in enumerate(history_digests(messages, tools), 1):
-            if messages[count - 1]["role"] == "assistant" and digest in by_digest:
-                match = by_digest[digest], count
-        return match
-
-    def streams(self) -> list[list[DrawnTurn]]:
-        """Return each turn once, in streams; the one that was asked for a turn last comes last.
-
-        Of streams that part, the one with most drawn tokens has the turns that they share.
-        """
-        left = set(self.turns)
-        streams: list[list[DrawnTurn]] = []
-        while left:
-            paths = [[turn for turn in end.path if turn in left] for end in left]
-            streams.append(min(paths, key=_weight))
-            left -= set(streams[-1])
-        return sorted(streams, key=lambda stream: stream[-1].asked)
-
-
-def _order(turn: DrawnTurn) -> Any:
-    return turn.order
-
-
-def _weight(path: Sequence[DrawnTurn]) -> Any:
-    return -sum(len(turn.completion.tokens) for turn in path), path[-1].order
+    left = set(turns)
+    streams: list[list[DrawnTurn]] = []
+    while left:
+        paths = [[turn for turn in end.path if turn in left] for end in left]
+        streams.append(min(paths, key=weight))
+        left -= set(streams[-1])
+    return sorted(streams, key=lambda stream: stream[-1].asked)
 
 
 def history_digests(
@@ -240,35 +215,8 @@ def read_chat_request(tree: Mapping[str, Any], sampling: SamplingParams) -> Clie
         last = [message["role"] for message in messages[-1:]]
         raise fields.refuse("messages", last, "a last message that is not the assistant's")
     tools, choice = parse_tools(fields.take("tools", list, [])), fields.any_of("tool_choice")
-    request = ClientRequest(
-        messages=tuple(as_template_message(message) for message in messages),
-        tools=() if choice == "none" else tuple(tools),
-        max_tokens=read_max_tokens(fields),
-        stop=parse_stops(fields),
-        stream=fields.take("stream", bool, False),
-        include_usage=bool(fields.take("stream_options", dict, {}).get("include_usage")),
-        overridden=(
-            *read_overridden(fields, sampling),
-            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
-        ),
-    )
-    if fields.take("n", int, 1) != 1:
-        raise fields.refuse("n", tree["n"], "1: the same request again gets another answer")
-    if fields.take("logprobs", bool, False):
-        raise fields.refuse("logprobs", True, "none: the run keeps them itself")
-    fields.end()
-    return request
-
-
-def read_max_tokens(fields: Fields) -> int | None:
-    """Return how long an answer may be at most, by both names that there are for it."""
     names = "max_tokens", "max_completion_tokens"
     sizes = [fields.between(name, int, None, 1, float("inf")) for name in names]
-    return min((size for size in sizes if size is not None), default=None)
-
-
-def read_overridden(fields: Fields, sampling: SamplingParams) -> list[str]:
-    """Return the names of fields that ask for what the run decides otherwise."""
     own = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -278,7 +226,24 @@ def read_overridden(fields: Fields, sampling: SamplingParams) -> list[str]:
         "seed": None,
     }
     given = {name: fields.any_of(name) for name in own}
-    return [name for name, value in given.items() if value is not None and value != own[name]]
+    request = ClientRequest(
+        messages=tuple(as_template_message(message) for message in messages),
+        tools=() if choice == "none" else tuple(tools),
+        max_tokens=min((size for size in sizes if size is not None), default=None),
+        stop=parse_stops(fields),
+        stream=fields.take("stream", bool, False),
+        include_usage=bool(fields.take("stream_options", dict, {}).get("include_usage")),
+        overridden=(
+            *(name for name, value in given.items() if value not in (None, own[name])),
+            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
+        ),
+    )
+    if fields.take("n", int, 1) != 1:
+        raise fields.refuse("n", tree["n"], "1: the same request again gets another answer")
+    if fields.take("logprobs", bool, False):
+        raise fields.refuse("logprobs", True, "none: the run keeps them itself")
+    fields.end()
+    return request
 
 
 def as_template_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,19 +277,15 @@ class Reply:
     def chat(self, request: ClientRequest) -> dict[str, Any] | str:
         """Return the answer to a request of `/chat/completions`: whole, or all its events."""
         around = {"id": f"chatcmpl-{self._id}", "created": int(time.time()), "model": MODEL}
-        usage = {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._tokens,
-            "total_tokens": self._prompt_tokens + self._tokens,
-        }
+        counted = usage(self._prompt_tokens, self._tokens)
         if not request.stream:
             choices = [self._choice("message", self._message, self._finish)]
-            return {**around, "object": "chat.completion", "choices": choices, "usage": usage}
+            return {**around, "object": "chat.completion", "choices": choices, "usage": counted}
         chunks: list[dict[str, Any]] = [
             {"choices": [self._choice("delta", answer_delta(self._message), None)]},
             {"choices": [self._choice("delta", {}, self._finish)]},
         ]
-        chunks += [{"choices": [], "usage": usage}] if request.include_usage else []
+        chunks += [{"choices": [], "usage": counted}] if request.include_usage else []
         kind = {"object": "chat.completion.chunk"}
         events = [event({**around, **kind, **chunk}) for chunk in chunks]
         return "".join([*events, "data: [DONE]\n\n"])
@@ -405,6 +366,11 @@ class GatewaySession:
         template: from the tools that the model is told of to the chat template.
         tally: counts.
         one_at_a_time: whether turns are drawn one after the other.
+
+    Attributes:
+        limit: of the episode that has been reached; "" before.
+        failure: gets what the engine raises.
+        prompt_error: why the program's first prompt is none, if it is so.
     """
 
     def __init__(
@@ -421,17 +387,12 @@ class GatewaySession:
         self.loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self.loop.create_future()
         self.prompt_error: str | None = None
-        self._tree, self._tickets = TurnTree(), dict[bytes, list[Ticket]]()
+        self._turns, self._tickets = list[DrawnTurn](), dict[bytes, list[Ticket]]()
         self._equal, self._asked = Counter[tuple[int, ...]](), 0
         self._images = dict[bytes, Visual]()  # by a digest of the URL
-        self._limit, self._is_closed = "", False
+        self.limit, self._is_closed = "", False
         self._drawing = asyncio.Semaphore(1) if one_at_a_time else asyncio.Semaphore(10**6)
         self._running, self._last_active = 0, self.loop.time()
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether a limit of the episode has been reached."""
-        return bool(self._limit)
 
     @property
     def idle_s(self) -> float:
@@ -480,8 +441,7 @@ class GatewaySession:
         work = [t.work for tickets in self._tickets.values() for t in tickets if t.work is not None]
         for task in work:
             task.cancel()
-        streams = self._tree.streams()
-        for stream in streams:
+        for stream in streams_of(self._turns):
             before = [m for turn in stream[0].path[:-1] for m in turn.messages]
             turns = [
                 (turn.told, turn.completion, turn.answer.text, turn.messages) for turn in stream
@@ -492,12 +452,12 @@ class GatewaySession:
         await asyncio.gather(*work, return_exceptions=True)
 
     def _check_open(self) -> None:
-        if self._is_closed or self._limit:
-            reason = f": it has reached its limit of {self._limit}" if self._limit else ""
+        if self._is_closed or self.limit:
+            reason = f": it has reached its limit of {self.limit}" if self.limit else ""
             raise APIError(f"the episode is over{reason}", status=410, code="episode_over")
 
     def _end(self, reason: str) -> None:
-        self._limit = self._limit or reason
+        self.limit = self.limit or reason
         self.chat.end(reason)
 
     async def _draw(self, request: ClientRequest) -> Reply:
@@ -511,7 +471,10 @@ class GatewaySession:
     async def _drawn(self, request: ClientRequest) -> Reply:
         """Draw the answer to a request."""
         request = await self._with_images(request)
-        template = self._template_of(request)
+        try:
+            template = self._template(request.tools)
+        except ValueError as error:
+            raise APIError(f"tools: {error}", param="tools") from error
         parent, stream, messages = self._place(request, template)
         room, asked = self._room(parent, stream, request.max_tokens), self._asked
         prompt, visuals = stream
@@ -522,13 +485,20 @@ class GatewaySession:
         async with self._drawing:
             self._check_open()
             sampling = replace(self.chat.sampling, max_new_tokens=room, stop=request.stop)
-            completion = await self._sample(Request(prompt, sampling, seed, visuals=visuals))
+            asked_for = Request(prompt, sampling, seed, visuals=visuals)
+            try:
+                completion = await self._generate(asked_for)
+            except Exception as error:
+                if not self.failure.done():  # else another request was sooner
+                    self.failure.set_exception(error)
+                raise APIError(f"the engine failed: {error}", status=410) from error
         parsed = template.parse(completion.tokens.tolist(), prompt=prompt)
         shown_answer = read_answer(
             template, completion.tokens.tolist(), prompt=prompt, index=number, stops=request.stop
         )
         message = answer_message(shown_answer)
         known = template.message(parsed)
+        echoed = [as_template_message(told) for told in parse_messages([message])]
         turn = DrawnTurn(
             parent,
             prompt,
@@ -537,10 +507,10 @@ class GatewaySession:
             completion,
             Answer(*parsed, completion.finish),
             (*messages, known),
-            history_digests([*request.messages, *as_echoed(message)], request.tools)[-1],
+            history_digests([*request.messages, *echoed], request.tools)[-1],  # as it is sent again
             visuals,
         )
-        self._tree.turns.append(turn)
+        self._turns.append(turn)
         return Reply(
             f"{seed:x}",
             message,
@@ -563,21 +533,15 @@ class GatewaySession:
         messages, visuals = await asyncio.to_thread(read_images, request.messages, reader)
         return replace(request, messages=tuple(contents.named(messages, visuals)))
 
-    def _template_of(self, request: ClientRequest) -> TurnTemplate:
-        try:
-            return self._template(request.tools)
-        except ValueError as error:
-            raise APIError(f"tools: {error}", param="tools") from error
-
     def _place(
         self, request: ClientRequest, template: TurnTemplate
     ) -> tuple[DrawnTurn | None, Stretch, tuple[dict[str, Any], ...]]:
         """Return the turn that a request goes on from, all its tokens, and what is new in it."""
         contents = self.chat.contents
-        parent, count = self._tree.find(request.messages, request.tools)
+        parent, count = self._find(request)
         rest = request.messages[count:]
         if any(message["role"] == "assistant" for message in rest):
-            if self._tree.turns:
+            if self._turns:
                 self._note_unmatched(request)
             parent, rest = None, request.messages
         try:
@@ -594,10 +558,20 @@ class GatewaySession:
             raise APIError(f"messages: {error}", param="messages") from error
         return parent, Stretch((*parent.stream, *told), (*parent.visuals, *shown)), rest
 
+    def _find(self, request: ClientRequest) -> tuple[DrawnTurn | None, int]:
+        """Return the turn that a request goes on from, and how many of its messages end there."""
+        match: tuple[DrawnTurn | None, int] = None, 0
+        turns = sorted(self._turns, key=lambda turn: turn.order, reverse=True)
+        by_digest = {turn.digest: turn for turn in turns}
+        for count, digest in enumerate(history_digests(request.messages, request.tools), 1):
+            if request.messages[count - 1]["role"] == "assistant" and digest in by_digest:
+                match = by_digest[digest], count
+        return match
+
     def _note_unmatched(self, request: ClientRequest) -> None:
         """Count a request whose answers were not drawn so, and say once where it differs."""
         self._tally.counts["gateway/unmatched"] += 1
-        known = [message for turn in self._tree.streams()[-1] for message in turn.messages]
+        known = [message for turn in streams_of(self._turns)[-1] for message in turn.messages]
         pairs = enumerate(zip(known, request.messages, strict=False))
         for place, (one, other) in pairs:
             if history_digests([one], []) != history_digests([other], []):
@@ -643,21 +617,8 @@ class GatewaySession:
 
     def _too_long(self, message: str) -> APIError:
         """Note that there is no room: that ends the episode, or its prompt is wrong."""
-        if self._tree.turns:
+        if self._turns:
             self._end("length")
         else:
             self.prompt_error = message
         return APIError(message, param="messages", code=TOO_LONG)
-
-    async def _sample(self, request: Request) -> Completion:
-        try:
-            return await self._generate(request)
-        except Exception as error:
-            if not self.failure.done():  # else another request was sooner
-                self.failure.set_exception(error)
-            raise APIError(f"the engine failed: {error}", status=410) from error
-
-
-def as_echoed(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an assistant's message as it reads when its client sends it again."""
-    return [as_template_message(told) for told in parse_messages([message])]

@@ -5,7 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -26,20 +26,6 @@ class ScoringError(RunError):
     """A server that gives no log-probs, or none that can be used."""
 
 
-class RequestLimits(NamedTuple):
-    """What bounds the requests to a server.
-
-    Attributes:
-        concurrency: requests at once.
-        timeout_s: seconds for an answer to one.
-        retries: further tries where a request is refused for now, fails or takes too long.
-    """
-
-    concurrency: int = 32
-    timeout_s: float = 120.0
-    retries: int = 4
-
-
 class ScoringClient:
     """A connection to a server. It works in a thread of its own; `close` ends it.
 
@@ -47,7 +33,9 @@ class ScoringClient:
         url: of the API, such as `http://host:8000/v1`.
         model: by which the server knows it; None takes the only one that it has.
         api_key: that the server asks for.
-        limits: of the requests.
+        concurrency: requests at once.
+        timeout_s: seconds for an answer to one.
+        retries: further tries where a request is refused for now, fails or takes too long.
     """
 
     def __init__(
@@ -56,16 +44,17 @@ class ScoringClient:
         model: str | None = None,
         *,
         api_key: str | None = None,
-        limits: RequestLimits,
+        concurrency: int = 32,
+        timeout_s: float = 120.0,
+        retries: int = 4,
     ) -> None:
         """Ask for nothing yet."""
-        self.url, self.model, self._limits = url.rstrip("/"), model, limits
+        self.url, self.model = url.rstrip("/"), model
+        self._timeout_s, self._retries = timeout_s, retries
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        pool = httpx2.Limits(
-            max_connections=limits.concurrency, max_keepalive_connections=limits.concurrency
-        )
+        pool = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=pool)
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="scoring")
         self._thread.start()
@@ -193,14 +182,14 @@ class ScoringClient:
                 wait, failure = wait_before_retry(error, tries), self._describe(error)
             if wait is None:
                 raise ScoringError(f"{self.url}{path} refused a request, {failure}")
-            if tries > self._limits.retries:
+            if tries > self._retries:
                 raise ScoringError(
                     f"{self.url}{path} has not answered in {tries} tries; the last: {failure}"
                 )
             await asyncio.sleep(wait)
 
     async def _ask_once(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        async with asyncio.timeout(self._limits.timeout_s):
+        async with asyncio.timeout(self._timeout_s):
             reply = await self._http.request(method, self.url + path, json=body)
         reply.raise_for_status()
         try:
@@ -212,7 +201,7 @@ class ScoringClient:
         if isinstance(error, httpx2.HTTPStatusError):
             return f"status {error.response.status_code}: {_message(error.response)}"
         if isinstance(error, TimeoutError):
-            return f"no answer in {self._limits.timeout_s:g} s"
+            return f"no answer in {self._timeout_s:g} s"
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 

@@ -151,8 +151,11 @@ class Fields:
             param=self._prefix + name,
         )
 
-    def end(self) -> None:
+    def end(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
         """Refuse what was not taken, unless it changes nothing.
+
+        Args:
+            neutral: fields that are not supported, and the values that ask for nothing.
 
         Raises:
             APIError: a field is unknown or asks for what is not supported.
@@ -160,12 +163,12 @@ class Fields:
         for name, value in self._left.items():
             if name in NOTHING_CHANGES and not self._prefix:
                 continue
-            if name not in NEUTRAL or self._prefix:
+            if name not in neutral or self._prefix:
                 raise APIError(
                     f"unknown field {self._prefix + name!r}: it is not supported; remove it",
                     param=self._prefix + name,
                 )
-            if not any(value == neutral for neutral in NEUTRAL[name]):
+            if value not in neutral[name]:
                 raise APIError(
                     f"{name}: got {shown(value)}, but it is not supported; remove it", param=name
                 )
@@ -231,6 +234,24 @@ def _finite(text: str) -> float:
     if math.isfinite(value := float(text)):
         return value
     raise ValueError(f"got {text}, expected finite numbers")
+
+
+async def read_body(request: Any, most: int) -> bytes:
+    """Return the body of a request of Starlette's.
+
+    Args:
+        request: whose body was not read yet.
+        most: bytes that it may have.
+
+    Raises:
+        APIError: it is too large.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise APIError(f"the body has more than {most} bytes", status=413)
+    return bytes(body)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -668,31 +689,31 @@ class GenerationRequest:
     """What one request asks for.
 
     Attributes:
-        chat: whether the answer has the form of a chat's.
         prompts: token ids.
         sampling: of every answer.
         n: answers for each prompt.
         seed: of all answers together.
         logprobs: whether log-probs are reported.
         token_ids: whether token ids are.
-        prompt_logprobs: how many of the likeliest tokens are told for each token of the prompts,
-            beside its own log-prob; None tells none.
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with a count of tokens.
+        chat: whether the answer has the form of a chat's.
+        prompt_logprobs: how many of the likeliest tokens are told for each token of the prompts,
+            beside its own log-prob; None tells none.
         template: by which a chat's answers are taken apart; None: they are text and nothing else.
         visuals: images of a chat's prompt, in the order of their placeholder tokens.
     """
 
-    chat: bool
     prompts: tuple[tuple[int, ...], ...]
     sampling: SamplingParams
     n: int
     seed: int
     logprobs: bool
     token_ids: bool
-    prompt_logprobs: int | None
     stream: bool
     include_usage: bool
+    chat: bool = False
+    prompt_logprobs: int | None = None
     template: TurnTemplate | None = None
     visuals: tuple[Visual, ...] = ()
 
@@ -732,8 +753,10 @@ def parse_completion(tree: Mapping[str, Any], served: ServedModel) -> Generation
     tops = fields.between("logprobs", int, None, 0, MOST_LOGPROBS)
     max_tokens = fields.between("max_tokens", int, DEFAULT_MAX_TOKENS, 1, math.inf)
     told = fields.between("prompt_logprobs", int, None, 0, MOST_LOGPROBS)
-    common = fields, served, prompts, max_tokens
-    return parse_common(*common, chat=False, tops=tops, prompt_tops=told)
+    request = parse_common(fields, served, prompts, max_tokens, tops)
+    if request.stream and told is not None:
+        raise fields.refuse("prompt_logprobs", told, "none, because stream is true")
+    return replace(request, prompt_logprobs=told)
 
 
 def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationRequest:
@@ -766,9 +789,8 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
         raise fields.refuse("max_tokens", older, f"max_completion_tokens={max_tokens}, or none")
     left = max(1, served.max_tokens - len(prompt))
     reads = template.call_format or "</think>" in served.tokenizer.get_chat_template()
-    common = fields, served, (prompt,), max_tokens or left
-    request = parse_common(*common, chat=True, tops=tops, template=template if reads else None)
-    return replace(request, visuals=visuals)
+    request = parse_common(fields, served, (prompt,), max_tokens or left, tops)
+    return replace(request, chat=True, template=template if reads else None, visuals=visuals)
 
 
 def parse_common(
@@ -776,11 +798,7 @@ def parse_common(
     served: ServedModel,
     prompts: tuple[tuple[int, ...], ...],
     max_new_tokens: int,
-    *,
-    chat: bool,
     tops: int | None,
-    prompt_tops: int | None = None,
-    template: TurnTemplate | None = None,
 ) -> GenerationRequest:
     """Read the fields that both APIs have, refuse all others, and check that it fits."""
     n = fields.between("n", int, 1, 1, math.inf)
@@ -790,8 +808,6 @@ def parse_common(
     for prompt in prompts:
         check_fit(len(prompt), max_new_tokens, served.max_tokens)
     stream = fields.take("stream", bool, False)
-    if stream and prompt_tops is not None:
-        raise fields.refuse("prompt_logprobs", prompt_tops, "none, because stream is true")
     options = fields.take("stream_options", dict)
     if options is not None and not stream:
         raise fields.refuse("stream_options", options, "none, because stream is not true")
@@ -800,17 +816,14 @@ def parse_common(
     include_usage = streaming.take("include_usage", bool, False)
     streaming.end()
     request = GenerationRequest(
-        chat=chat,
         prompts=prompts,
         sampling=parse_sampling(fields, served, max_new_tokens, tops or 0),
         n=n,
         seed=fields.take("seed", int, secrets.randbits(64)),
         logprobs=tops is not None,
         token_ids=fields.take("return_token_ids", bool, False),
-        prompt_logprobs=prompt_tops,
         stream=stream,
         include_usage=include_usage,
-        template=template,
     )
     fields.end()
     return request

@@ -272,30 +272,20 @@ class ResponseChoice:
         """Return what a piece adds, where each token's text begins, and whether there are calls."""
         by_token = piece.finish == "stop" and not isinstance(piece.stopped_by, str)
         seen = tokens[:-1] if by_token else tokens  # the stop token is no text
-        template, stops, last = self._request.template, self._request.sampling.stop, piece.finish
-        if template is not None and whole:
-            answer = read_answer(
-                template, seen, prompt=self._prompt, index=self._index, stops=stops
-            )
-            return answer_message(answer), [], bool(answer.calls)
+        last = whole or bool(piece.finish)
         begins = {"role": "assistant", "content": ""} if first else {}
         if self._stream is not None:
-            delta = self._stream.push(seen, last=bool(last))
-            return begins | delta, [], self._stream.has_calls
-        text, offsets = self._words(tokens, seen, last=bool(last))
+            delta, answer = self._stream.push(seen, last=last), self._stream.answer
+            told = answer_message(answer) if whole and answer else begins | delta
+            return told, [], self._stream.has_calls
+        text, offsets = "", []
+        for i, token in enumerate(tokens if self._request.logprobs else ()):
+            offsets.append(self._text.length)
+            text += self._text.push([token] if i < len(seen) else [])
+        text += self._text.push([] if self._request.logprobs else seen, last=last)
         if whole:
             return answer_message(ParsedAnswer(text)), offsets, False
         return begins | ({"content": text} if text else {}), offsets, False
-
-    def _words(self, tokens: list[int], seen: list[int], *, last: bool) -> tuple[str, list[int]]:
-        """Return the text that a piece adds, and where the text of each token begins."""
-        if not self._request.logprobs:
-            return self._text.push(seen, last=last), []
-        text, offsets = "", []
-        for i, token in enumerate(tokens):
-            offsets.append(self._text.length)
-            text += self._text.push([token] if i < len(seen) else [])
-        return text + self._text.push([], last=last), offsets
 
 
 def completion_logprobs(
@@ -407,32 +397,30 @@ class Envelope:
 
     def answer(self, choices: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
         """Return a whole answer."""
-        return {**self._around, **self._prompt(), "choices": choices, "usage": self.usage(tokens)}
+        counted = usage(self._request.prompt_tokens, tokens)
+        return {**self._around, **self._prompt(), "choices": choices, "usage": counted}
 
     def chunk(self, choice: dict[str, Any], *, first: bool) -> str:
         """Return an event of a stream."""
-        usage = {"usage": None} if self._request.include_usage else {}
+        counted = {"usage": None} if self._request.include_usage else {}
         prompt = self._prompt() if first else {}
-        return event({**self._around, **prompt, "choices": [choice], **usage})
+        return event({**self._around, **prompt, "choices": [choice], **counted})
 
     def end(self, tokens: int) -> str:
         """Return the events that end a stream."""
-        last = {**self._around, "choices": [], "usage": self.usage(tokens)}
+        counted = usage(self._request.prompt_tokens, tokens)
+        last = {**self._around, "choices": [], "usage": counted}
         return (event(last) if self._request.include_usage else "") + "data: [DONE]\n\n"
-
-    def usage(self, tokens: int) -> dict[str, int]:
-        """Return the count of tokens."""
-        prompt = self._request.prompt_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": tokens,
-            "total_tokens": prompt + tokens,
-        }
 
     def _prompt(self) -> dict[str, Any]:
         """Return the prompt's tokens where a chat asks for them: vLLM has them here."""
         shows = self._request.chat and self._request.token_ids
         return {"prompt_token_ids": list(self._request.prompts[0])} if shows else {}
+
+
+def usage(prompt: int, answer: int) -> dict[str, int]:
+    """Return the count of tokens as chats have it."""
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 def event(tree: dict[str, Any]) -> str:

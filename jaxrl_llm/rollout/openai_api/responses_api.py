@@ -45,12 +45,6 @@ def chat_request(tree: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("previous_response_id", "conversation"):
         if (given := fields.any_of(name)) is not None:
             raise fields.refuse(name, given, "none: answers are not stored, send the whole input")
-    for name, neutral in ASK_FOR_NOTHING.items():
-        given = fields.any_of(name)
-        if given is not None and not any(given == value for value in neutral):
-            raise APIError(
-                f"{name}: got {shown(given)}, but it is not supported; remove it", param=name
-            )
     instructions = fields.take("instructions", str)
     given = fields.any_of("input")
     if not isinstance(given, str | list) or not given:
@@ -58,7 +52,7 @@ def chat_request(tree: Mapping[str, Any]) -> dict[str, Any]:
     tools = [_chat_tool(tool, index) for index, tool in enumerate(fields.take("tools", list, []))]
     chat = {name: value for name, value in tree.items() if name in SAME}
     chat |= {"max_completion_tokens": fields.between("max_output_tokens", int, None, 1, 2**31)}
-    fields.end()
+    fields.end(ASK_FOR_NOTHING)
     system = [{"role": "system", "content": instructions}] if instructions else []
     asked = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     return chat | {"messages": [*system, *asked], "tools": tools}

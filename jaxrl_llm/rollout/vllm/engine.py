@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Condition
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,10 +234,6 @@ class PendingRequest:
             asked |= shown | {"prompt": (*shown["prompt"], *drawn), "expanded": tokens}
         return asked
 
-    def data(self) -> memoryview | None:
-        """Return what is sent beside the message: the pixels of images, if there are any."""
-        return None if self.images is None else self.images.pixels(self.request)
-
     def add_piece(self, message: Mapping[str, Any]) -> Completion:
         """Keep a piece of the answer, and return it."""
         top, count = None, self.request.sampling.top_logprobs
@@ -280,44 +275,16 @@ class PendingRequest:
         )
 
 
-def first_answers(
-    pending: Sequence[PendingRequest], needed: int, stop: Stop | None, pieces: Condition
-) -> list[Completion]:
-    """Wait for the first answers, or until it is to stop; give the others up as they stand.
-
-    Args:
-        pending: all requests.
-        needed: how many have to be answered.
-        stop: ends the wait before.
-        pieces: is held while pieces come.
-    """
-    futures = [one.future for one in pending]
-    try:
-        wait_for_first(futures[:needed], stop)
-        with pieces:
-            drawn = [one.drawn() for one in pending]
-        answers = zip(futures, drawn, strict=True)
-        return [future.result() if future.done() else left for future, left in answers]
-    finally:
-        for future in futures:
-            future.cancel()
-
-
 class VllmStats(NamedTuple):
     """What the engine does now, and has done since it was made.
 
     Attributes:
-        outstanding: requests without an answer.
+        in_flight: requests without an answer.
         restarts: how often a sidecar was started again.
     """
 
-    outstanding: int
+    in_flight: int
     restarts: int
-
-    @property
-    def in_flight(self) -> int:
-        """Return how many requests have no answer yet."""
-        return self.outstanding
 
 
 @dataclasses.dataclass(eq=False)
@@ -351,11 +318,6 @@ class Replica:
             if request.number is None:
                 self._send(request)
 
-    def remove(self, request: PendingRequest) -> bool:
-        """Forget a request; return whether the sidecar is at it."""
-        self.pending.pop(request, None)
-        return request.number is not None and self.sent.pop(request.number, None) is not None
-
     def lose_sidecar(self) -> None:
         """Forget the sidecar; what it had not answered waits for the next."""
         self.sidecar = self.version = None
@@ -363,18 +325,13 @@ class Replica:
             request.number = None
         self.sent = {}
 
-    def clear(self) -> list[PendingRequest]:
-        """Forget all requests, and return them."""
-        requests = list(self.pending)
-        self.pending, self.sent = {}, {}
-        return requests
-
     def _send(self, request: PendingRequest) -> None:
         if self.sidecar is None or self.version is None:
             return
         with contextlib.suppress(SidecarLost):  # it is sent again to the next
-            message: dict[str, Any] = request.message()
-            number = self.sidecar.send("generate", request.data(), **message)
+            images, message = request.images, request.message()
+            pixels = None if images is None else images.pixels(request.request)
+            number = self.sidecar.send("generate", pixels, **message)
             self.sent[number], request.number = request, number
 
 
@@ -491,8 +448,17 @@ class VllmEngine:
         for request in requests:
             self._check(request)
         pending = [self._submit(request, lambda _: None) for request in requests]
-        listened([one.future for one in pending], listener)
-        return first_answers(pending, needed, stop, self._state)
+        futures = [one.future for one in pending]
+        listened(futures, listener)
+        try:
+            wait_for_first(futures[:needed], stop)
+            with self._state:  # which is held while pieces come
+                drawn = [one.drawn() for one in pending]
+            answers = zip(futures, drawn, strict=True)
+            return [future.result() if future.done() else left for future, left in answers]
+        finally:
+            for future in futures:
+                future.cancel()
 
     def load(self, params: Any, version: int) -> Receipt:
         """Send weights to all sidecars, with checksums; what runs is paused meanwhile.
@@ -564,8 +530,8 @@ class VllmEngine:
     def stats(self) -> VllmStats:
         """Return what the engine does and has done."""
         with self._state:
-            outstanding = sum(len(replica.pending) for replica in self._replicas)
-            return VllmStats(outstanding, self._restarts)
+            in_flight = sum(len(replica.pending) for replica in self._replicas)
+            return VllmStats(in_flight, self._restarts)
 
     def _check(self, request: Request) -> None:
         check_vllm_request(request, self.spec, self.settings, self._images)
@@ -608,7 +574,8 @@ class VllmEngine:
         """Forget a request, and return whether the sidecar is at it; the state is locked."""
         if pending in replica.pending:
             self._router.done(replica.number, pending.max_tokens, pending.tokens)
-        return replica.remove(pending)
+            del replica.pending[pending]
+        return pending.number is not None and replica.sent.pop(pending.number, None) is not None
 
     def _give_up(self, replica: Replica, pending: PendingRequest) -> None:
         """Let the sidecar stop a request that its caller has cancelled, or that has failed."""
@@ -719,7 +686,9 @@ class VllmEngine:
         """Give up: all requests fail, and all that come."""
         with self._state:
             self._failure = self._failure or error
-            left = [pending for replica in self._replicas for pending in replica.clear()]
+            left = [pending for replica in self._replicas for pending in replica.pending]
+            for replica in self._replicas:
+                replica.pending, replica.sent = {}, {}
             self._state.notify_all()
         for pending in left:
             pending.resolve(error)

@@ -26,45 +26,37 @@ ACCEPT_INTERVAL_S = 0.05
 MAX_CALLERS = 32  # at once; each takes a thread and two file descriptors
 
 
-class _Caller:
-    """A connection whose other end is asked for the key, in a thread.
+class _Caller(threading.Thread):
+    """Asks the other end of a connection for the key.
 
     Attributes:
         connection: to the caller.
         deadline: for the whole exchange, by the monotonic clock.
-        has_key: whether it has shown the key.
-        is_authenticated: whether this side has shown the key, too, and the caller has accepted it.
+        is_authenticated: whether both sides have shown each other that they have the key.
     """
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
         """Begin to ask."""
-        self.connection = connection
+        super().__init__(daemon=True, name="vllm-caller")
+        self.connection, self._key = connection, key
         self.deadline = time.monotonic() + AUTH_TIMEOUT_S
-        self.has_key = self.is_authenticated = False
-        self._thread = threading.Thread(
-            target=self._authenticate, args=(key,), daemon=True, name="vllm-caller"
-        )
-        self._thread.start()
+        self.is_authenticated = False
+        self.start()
 
-    def is_asked(self) -> bool:
-        """Return whether the exchange goes on."""
-        return self._thread.is_alive()
+    def run(self) -> None:
+        # AssertionError: in Python 3.11, of a challenge in another form
+        refused = (AuthenticationError, AssertionError, EOFError, OSError)
+        with contextlib.suppress(*refused), Connection(os.dup(self.connection.fileno())) as stream:
+            deliver_challenge(stream, self._key)
+            answer_challenge(stream, self._key)
+            self.is_authenticated = True
 
     def drop(self) -> None:
         """End the connection, and the thread with it."""
         with contextlib.suppress(OSError):  # the caller has ended it already
             self.connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        self.join()
         self.connection.close()
-
-    def _authenticate(self, key: bytes) -> None:
-        # AssertionError: in Python 3.11, of a challenge in another form
-        refused = (AuthenticationError, AssertionError, EOFError, OSError)
-        with contextlib.suppress(*refused), Connection(os.dup(self.connection.fileno())) as stream:
-            deliver_challenge(stream, key)
-            self.has_key = True
-            answer_challenge(stream, key)
-            self.is_authenticated = True
 
 
 def accept_authenticated(
@@ -73,8 +65,8 @@ def accept_authenticated(
     """Accept callers until one of them has the key; the connections of all others are closed.
 
     All are asked at the same time, so those that say nothing, or speak slowly, hold nobody up.
-    Where there are more than `MAX_CALLERS`, the oldest without the key is dropped; who has the key
-    and is dropped in a crowd calls again.
+    `multiprocessing.connection.Listener` would ask one after the other, and wait for ever. Where
+    there are more than `MAX_CALLERS`, the oldest is dropped; the sidecar, if it is it, calls again.
 
     Args:
         listener: that is called.
@@ -88,11 +80,14 @@ def accept_authenticated(
     callers: list[_Caller] = []  # the oldest first
     try:
         while not is_over():
-            for caller in callers:
+            for caller in list(callers):
+                is_asked = caller.is_alive() and time.monotonic() < caller.deadline
                 if caller.is_authenticated:
                     callers.remove(caller)
                     return caller.connection
-            callers = _without_dropped(callers)
+                if not is_asked or len(callers) == MAX_CALLERS:
+                    callers.remove(caller)
+                    caller.drop()
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -105,22 +100,6 @@ def accept_authenticated(
     finally:
         for caller in callers:
             caller.drop()
-
-
-def _without_dropped(callers: list[_Caller]) -> list[_Caller]:
-    """Drop callers that were refused or are late, and the oldest if one more would be too many."""
-    now = time.monotonic()
-    kept = [
-        caller
-        for caller in callers
-        if (caller.is_asked() and now < caller.deadline) or caller.is_authenticated
-    ]
-    if len(kept) == MAX_CALLERS:
-        kept.remove(next((caller for caller in kept if not caller.has_key), kept[0]))
-    for caller in callers:
-        if caller not in kept:
-            caller.drop()
-    return kept
 
 
 CODE = Path(__file__).parent / "sidecar"
@@ -283,13 +262,10 @@ class Sidecar:
         self._hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_TIMEOUT_S)
-        self._remove_folder()
-        self._fail_answers("was closed")
-
-    def _remove_folder(self) -> None:
-        """Remove what its resource tracker would, which has ended, too, if a container has."""
+        # its resource tracker would remove it, but has ended, too, if a container has
         if self._folder is not None and self._folder.name.endswith(self._token):
             remove(self._folder)
+        self._fail_answers("was closed")
 
     def _hang_up(self) -> None:
         """Tell the other side that this is the end, even while a thread waits for what it says."""
