@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.inputs import NO_INPUTS, RowInputs
 from jaxrl_llm.models.layers import rematerialize
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.sharding.layout import UNSPLIT, Layout
 
@@ -35,10 +37,10 @@ class CachedDecoding(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class FunctionalModel:
+class FunctionalModel(Model):
     """A language model as a pair of pure functions, and what else it may bring.
 
-    It is a `models.model.Model`. Without `cached` the engine computes the whole sequence again for
+    Without `cached` the engine computes the whole sequence again for
     each token that it draws. Parameters are trained in float32, and given to the functions in the
     dtype of the computation, gathered from the devices that split tokens.
 
@@ -68,7 +70,7 @@ class FunctionalModel:
     head: Callable[[Params], Array] | None = None
     cached: CachedDecoding | None = None
     axes: Axes | None = None
-    max_positions: int | None = None
+    max_positions: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def vocab_size(self) -> int:
@@ -140,6 +142,7 @@ class FunctionalModel:
         dtype: DTypeLike,
         remat: str,
         layout: Layout | None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "R L D"], dict[str, Any]]:
         """Run `apply` over packed rows.
 
@@ -216,6 +219,7 @@ class FunctionalModel:
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Run the next tokens of each row: by `cached`, or by `apply` over all that it holds."""
         ready = self._ready(self._stacked(params), dtype, layout)

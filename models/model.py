@@ -8,7 +8,7 @@ That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels 
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.cache import Cache, PageTables
+from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import (
     NO_INPUTS,
@@ -55,6 +55,9 @@ class Model(Protocol):
     log-probs, `token_values` for a critic, `sequence_scores` for a reward model. The engine calls
     `init_cache`, `extend` and `logits`. A model has the head that it ends in; the others raise. A
     model that is never sampled by the native engine needs no cache.
+
+    What a model may lack has a value here that says so: `extend_pages`, `route_shape` and `vision`
+    are None. A class that derives from `Model` leaves these out.
     """
 
     @property
@@ -93,12 +96,9 @@ class Model(Protocol):
         ...
 
     def compute_dtypes(self, dtype: DTypeLike) -> Any:
-        """Return the dtype in which each array is used, nested as `declare()`.
+        """Return the dtype in which each array is used where the computation has a dtype.
 
         Weights cast to these dtypes, as the engine holds them, give the same results.
-
-        Args:
-            dtype: Of the computation.
         """
         ...
 
@@ -112,6 +112,7 @@ class Model(Protocol):
         dtype: DTypeLike,
         remat: str,
         layout: Layout | None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "R L D"], Router]:
         """Run the model over packed rows, up to its head.
 
@@ -127,10 +128,16 @@ class Model(Protocol):
             layout: How activations are split over a mesh, and by its `kernel` how tokens attend.
                 Where several devices share a row, the rows are its pieces, as
                 `Layout.split_context` makes them. None leaves everything to the compiler.
+            inputs: Given only where there are some: the `routes` to replay, of a model with a
+                `route_shape`; with a `vision` tower the `visual` tokens, and the `rotary` positions
+                of all. Where several devices share a row, these are cut into pieces as tokens are,
+                but for the features, which stay whole.
 
         Returns:
             Hidden states in `dtype`, meaningless at padding; and by name the fields of
-            `models.moe.routing.RouterStats`, or an empty dict without experts.
+            `models.moe.routing.RouterStats`, or an empty dict without experts. With routes, the
+            statistics also count which of them the routers would not have chosen, and `experts`
+            [M R L top] are those that tokens went to, unless stages hold the layers.
         """
         ...
 
@@ -218,17 +225,22 @@ class Model(Protocol):
         *,
         dtype: DTypeLike,
         layout: Layout | None,
+        inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Run the next T tokens of each row: 1 to decode, more to prefill a chunk of a prompt.
 
         Args:
             params: The parameters, with stacks taken apart.
-            cache: Filled below `positions`.
+            cache: Filled below `positions`. Where it has a `models.cache.Record`, the experts that
+                tokens go to are written into it.
             tokens: The rows' next tokens.
-            positions: Their positions. A token at one past the slots is padding: nothing of it is
-                written, and its state means nothing.
+            positions: Their positions, which say in which slots they lie. A token at one past the
+                slots is padding: nothing of it is written, and its state means nothing.
             dtype: Of the computation.
             layout: How rows are split over a mesh; None leaves it to the compiler.
+            inputs: As for `hidden_states`, of these tokens; routes are not replayed. The rotary
+                position of a token after its prompt is its position and the offset that
+                `rotary_positions` returned.
 
         Returns:
             The hidden states that `hidden_states` gives for the same tokens, and the cache with
@@ -236,37 +248,99 @@ class Model(Protocol):
         """
         ...
 
+    @property
+    def extend_pages(self) -> Callable[..., tuple[Float[Array, "B D"], Cache]] | None:
+        """What decodes over pages in place, as `models.decoder.Decoder.extend_pages`.
 
-@runtime_checkable
-class PagedModel(Model, Protocol):
-    """A model that can also decode over the pages of a cache in place."""
+        None: pages are gathered into rows.
+        """
 
-    def extend_pages(
+    def declare_quantized(self) -> Declarations:
+        """Declare the arrays that `extend` takes where matrices are held in float8.
+
+        A matrix [in… out…] is replaced by a `QuantizedMatrix` of two declarations, of its values
+        and its scales. Here none is.
+        """
+        return self.declare()
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """What a cache records of each token's experts, and a pass replays; None: nothing."""
+
+    @property
+    def vision(self) -> VisionSpec | None:
+        """The tower for images and videos, and the ids of placeholder tokens; None: text alone.
+
+        A prompt holds a placeholder token for each token of an image or a video. `encode_visuals`
+        says what stands in place of their embeddings, and `rotary_positions` where all of its
+        tokens are. What follows here is not asked of a model without a tower.
+        """
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether passes are to be given what `rotary_positions` returns."""
+        return False
+
+    @property
+    def attends_within_images(self) -> bool:
+        """Whether tokens of an image attend to all others of it: `extend` must read it whole."""
+        return False
+
+    def rotary_positions(
+        self, tokens: Int[np.ndarray, " T"], visuals: Sequence[Visual]
+    ) -> tuple[Int[np.ndarray, "T 3"], int]:
+        """Return where each token of a prompt is; see `models.vision.tower`."""
+        raise ValueError("rotary positions of images, for a model without a vision tower")
+
+    def encode_visuals(
         self,
         params: Params,
-        pool: Cache,
-        tables: PageTables,
-        tokens: Int[Array, " B"],
-        positions: Int[Array, " B"],
+        patches: PatchRows,
         *,
         dtype: DTypeLike,
+        remat: str,
         layout: Layout | None,
-        rotary: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B D"], Cache]:
-        """Run the next token of each row over pages; see `models.decoder.extend_pages`.
+        bounds: FrameBounds,
+    ) -> VisualFeatures:
+        """Run the tower over rows of patches; features are in the order of each row's visuals.
 
         Args:
-            params: As for `extend`.
-            pool: As there.
-            tables: The pages of each row.
-            tokens: The rows' next tokens.
-            positions: Their positions; negative in an empty row, of which nothing is written.
+            params: Of the whole model.
+            patches: The rows.
             dtype: Of the computation.
-            layout: As there.
-            rotary: By which queries and keys are rotated, where that is not the position: after
-                images, as `models.model.VisionModel` says.
+            remat: As for `hidden_states`.
+            layout: How rows are split over a mesh; None leaves it to the compiler.
+            bounds: What is known of the frames of all rows.
         """
-        ...
+        raise ValueError("patches of images, for a model without a vision tower")
+
+
+OPTIONAL = (
+    "extend_pages",
+    "declare_quantized",
+    "route_shape",
+    "vision",
+    "has_rotary_positions",
+    "attends_within_images",
+    "rotary_positions",
+    "encode_visuals",
+)
+
+
+def add_defaults(model: Any) -> None:
+    """Give the class of an object the parts of `Model` that it lacks and need not have.
+
+    So what keeps the protocol without deriving from it need not name them.
+
+    >>> class Mine:
+    ...     pass
+    >>> add_defaults(Mine())
+    >>> Mine().vision is None
+    True
+    """
+    for name in OPTIONAL:
+        if not hasattr(model, name):
+            setattr(type(model), name, vars(Model)[name])
 
 
 def model_of(spec: ModelSpec) -> Model:
@@ -331,151 +405,3 @@ def is_adapted(model: Model) -> bool:
     False
     """
     return isinstance(model, Decoder) and model.spec.lora is not None
-
-
-@runtime_checkable
-class InputModel(Model, Protocol):
-    """A model whose passes may be given more of rows than their tokens."""
-
-    def hidden_states(
-        self,
-        params: Params,
-        tokens: Int[Array, "R L"],
-        positions: Int[Array, "R L"],
-        segment_ids: Int[Array, "R L"],
-        *,
-        dtype: DTypeLike,
-        remat: str,
-        layout: Layout | None,
-        inputs: RowInputs = NO_INPUTS,
-    ) -> tuple[Float[Array, "R L D"], Router]:
-        """Run the model as `Model.hidden_states` says, by what else the rows have.
-
-        Args:
-            params: As there.
-            tokens: As there.
-            positions: As there.
-            segment_ids: As there.
-            dtype: As there.
-            remat: As there.
-            layout: As there. Where several devices share a row, routes, the tokens' numbers of
-                features and rotary positions are cut into pieces as tokens are; features stay
-                whole.
-            inputs: The `routes` to replay, of a `RoutedModel`; of a `VisionModel` the `visual`
-                tokens, and the `rotary` positions of all.
-
-        Returns:
-            As there. With routes, the statistics also count which of them the routers would not
-            have chosen, and `experts` [M R L top] are those that tokens went to, unless stages hold
-            the layers.
-        """
-        ...
-
-
-@runtime_checkable
-class RoutedModel(InputModel, Protocol):
-    """A mixture of experts whose choices a cache can record, and a pass replay.
-
-    A cache that with a `models.cache.Record` holds the experts that each token went to.
-    """
-
-    @property
-    def route_shape(self) -> RouteShape | None:
-        """What is recorded of each token; None: there are no experts."""
-        ...
-
-
-@runtime_checkable
-class VisionModel(InputModel, Protocol):
-    """A model that reads images and videos, if it has a tower.
-
-    A prompt holds a placeholder token for each token of an image or a video. `encode_visuals` says
-    what stands in place of their embeddings, and `rotary_positions` where all of its tokens are.
-    """
-
-    @property
-    def vision(self) -> VisionSpec | None:
-        """The tower, and the ids of placeholder tokens; None: the model reads text alone."""
-        ...
-
-    @property
-    def has_rotary_positions(self) -> bool:
-        """Whether passes are to be given what `rotary_positions` returns."""
-        ...
-
-    @property
-    def attends_within_images(self) -> bool:
-        """Whether tokens of an image attend to all others of it: `extend` must read it whole."""
-        ...
-
-    def rotary_positions(
-        self, tokens: Int[np.ndarray, " T"], visuals: Sequence[Visual]
-    ) -> tuple[Int[np.ndarray, "T 3"], int]:
-        """Return where each token of a prompt is; see `models.vision.tower`."""
-        ...
-
-    def encode_visuals(
-        self,
-        params: Params,
-        patches: PatchRows,
-        *,
-        dtype: DTypeLike,
-        remat: str,
-        layout: Layout | None,
-        bounds: FrameBounds,
-    ) -> VisualFeatures:
-        """Run the tower over rows of patches.
-
-        Args:
-            params: Of the whole model.
-            patches: The rows.
-            dtype: Of the computation.
-            remat: As for `hidden_states`.
-            layout: How rows are split over a mesh; None leaves it to the compiler.
-            bounds: What is known of the frames of all rows.
-
-        Returns:
-            Features of the tokens, in the order of each row's visuals.
-        """
-        ...
-
-    def extend(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        *,
-        dtype: DTypeLike,
-        layout: Layout | None,
-        inputs: RowInputs = NO_INPUTS,
-    ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Run the next tokens as `Model.extend` says, with features in place of embeddings.
-
-        Args:
-            params: As there.
-            cache: As there.
-            tokens: As there.
-            positions: As there; they say in which slots tokens lie.
-            dtype: As there.
-            layout: As there.
-            inputs: As for `hidden_states`, of these tokens. The rotary position of a token after
-                its prompt is its position and the offset that `rotary_positions` returned.
-
-        Returns:
-            As there.
-        """
-        ...
-
-
-@runtime_checkable
-class QuantizableModel(Model, Protocol):
-    """A model whose matrices the engine can also hold in float8."""
-
-    def declare_quantized(self) -> Declarations:
-        """Declare the arrays that `extend` takes in float8, in place of those that it replaces.
-
-        A matrix [in… out…] is replaced by a `QuantizedMatrix` of two declarations, of its values
-        and its scales.
-        """
-        ...

@@ -25,7 +25,7 @@ from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.visuals.processor import configured_processor
 from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.files import write_text
-from jaxrl_llm.models.model import VisionModel, for_length
+from jaxrl_llm.models.model import for_length
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import reporting_compilation
 from jaxrl_llm.monitoring.writer import quiet_libraries
@@ -198,7 +198,7 @@ def evaluated_visuals(config: EvaluateConfig, policy: Policy) -> RowVisuals:
     Raises:
         ConfigError: bounds of images for a model that reads none, or such that don't fit.
     """
-    sees = isinstance(policy.model, VisionModel) and policy.model.vision is not None
+    sees = policy.model.vision is not None
     processor = configured_processor(
         policy.source if sees else None,
         "vision",

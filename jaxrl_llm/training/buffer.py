@@ -34,7 +34,7 @@ from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt, load_prompts
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.lora import combine_params, merge_adapter, without_adapter
-from jaxrl_llm.models.model import Model, QuantizableModel, base_model
+from jaxrl_llm.models.model import Model, base_model
 from jaxrl_llm.models.parameters import compute_dtypes
 from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.monitoring.activity import activity
@@ -317,11 +317,9 @@ def merge_for_engine(model: LoadedModel, dtype: str) -> Callable[[Any], Any]:
 
 def engine_checksum(model: Model, dtype: str, *, quantized: bool) -> Callable[[Any], Any]:
     """Return the checksum of a model's parameters as the engine casts or quantizes them."""
-    dtypes, declared = model.compute_dtypes(dtype), model.declare()
-    if quantized:
-        assert isinstance(model, QuantizableModel)  # for pyright; the engine asks
-        declared = model.declare_quantized()
-    elif all(dtype == jnp.float32 for dtype in jax.tree.leaves(dtypes)):
+    dtypes = model.compute_dtypes(dtype)
+    declared = model.declare_quantized() if quantized else model.declare()
+    if not quantized and all(dtype == jnp.float32 for dtype in jax.tree.leaves(dtypes)):
         return checksum_of_leaves  # the masters are what it holds
 
     def engines_checksum(params: Any) -> Any:

@@ -26,7 +26,7 @@ from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualTokens
 from jaxrl_llm.models.kernels import Kernel
 from jaxrl_llm.models.linear import SplitMatrix
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.model import Model, RoutedModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, balance_weights
 from jaxrl_llm.models.moe.spec import RouteShape
@@ -78,10 +78,7 @@ class ForwardConfig:
     @property
     def route_shape(self) -> RouteShape | None:
         """Return what rows hold of choices of experts; None: nothing is replayed."""
-        if not self.replays:
-            return None
-        assert isinstance(self.model, RoutedModel), "the config's check has refused others"
-        return self.model.route_shape
+        return self.model.route_shape if self.replays else None
 
     def projection(self, head: SplitMatrix, temperature: float = 1.0) -> HeadProjection:
         """Return how hidden states become logits by an output projection that devices hold."""

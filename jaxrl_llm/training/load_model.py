@@ -31,7 +31,7 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
-from jaxrl_llm.models.model import Model, decoder_spec, for_length, model_of
+from jaxrl_llm.models.model import Model, add_defaults, decoder_spec, for_length, model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.nnx import from_module
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
@@ -327,7 +327,6 @@ def forward_config(
     """
     check_split(config, model, layout)
     spec = model.spec if isinstance(model, Decoder) else None  # another model attends by itself
-    sees = model if isinstance(model, Decoder) and model.vision is not None else None
     return ForwardConfig(
         model=model,
         dtype=config.dtype,
@@ -340,7 +339,7 @@ def forward_config(
         kernel=spec and choose_attention(config.attention, spec, layout, config.dtype).kernel,
         grouped_kernels=spec and choose_experts(config.experts, spec, layout, config.dtype),
         rules=layout.rules if spec is None else DEFAULT_RULES,
-        visuals=sees and VisualPacker(sees, tower, max_pixels),
+        visuals=VisualPacker(model, tower, max_pixels) if spec and spec.vision else None,
     )
 
 
@@ -388,6 +387,8 @@ def make_model(spec: FunctionSpec, path: str, *, seed: int) -> Model:
     with config_errors_at(KEY):
         make = functools.partial(make, **given)
         model = _from_module(make, seed) if "rngs" in asked else make()
+        if hasattr(model, "hidden_states"):
+            add_defaults(model)
         if not isinstance(model, Model):
             raise TypeError(
                 f"{spec.fn} returned {type(model).__name__}, expected an nnx.Module, of a function "

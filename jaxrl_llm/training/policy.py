@@ -26,7 +26,6 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import (
     Model,
-    VisionModel,
     base_model,
     decoder_spec,
     for_length,
@@ -284,7 +283,7 @@ def load_policy(
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
         source = path
         params, model = _of_directory(path, layout, on_host=on_host, vision=vision)
-    if vision and not (isinstance(model, VisionModel) and model.vision):
+    if vision and model.vision is None:
         raise ConfigError(f"vision: {path} has no vision tower, expected one (docs/models.md)")
     with config_errors_at("model"):
         tokenizer, stops = load_policy_tokens(source, vocab_size=model.vocab_size)

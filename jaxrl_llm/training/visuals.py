@@ -29,7 +29,7 @@ from jaxrl_llm.models.inputs import (
     frame_bounds,
     patch_rows,
 )
-from jaxrl_llm.models.model import VisionModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import placeholders
 from jaxrl_llm.sharding import distributed
@@ -56,7 +56,7 @@ class FrozenTower:
         dtype: of computing.
     """
 
-    def __init__(self, params: Params, model: VisionModel, layout: Layout, dtype: str) -> None:
+    def __init__(self, params: Params, model: Model, layout: Layout, dtype: str) -> None:
         """Know no features yet."""
         self.params = params
         self._spec, self._layout, self._dtype = vision_of(model), layout, dtype
@@ -140,7 +140,7 @@ class VisualPacker:
         max_pixels: of an image, or of a frame of a video; None: any number.
     """
 
-    model: VisionModel
+    model: Model
     tower: FrozenTower | None = None
     max_pixels: int | None = None
 
@@ -299,7 +299,7 @@ def row_visuals(model: ModelConfig, data: DataConfig | SftDataConfig) -> RowVisu
     return RowVisuals(data.image_key, data.video_key, processor)
 
 
-def vision_of(model: VisionModel) -> VisionSpec:
+def vision_of(model: Model) -> VisionSpec:
     """Return what a model that reads images knows of them."""
     assert model.vision is not None, "the config's check has refused others"
     return model.vision

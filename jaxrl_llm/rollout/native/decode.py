@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from jaxrl_llm.models.cache import Cache, PageTables, empty_record
 from jaxrl_llm.models.inputs import RowInputs
-from jaxrl_llm.models.model import Model, PagedModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.rollout.native.page_pool import gather_states, scatter_states
 from jaxrl_llm.rollout.native.sampler import (
@@ -224,7 +224,7 @@ def decode(
         extras: what else requests ask for.
         steps: the most tokens.
         layout: how rows are split over a mesh.
-        tables: the pages of each row, with room for the tokens; the model is a `PagedModel`.
+        tables: the pages of each row, with room for the tokens; the model has `extend_pages`.
     """
     size = state.tokens.shape[0]
     output = DecodeOutput(
@@ -271,8 +271,7 @@ def _extend_by_one(
     going = state.left > 0
     options: dict[str, Any] = {"dtype": cache.compute_dtype, "layout": layout}
     rotary = None if state.rotary_delta is None else state.positions + state.rotary_delta
-    if tables is not None:
-        assert isinstance(model, PagedModel)  # for pyright; the engine asks
+    if tables is not None and model.extend_pages is not None:
         if rotary is not None:
             options["rotary"] = rotary
         at = jnp.where(going, state.positions, -1)

@@ -23,7 +23,7 @@ import jax
 from jaxrl_llm.compilation import compiles_ahead
 from jaxrl_llm.compiler_options import is_gpu
 from jaxrl_llm.data.token_bytes import special_stop_ids
-from jaxrl_llm.models.model import Model, PagedModel, QuantizableModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.quantization import is_quantized
 from jaxrl_llm.rollout.engine import (
     Completion,
@@ -61,8 +61,8 @@ def check_fp8(model: Model, device: Any) -> None:
     Raises:
         ValueError: there are none.
     """
-    declared = model.declare_quantized() if isinstance(model, QuantizableModel) else {}
-    if not any(map(is_quantized, jax.tree.leaves(declared, is_leaf=is_quantized))):
+    declared = jax.tree.leaves(model.declare_quantized(), is_leaf=is_quantized)
+    if not any(map(is_quantized, declared)):
         raise ValueError(f"expected a model with matrices in float8, got {type(model).__name__}")
     if not is_gpu(device):
         log.warning(
@@ -175,13 +175,13 @@ class NativeEngine:
         layout: how rows and weights are split; the axes `stage` and `context` have one device.
         steps: tokens decoded in a chunk.
         tokenizer: loads one of `transformers`, for requests with texts that stop them.
-        kernel: what attends over pages in place (`models.paged_kernel`), and the model is a
-            `PagedModel`; None: pages are gathered into rows.
+        kernel: what attends over pages in place (`models.paged_kernel`), and the model has
+            `extend_pages`; None: pages are gathered into rows.
 
     Raises:
         ValueError: a number of sequences that the devices can't share evenly, a mesh with stages
             or contexts, a cache in which the longest sequence has no room, a kernel for a model
-            that is no `PagedModel`, a dtype in which the model keeps no cache, a model or GPUs
+            without `extend_pages`, a dtype in which the model keeps no cache, a model or GPUs
             without the float8 products that are asked for, or without experts to record.
     """
 
@@ -199,7 +199,7 @@ class NativeEngine:
         quantized = settings.quantization == "fp8"
         if quantized:
             check_fp8(model, layout.mesh.devices.flat[0])
-        if kernel is not None and not isinstance(model, PagedModel):
+        if kernel is not None and model.extend_pages is None:
             raise ValueError(f"expected a model with extend_pages for a kernel, got {model}")
         if settings.record_routes and not model.has_router:
             raise ValueError(

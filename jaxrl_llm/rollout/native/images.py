@@ -17,7 +17,7 @@ from jaxrl_llm.models.inputs import (
     check_visual,
     patch_rows,
 )
-from jaxrl_llm.models.model import Model, VisionModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import placeholders
 from jaxrl_llm.rollout.engine import EngineError, Request, images_refused
@@ -66,11 +66,6 @@ class PromptVisuals:
         return max(start, self.first(int(self.number[end])))
 
 
-def tower_of(model: Model) -> VisionSpec | None:
-    """Return the vision tower that a model has; None: it reads text alone."""
-    return model.vision if isinstance(model, VisionModel) else None
-
-
 def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
     """Refuse a request whose images and videos the engine can't read.
 
@@ -79,8 +74,8 @@ def check_visuals(model: Model, request: Request, sizes: Sizes) -> None:
             read at once, placeholder tokens are not those of the visuals, the last token is one, or
             a bias raises a token that is never sampled.
     """
-    vision = tower_of(model)
-    if vision is None or not isinstance(model, VisionModel):
+    vision = model.vision
+    if vision is None:
         if request.visuals:
             raise images_refused(request)
         return
@@ -98,10 +93,9 @@ def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
     Raises:
         EngineError: Tokens of an image are not next to each other.
     """
-    vision = tower_of(model)
+    vision = model.vision
     if vision is None or not request.visuals:
         return None
-    assert isinstance(model, VisionModel)  # for pyright: it has a tower
     tokens = np.array(request.prompt, np.int32)
     places = np.flatnonzero(np.isin(tokens, placeholders(vision)))
     number, index = np.full((2, len(tokens)), -1, np.int32)
@@ -121,7 +115,7 @@ def read_prompt(model: Model, request: Request) -> PromptVisuals | None:
     return PromptVisuals(number, index, tuple(keys), rotary, delta, whole)
 
 
-def _check_size(model: VisionModel, visual: Visual, sizes: Sizes) -> None:
+def _check_size(model: Model, visual: Visual, sizes: Sizes) -> None:
     """Refuse a visual that was not cut for the tower, or that it has no room for."""
     assert model.vision is not None  # for pyright
     try:
@@ -176,7 +170,7 @@ class Tower:
     """
 
     def __init__(
-        self, model: VisionModel, vision: VisionSpec, sizes: Sizes, dtype: Any, layout: Layout
+        self, model: Model, vision: VisionSpec, sizes: Sizes, dtype: Any, layout: Layout
     ) -> None:
         """Compile nothing."""
         self._model, self.vision, self._sizes, self._layout = model, vision, sizes, layout
@@ -231,7 +225,7 @@ class Tower:
 
 def encode_into(
     params: Any,
-    model: VisionModel,
+    model: Model,
     held: VisualFeatures,
     patches: PatchRows,
     slots: Int[Array, "parts V"],

@@ -14,7 +14,7 @@ from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compi
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualFeatures, VisualTokens
-from jaxrl_llm.models.model import Model, RoutedModel, VisionModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, ScoredTokens
 from jaxrl_llm.rollout.native.decode import (
     MOST_TOP_LOGPROBS,
@@ -203,7 +203,7 @@ class Programs:
         dtype: of weights, cache and computation.
         kv_cache_dtype: of the cache, where it is not auto.
         records_routes: keep the experts that tokens go to beside their keys and values; the model
-            is a `RoutedModel` that has some.
+            has a `route_shape`.
         kernel: what attends over pages in place; None where pages are gathered into rows.
         quantized: hold the layers' matrices in float8.
 
@@ -227,15 +227,13 @@ class Programs:
         records_routes: bool = False,
     ) -> None:
         """Compile nothing yet."""
-        self.kv_cache_dtype, self.routes = kv_cache_dtype, None
-        if records_routes:
-            assert isinstance(model, RoutedModel)  # for pyright; the engine asks
-            self.routes = model.route_shape
+        self.kv_cache_dtype = kv_cache_dtype
+        self.routes = model.route_shape if records_routes else None
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
         self.tower, self.has_rotary = None, False
-        if isinstance(model, VisionModel) and (vision := model.vision) is not None:
-            self.tower = Tower(model, vision, shapes, dtype, layout)
+        if model.vision is not None:
+            self.tower = Tower(model, model.vision, shapes, dtype, layout)
             self.has_rotary = model.has_rotary_positions
         self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
         self.by_row = over_batch(layout.mesh)

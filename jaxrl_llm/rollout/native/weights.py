@@ -6,7 +6,7 @@ import jax
 
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram
 from jaxrl_llm.models.arrays import ArrayDecl, by_layer
-from jaxrl_llm.models.model import Model, QuantizableModel
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.quantization import is_quantized, quantize_stack, quantized_dtypes
 from jaxrl_llm.sharding.checksum import checksum
 from jaxrl_llm.sharding.layout import Layout
@@ -32,10 +32,7 @@ class EngineWeights:
     def __init__(self, model: Model, layout: Layout, dtype: Any, *, quantized: bool) -> None:
         """Copy nothing yet."""
         self._layout = layout
-        self._declared = model.declare()
-        if quantized:
-            assert isinstance(model, QuantizableModel)  # for pyright; the engine asks
-            self._declared = model.declare_quantized()
+        self._declared = model.declare_quantized() if quantized else model.declare()
         self._given_dtypes = model.compute_dtypes(dtype)
         self._dtypes = quantized_dtypes(self._declared, self._given_dtypes)
         self.given_layout = layout.of(model.declare())
