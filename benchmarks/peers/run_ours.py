@@ -40,6 +40,7 @@ class FixedLengths:
         """Keep the lengths of every step to come."""
         self._engine, self._lengths, self._meter = engine, lengths, meter
         self.wake, self.sleep, self.load = engine.wake, engine.sleep, engine.load
+        self.stats = engine.stats
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one step's answers."""

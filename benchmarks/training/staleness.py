@@ -44,7 +44,7 @@ import numpy as np
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.config.programs import TrainConfig, load_config
-from jaxrl_llm.rollout.engine import Completion, Listener, PartialEngine, Request, Stop
+from jaxrl_llm.rollout.engine import Completion, Engine, Listener, Request, Stop
 from jaxrl_llm.training import run as run_module
 from jaxrl_llm.training.run import open_run
 
@@ -82,14 +82,14 @@ def slow_score(
     return score(data_source, solution_str, ground_truth, extra_info)
 
 
-class PrescribedLengths:
+class PrescribedLengths(Engine):
     """An engine whose answers have the lengths that follow from their seeds, whatever they say.
 
     Attributes:
         drawn: how many tokens it has drawn.
     """
 
-    def __init__(self, engine: PartialEngine, sigma: float) -> None:
+    def __init__(self, engine: Engine, sigma: float) -> None:
         """Pass on all calls that take no requests."""
         self._engine, self._sigma, self.drawn = engine, sigma, 0
         self.generate, self.stream = engine.generate, engine.stream

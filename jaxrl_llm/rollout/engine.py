@@ -192,55 +192,6 @@ class EngineSettings:
     record_routes: bool = False
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Token ids in, token ids and log-probs out, under a known version of the weights."""
-
-    async def generate(self, request: Request) -> Completion:
-        """Sample one answer; cancelling the coroutine gives the request up.
-
-        Raises:
-            EngineError: the request does not fit, the engine is closed or has no weights.
-        """
-        ...
-
-    def stream(self, request: Request) -> AsyncIterator[Completion]:
-        """Sample one answer and yield its pieces as they come; the last one has a `finish`.
-
-        Raises:
-            EngineError: as `generate`.
-        """
-        ...
-
-    def sample(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one answer for each request, in order; requests may share their prompt."""
-        ...
-
-    def load(self, params: Any, version: int) -> Receipt:
-        """Take new weights into the engine's layout and echo their version and checksum."""
-        ...
-
-    def pause(self) -> None:
-        """Start nothing new until `resume`; what has started goes on."""
-        ...
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        ...
-
-    def sleep(self) -> None:
-        """Pause, and free the cache."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the cache again and resume."""
-        ...
-
-    def close(self) -> None:
-        """Stop; requests that wait fail."""
-        ...
-
-
 class Stop:
     """Ends a sampling before all is drawn: when it is told to, or has taken so many turns.
 
@@ -293,8 +244,34 @@ Listener = Callable[[int, Completion], None]
 
 
 @runtime_checkable
-class PartialEngine(Engine, Protocol):
-    """An engine that can leave answers before their end, and go on with them later."""
+class Engine(Protocol):
+    """Token ids in, token ids and log-probs out, under a known version of the weights.
+
+    Attributes:
+        scores_tokens: whether it has `score_tokens`.
+    """
+
+    scores_tokens: bool = False
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one answer; cancelling the coroutine gives the request up.
+
+        Raises:
+            EngineError: the request does not fit, the engine is closed or has no weights.
+        """
+        ...
+
+    def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """Sample one answer and yield its pieces as they come; the last one has a `finish`.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        ...
+
+    def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one answer for each request, in order; requests may share their prompt."""
+        ...
 
     def sample_until(
         self,
@@ -310,31 +287,46 @@ class PartialEngine(Engine, Protocol):
         of each answer that becomes whole.
 
         Raises:
-            EngineError: as `generate`; or `needed` is none of 1 to the number of requests.
+            EngineError: as `generate`; `needed` is none of 1 to the number of requests, or the
+                engine can't leave answers before their end.
         """
-        ...
-
-
-@runtime_checkable
-class ScoringEngine(Protocol):
-    """An engine that also says how likely given tokens are."""
+        raise EngineError(f"{type(self).__name__} can't leave answers before their end")
 
     def score_tokens(self, tokens: Sequence[int]) -> ScoredTokens:
         """Return the log-probs of tokens under the weights that it holds, and the likeliest ones.
 
         Raises:
-            EngineError: the tokens do not fit, the engine is closed or has no weights.
+            EngineError: the tokens do not fit, the engine has no weights or can't score.
         """
+        raise EngineError(f"{type(self).__name__} can't score tokens")
+
+    def load(self, params: Any, version: int) -> Receipt:
+        """Take new weights into the engine's layout and echo their version and checksum."""
         ...
 
+    def pause(self) -> None:
+        """Start nothing new until `resume`; what has started goes on."""
+        ...
 
-@runtime_checkable
-class CountingEngine(Protocol):
-    """An engine that says what it does."""
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def sleep(self) -> None:
+        """Pause, and free the cache."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the cache again and resume."""
+        ...
+
+    def close(self) -> None:
+        """Stop; requests that wait fail."""
+        ...
 
     def stats(self) -> Any:
-        """Return what the engine does now, and has done since it was made."""
-        ...
+        """Return what the engine does and has done; None: it does not count."""
+        return None
 
 
 def check_needed(needed: int, requests: int) -> None:

@@ -20,6 +20,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.job_context import JobContext
 from jaxrl_llm.rollout.engine import (
     Completion,
+    Engine,
     EngineError,
     Listener,
     Receipt,
@@ -233,7 +234,7 @@ POLL_S, STOP_S = 0.02, 5.0
 """Seconds between two looks at whether to stop, and until hosts are told so once more."""
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """An `Engine` of one or more `EngineHost`s, which sample for all training processes.
 
     All of these call `load` and `sample`, in the same order; the first one talks to the hosts and

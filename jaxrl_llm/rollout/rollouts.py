@@ -22,11 +22,8 @@ from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.monitoring.activity import Activity, activity
 from jaxrl_llm.rollout.engine import (
     Completion,
-    CountingEngine,
     Engine,
-    EngineError,
     Listener,
-    PartialEngine,
     Request,
     SamplingParams,
     Stop,
@@ -417,10 +414,10 @@ def sampling_activity(
 
     def count() -> int:
         nonlocal has_begun
-        if isinstance(engine, CountingEngine):
-            in_flight = engine.stats().in_flight
-            has_begun |= in_flight > 0  # before, the engine has not got them yet
-            return len(states) - in_flight if has_begun else 0
+        stats = None if engine is None else engine.stats()
+        if stats is not None:
+            has_begun |= stats.in_flight > 0  # before, the engine has not got them yet
+            return len(states) - stats.in_flight if has_begun else 0
         return sum(state.episode is not None for state in states)
 
     return activity("sampling", len(states), count=count)
@@ -513,8 +510,6 @@ def sample_first(
     """
     if needed == len(requests) and stop is None and listener is None:
         return engine.sample(requests)
-    if not isinstance(engine, PartialEngine):
-        raise EngineError(f"{type(engine).__name__} can't leave answers before their end")
     return engine.sample_until(requests, needed, stop, listener)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.token_bytes import Vocabulary, text_decoder
-from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Request, ScoringEngine
+from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Request
 from jaxrl_llm.rollout.openai_api.requests import (
     APIError,
     GenerationRequest,
@@ -192,14 +192,6 @@ LATENCY_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 prometheus_client.disable_created_metrics()  # a time for each sample, which nobody reads
 
 
-class MeasuredEngine(Engine, Protocol):
-    """An engine that counts what it does."""
-
-    def stats(self) -> Any:
-        """Return a named tuple with the fields in `GAUGES` and `COUNTERS`."""
-        ...
-
-
 class ServerMetrics(Collector):
     """Counts and latencies of responses, beside the state of the engine.
 
@@ -208,7 +200,7 @@ class ServerMetrics(Collector):
         limiter: of the requests at once.
     """
 
-    def __init__(self, engine: MeasuredEngine, limiter: AdmissionLimiter) -> None:
+    def __init__(self, engine: Engine, limiter: AdmissionLimiter) -> None:
         """Count from zero, in a registry of its own."""
         self._engine, self._limiter = engine, limiter
         self._registry = prometheus_client.CollectorRegistry()
@@ -268,7 +260,7 @@ class Server:
 
     _limits: LimitsConfig
 
-    def __init__(self, engine: MeasuredEngine, served: ServedModel, limits: LimitsConfig) -> None:
+    def __init__(self, engine: Engine, served: ServedModel, limits: LimitsConfig) -> None:
         """Begin without a request."""
         self._engine, self._served, self._limits = engine, served, limits
         self._created = int(time.time())
@@ -360,7 +352,7 @@ class Server:
 
     def _score_prompts(self, prompts: Sequence[Any], top: int) -> list[Any]:
         """Return the log-probs of prompts, and of the likeliest tokens in each place."""
-        if not isinstance(self._engine, ScoringEngine):
+        if not self._engine.scores_tokens:
             raise APIError("prompt_logprobs: this engine gives none", param="prompt_logprobs")
         told = []
         for prompt in prompts:
@@ -540,7 +532,7 @@ def error_response(refusal: APIError) -> JSONResponse:
 
 
 def make_app(
-    engine: MeasuredEngine, served: ServedModel, limits: LimitsConfig, api_key: str | None
+    engine: Engine, served: ServedModel, limits: LimitsConfig, api_key: str | None
 ) -> Starlette:
     """Return the ASGI application.
 

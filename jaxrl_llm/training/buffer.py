@@ -44,7 +44,6 @@ from jaxrl_llm.rewards.scoring import make_scoring
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
 from jaxrl_llm.rollout.engine import (
     Completion,
-    CountingEngine,
     Engine,
     EngineError,
     SamplingParams,
@@ -1008,11 +1007,11 @@ class Buffer:
         """Return what a step waits for; how far answers have come is known where they end."""
         open_ones = [state for state in states if state.episode is None]
         prompts = sorted({state.prompt.index for state in open_ones})
-        engine = self.sampler.engine
-        stats = f"; the engine: {engine.stats()}" if isinstance(engine, CountingEngine) else ""
+        stats = self.sampler.engine.stats()
+        engine = f"; the engine: {stats}" if stats is not None else ""
         return (
             f"{len(open_ones)} of {len(states)} answers to sample, to the prompts of rows "
-            f"{', '.join(map(str, prompts[:8]))}{' …' if len(prompts) > 8 else ''}{stats}"
+            f"{', '.join(map(str, prompts[:8]))}{' …' if len(prompts) > 8 else ''}{engine}"
         )
 
     def _score_soon(self) -> Callable[[EpisodeState], None] | None:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.rollout.agents.agents import one_answer
-from jaxrl_llm.rollout.engine import Completion, PartialEngine, SamplingParams
+from jaxrl_llm.rollout.engine import Completion, SamplingParams
 from jaxrl_llm.rollout.observation import BrokenTool, Observation
 from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out, sample
 from jaxrl_llm.rollout.tools.tool import tool_schema
@@ -297,7 +297,7 @@ def test_episodes_that_were_left_go_on_as_if_nothing_had_happened(order, tmp_pat
         turns = text.count("<|tool|>")
         return f"[lottery(n={5 + seed % 3})]" if turns < 1 + seed % 3 else "a" * (1 + seed % 9)
 
-    class Leaving(Scripted, PartialEngine):
+    class Leaving(Scripted):
         def sample_until(self, requests, needed, stop=None, listener=None):
             answers = []
             for number, (request, whole) in enumerate(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.rollout.engine import Completion, EngineError, Receipt
+from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
 from jaxrl_llm.rollout.openai_api.requests import ServedModel, text_limit
 from jaxrl_llm.serving.app import make_app
 from tests.listening import listening
@@ -37,7 +37,7 @@ class Stats(NamedTuple):
     preemptions: int = 1
 
 
-class Scripted:
+class Scripted(Engine):
     """Answers with a text of its own, `steps` tokens at a time, until a stop or the limit.
 
     A prompt that holds a `!` is refused, one with a `?` hangs after a first piece, if there are

@@ -17,6 +17,7 @@ from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows
+from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Completion, Receipt
 from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.bind import resolve_functions
@@ -30,7 +31,7 @@ def config_of(**tree):
     )
 
 
-class Engine:
+class Engine(engines.Engine):
     """An engine that writes down what it is asked."""
 
     def __init__(self, error=None):

@@ -19,7 +19,7 @@ from jaxrl_llm.monitoring import activity as activity_module
 from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.engine import Completion, PartialEngine, SamplingParams
+from jaxrl_llm.rollout.engine import Completion, Engine, SamplingParams
 from jaxrl_llm.rollout.rollouts import as_rollouts, sample_states
 from jaxrl_llm.training.buffer import FILE, Buffer, GroupScores, Sampler, Schedule, Scorer
 from jaxrl_llm.training.experience import ScoreError
@@ -30,7 +30,7 @@ SIZE, SAMPLES, LONGEST = 3, 2, 12
 EXECUTOR, EXECUTOR_OF_SCORES = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
 
 
-class Turns(PartialEngine):
+class Turns(Engine):
     """An engine that draws one token a turn for the first requests that fit.
 
     An answer's length and its tokens follow from its seed.

@@ -27,6 +27,7 @@ from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.quantization import is_quantized
 from jaxrl_llm.rollout.engine import (
     Completion,
+    Engine,
     EngineError,
     EngineSettings,
     Listener,
@@ -164,7 +165,7 @@ STEPS = 16
 """Tokens decoded between two looks at what has ended and what has come."""
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """An `Engine` in pure JAX. Rows are split over the batch axes of a mesh, weights by rules.
 
     Args:
@@ -184,6 +185,8 @@ class NativeEngine:
             without `extend_pages`, a dtype in which the model keeps no cache, a model or GPUs
             without the float8 products that are asked for, or without experts to record.
     """
+
+    scores_tokens = True
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import (
     Completion,
+    Engine,
     EngineError,
     EngineSettings,
     Listener,
@@ -338,7 +339,7 @@ class Replica:
 log = logging.getLogger(__name__)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """An `Engine` of one or more vLLM sidecars, each with the whole model.
 
     A sidecar that dies or hangs is started again, gets the weights that the engine had last, and
