@@ -1065,7 +1065,11 @@ def test_a_published_config_is_read(name, tmp_path):
         ("Qwen3-30B-A3B", {"use_sliding_window": True}, "use_sliding_window"),
         ("Qwen3-30B-A3B", {"num_local_experts": 7}, "must give one number"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "experts_per_token=129 of 128"),
-        ("Qwen3-30B-A3B", {"moe_intermediate_size": None}, r"'moe_intermediate_size'\] are missing"),
+        (
+            "Qwen3-30B-A3B",
+            {"moe_intermediate_size": None},
+            r"'moe_intermediate_size'\] are missing",
+        ),
         ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("Mixtral-8x7B-v0.1", {"num_local_experts": None}, r"'num_local_experts'\] are missing"),
         ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, "first_k_dense_replace=2; supported is 1"),

@@ -727,5 +727,3 @@ def open_episode_sampler(
     )
     stack.callback(episodes.close)
     return episodes
-
-
