@@ -17,8 +17,7 @@ from jaxrl_llm.data.call_formats import DEEPSEEK, HARMONY, HERMES, LLAMA, MISTRA
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.hf.hub import HUB_ID
 from jaxrl_llm.monitoring.tables import message_text
-from jaxrl_llm.reporting.checks import is_held
-from jaxrl_llm.reporting.health import check_run
+from jaxrl_llm.reporting.health import check_run, is_held
 from jaxrl_llm.training.run_files import RunFiles
 
 AXIS_POINTS = 4000

@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.files import write_text
-from jaxrl_llm.reporting.checks import is_held
 from jaxrl_llm.reporting.data import KeptAnswers, describe_metric, metric_table, read_for_page
+from jaxrl_llm.reporting.health import is_held
 from jaxrl_llm.training.run_files import RunFiles, read_run
 
 MAX_BYTES = 10_000_000
