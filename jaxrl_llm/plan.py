@@ -64,28 +64,25 @@ def plan_run(
         devices: the GPUs to compile for; by default jax's own, which are of the CPU.
     """
     from jaxrl_llm.models.kernels import cuda_device
-    from jaxrl_llm.planning import report
-    from jaxrl_llm.planning.memory import memory_by_phase
-    from jaxrl_llm.planning.report import advise
-    from jaxrl_llm.planning.steps import GPUS, UNTUNED, USABLE, compile_planned_steps
+    from jaxrl_llm.planning import memory, report, steps
     from jaxrl_llm.training.compile import plan_shapes
 
-    shapes = plan_shapes(config, devices, cuda_device(GPUS[gpu].capability))
+    device = steps.GPUS[gpu]
+    shapes = plan_shapes(config, devices, cuda_device(device.capability))
     compiled_for = gpu if devices else None
-    steps = compile_planned_steps(shapes, GPUS[gpu], UNTUNED if devices else None)
-    scratch = {planned.step: planned.scratch for planned in steps}
-    memory = memory_by_phase(shapes, scratch)
-    limit = GPUS[gpu].memory * USABLE
+    compiled = steps.compile_planned_steps(shapes, device, steps.UNTUNED if devices else None)
+    scratch = {planned.step: planned.scratch for planned in compiled}
+    phases, limit = memory.memory_by_phase(shapes, scratch), device.memory * steps.USABLE
     lines = [*report.describe_run(shapes), *report.describe_compiler(compiled_for), ""]
-    lines += report.describe_memory(memory, limit, gpu)
-    if max(p.total for p in memory) > limit:
-        remedies = advise(shapes, scratch, limit, change, devices=devices)
+    lines += report.describe_memory(phases, limit, gpu)
+    if max(phase.total for phase in phases) > limit:
+        remedies = report.advise(shapes, scratch, limit, change, devices=devices)
         lines += ["", *report.describe_advice(remedies, limit)]
-    lines += ["", *report.describe_operations(steps), "", *report.describe_collectives(steps)]
+    lines += ["", *report.describe_operations(compiled), "", *report.describe_collectives(compiled)]
     if compiled_for:
-        lines += ["", *report.describe_kernels(steps)]
-    lines += ["", *report.describe_time(steps, shapes, gpu)]
-    lines += report.describe_window(steps, shapes)
+        lines += ["", *report.describe_kernels(compiled)]
+    lines += ["", *report.describe_time(compiled, shapes, gpu)]
+    lines += report.describe_window(compiled, shapes)
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 

@@ -43,6 +43,7 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring import trackers as trackers
+from jaxrl_llm.reporting.data import metric_pattern
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
 from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
@@ -501,14 +502,8 @@ def refused(key, field):
 
 def documented():
     """Return a pattern for each metric of the page; the table of trackers has other rows."""
-    patterns = {}
-    for row in rows("docs/metrics.md"):
-        if not row[0].startswith("`"):
-            continue
-        name = row[0].strip("`")
-        pattern = re.sub(r"\{([^}]*)\}", lambda m: f"({m[1].replace(',', '|')})", name)
-        patterns[name] = re.compile(re.sub("<[a-z]+>", ".+", pattern.replace("<k>", "[0-9]+")))
-    return patterns
+    names = [row[0].strip("`") for row in rows("docs/metrics.md") if row[0].startswith("`")]
+    return {name: metric_pattern(name) for name in names}
 
 
 ASKING = """\

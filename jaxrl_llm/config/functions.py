@@ -170,7 +170,25 @@ def find_function(spec: FunctionSpec, home: str, *, key: str = "fn") -> Callable
     Raises:
         ConfigError: no such module, file or name.
     """
-    return _find(spec.fn, home, key) if spec.given is None else spec.given
+    if spec.given is not None:
+        return spec.given
+    where, attribute = split_name(spec.fn)
+    if where == NOT_IMPORTABLE:
+        raise ConfigError(
+            f"{key}: {attribute!r} was given as a Python function by a notebook or a program; "
+            "name the module or file that has it, as in --function-from my_functions.py"
+        )
+    if where.endswith(".py"):
+        module = _module_from_file(Path(where), key)
+    else:
+        module = _import(where if {":", "."} & set(spec.fn) else home, key)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{key}: no function {attribute!r} in {where or home}; "
+            + closest(attribute, public_functions(module))
+        )
+    return function
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -181,26 +199,6 @@ def split_name(name: str) -> tuple[str, str]:
     """
     where, _, attribute = name.rpartition(":" if ":" in name else ".")
     return where, attribute
-
-
-def _find(name: str, home: str, key: str) -> Callable[..., Any]:
-    where, attribute = split_name(name)
-    if where == NOT_IMPORTABLE:
-        raise ConfigError(
-            f"{key}: {attribute!r} was given as a Python function by a notebook or a program; "
-            "name the module or file that has it, as in --function-from my_functions.py"
-        )
-    if where.endswith(".py"):
-        module = _module_from_file(Path(where), key)
-    else:
-        module = _import(where if {":", "."} & set(name) else home, key)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigError(
-            f"{key}: no function {attribute!r} in {where or home}; "
-            + closest(attribute, public_functions(module))
-        )
-    return function
 
 
 def renamed_functions(tree: Any, module: str) -> Any:
@@ -298,7 +296,14 @@ def checked_keywords(
     passed = set(passed)
     settable = {n: p for n, p in named.items() if n not in passed}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    _check_names(spec, key, passed, settable, open_ended=open_ended)
+    for name in spec.kwargs:
+        if name in passed:
+            raise ConfigError(f"{key}: {spec.fn!r} is given {name!r} by the trainer; remove it")
+        if name not in settable and not open_ended:
+            raise ConfigError(f"{key}: {spec.fn!r} takes no {name!r}; {closest(name, settable)}")
+    missing = [n for n, p in settable.items() if p.default is p.empty and n not in spec.kwargs]
+    if missing:
+        raise ConfigError(f"{key}: {spec.fn!r} needs a value for {', '.join(missing)}")
     return {
         name: _as_annotated(f"{key}.{name}", value, settable[name].annotation)
         if name in settable
@@ -317,24 +322,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         own = inspect.signature(function.__init__)
         return own.replace(parameters=list(own.parameters.values())[1:])
     return inspect.signature(function)
-
-
-def _check_names(
-    spec: FunctionSpec,
-    key: str,
-    passed: set[str],
-    settable: Mapping[str, inspect.Parameter],
-    *,
-    open_ended: bool,
-) -> None:
-    for name in spec.kwargs:
-        if name in passed:
-            raise ConfigError(f"{key}: {spec.fn!r} is given {name!r} by the trainer; remove it")
-        if name not in settable and not open_ended:
-            raise ConfigError(f"{key}: {spec.fn!r} takes no {name!r}; {closest(name, settable)}")
-    missing = [n for n, p in settable.items() if p.default is p.empty and n not in spec.kwargs]
-    if missing:
-        raise ConfigError(f"{key}: {spec.fn!r} needs a value for {', '.join(missing)}")
 
 
 def _as_annotated(key: str, value: Any, annotation: Any) -> Any:

@@ -42,7 +42,24 @@ def load_trackers(specs: Sequence[FunctionSpec], run: TrackedRun) -> list[Tracke
     Raises:
         ConfigError: a function can't be found, called or used, or a package is not installed.
     """
-    return [_load(spec, run) for spec in specs]
+    trackers = []
+    for spec in specs:
+        if spec.given is None and spec.fn in ALWAYS_ON:
+            raise ConfigError(f"{KEY}: remove {spec.fn!r}, {ALWAYS_ON[spec.fn]}")
+        make = load_function(spec, functions.TRACKERS, passed=None, key=KEY)
+        try:
+            tracker = make(run)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{KEY}: {spec.fn!r}: {described_failure(error, make)}") from error
+        if not isinstance(tracker, Sink):
+            raise ConfigError(
+                f"{KEY}: expected from {spec.fn!r} an object with name, open, write and close, got "
+                f"a {type(tracker).__name__}"
+            )
+        trackers.append(tracker)
+    return trackers
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -53,24 +70,6 @@ def check_trackers(config: RunConfig) -> None:
     """
     run = TrackedRun(Path(config.run_dir), without_secrets(as_tree(config)), first_step=0)
     run_on_first(lambda: load_trackers(config.log.trackers, run) and None)
-
-
-def _load(spec: FunctionSpec, run: TrackedRun) -> Tracker:
-    if spec.given is None and spec.fn in ALWAYS_ON:
-        raise ConfigError(f"{KEY}: remove {spec.fn!r}, {ALWAYS_ON[spec.fn]}")
-    make = load_function(spec, functions.TRACKERS, passed=None, key=KEY)
-    try:
-        tracker = make(run)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{KEY}: {spec.fn!r}: {described_failure(error, make)}") from error
-    if not isinstance(tracker, Sink):
-        raise ConfigError(
-            f"{KEY}: expected from {spec.fn!r} an object with name, open, write and close, got a "
-            f"{type(tracker).__name__}"
-        )
-    return tracker
 
 
 log = logging.getLogger(__name__)

@@ -300,7 +300,7 @@ class AnswerTable(Sequence[Mapping[str, Any]]):
             color = GREEN if (row.get("advantage") or 0.0) > 0 else RED
             share = advantages[index] / (max(advantages) or 1.0)
             answer = "".join(
-                _token(*piece, widest) if drawn else _told(piece[0])
+                _token(*piece, widest) if drawn else _span(piece[0], "color:gray", "told")
                 for piece, drawn in zip(self.pieces(index), self._drawn(index), strict=True)
             )
             cells = [
@@ -332,27 +332,24 @@ class TokenTable(list[tuple[str, float]]):
         return "  ".join(f"{piece} ({value:.4g})" for piece, value in self)
 
     def _repr_html_(self) -> str:
-        def span(piece: str, value: float) -> str:
-            style = f"background:rgba({ORANGE},{1 - math.exp(value):.2f})"
-            return f"<span style='{style}' title='{value:.4g} nats'>{html.escape(piece)}</span>"
+        spans = (
+            _span(text, f"background:rgba({ORANGE},{1 - math.exp(x):.2f})", f"{x:.4g} nats")
+            for text, x in self
+        )
+        return f"<div style='{CELL}'>{''.join(spans)}</div>"
 
-        return f"<div style='{CELL}'>{''.join(span(*pair) for pair in self)}</div>"
+
+def _span(text: str, style: str, title: str) -> str:
+    """Return a token as HTML, with what it shows when it is pointed at."""
+    return f"<span style='{style}' title='{title}'>{html.escape(text)}</span>"
 
 
 def _token(text: str, difference: float | None, widest: float) -> str:
-    """Return a token as HTML; what it shows when pointed at is the difference in nats."""
+    """Return a drawn token as HTML; the difference of its log-probs is in nats."""
     if difference is None:
         return html.escape(text)
-    share = abs(difference) / widest
-    return (
-        f"<span style='background:rgba({ORANGE},{share:.2f})' "
-        f"title='trainer - engine: {difference:+.2e} nats'>{html.escape(text)}</span>"
-    )
-
-
-def _told(text: str) -> str:
-    """Return a token that the policy did not draw as HTML."""
-    return f"<span style='color:gray' title='told'>{html.escape(text)}</span>"
+    style = f"background:rgba({ORANGE},{abs(difference) / widest:.2f})"
+    return _span(text, style, f"trainer - engine: {difference:+.2e} nats")
 
 
 def _last_message(prompt: str) -> str:

@@ -86,7 +86,7 @@ def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:
     """Return the micro-batches of an update if every sequence is of full length."""
     groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
     sequences = groups * config.rollout.samples_per_prompt
-    per_row = role.shape.length // longest(config)
+    per_row = role.shape.length // config.longest_sequence
     return math.ceil(sequences / (role.shape.rows * per_row))
 
 
@@ -94,12 +94,7 @@ def count_pair_microbatches(config: TrainConfig, role: AbstractModel) -> int:
     """Return the micro-batches of an update on a pair of the longest answers to each prompt."""
     pairs = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
     shape = role.update_shape
-    return math.ceil(pairs / (shape.rows * (shape.length // (2 * longest(config)))))
-
-
-def longest(config: TrainConfig) -> int:
-    """Return the tokens of the longest sequence."""
-    return config.longest_sequence
+    return math.ceil(pairs / (shape.rows * (shape.length // (2 * config.longest_sequence))))
 
 
 def tokens_on_device(role: AbstractModel) -> int | float:
@@ -140,8 +135,8 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     tokens = role.shape.tokens
     if kind is StepKind.ACCUMULATE and config.algorithm.pairs is not None:
         runs, tokens = count_pair_microbatches(config, role), role.update_shape.tokens
-    forward = forward_flops(role.spec, tokens, tokens * longest(config) / 2)
-    forward += _flops_of_images(config, role, tokens / longest(config))
+    forward = forward_flops(role.spec, tokens, tokens * config.longest_sequence / 2)
+    forward += _flops_of_images(config, role, tokens / config.longest_sequence)
     if kind is StepKind.APPLY:
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
     if kind is StepKind.ACCUMULATE:
@@ -158,7 +153,7 @@ def _flops_of_images(
     vision = role.spec.vision
     if vision is None or role.spec.vision_apart:
         return 0
-    room = role.shape.visual_room(longest(config))
+    room = role.shape.visual_room(config.longest_sequence)
     side = vision.merge * math.isqrt(min(config.data.max_prompt_tokens, room))
     return sequences * tower_flops(vision, [(1, side, side)])
 
@@ -180,7 +175,7 @@ def _engine_work(shapes: RunShapes, kind: StepKind) -> Work:
         attended = prompt + answer / 2
         states = shapes.engine.pages.states
         pages = bytes_per_device(shapes.engine.pages) - bytes_per_device(states)
-        cached = pages * attended / longest(config) + _state_traffic(states, slots)
+        cached = pages * attended / config.longest_sequence + _state_traffic(states, slots)
         flops = forward_flops(spec, slots, slots * attended)
         return Work(mesh, rounds * answer, weights + cached, flops)
     tokens = shapes.engine.prefill_tokens

@@ -138,24 +138,14 @@ class Collective(NamedTuple):
     leaves_node: bool
 
 
-class Exchange(NamedTuple):
-    """One collective instruction: what it is, the bytes that a device sends, and its arrays.
-
-    A compiler combines several arrays in one instruction.
-    """
-
-    collective: Collective
-    sent: int | float
-    arrays: int
-
-
 def exchange_of(
     line: Instruction, computation: Computation, axes: Mapping[str, int], per_node: int
-) -> Exchange | None:
-    """Return the collective that an instruction is or ends, if it sends anything.
+) -> tuple[Collective, int | float] | None:
+    """Return the collective that an instruction is or ends, and the bytes that a device sends.
 
-    A GPU's compiler splits one into `-start`, whose type holds the operands, too, and `-done`,
-    which has the result's type: it is counted at its end, with the start's attributes.
+    None where it is no collective, or one that sends nothing. A GPU's compiler splits one into
+    `-start`, whose type holds the operands, too, and `-done`, which has the result's type: it is
+    counted at its end, with the start's attributes.
 
     Args:
         line: the instruction.
@@ -191,8 +181,7 @@ def exchange_of(
     varies = (places != places[:, :, :1]).any(axis=(0, 2))
     over = tuple(axis for axis, moves in zip(axes, varies, strict=True) if moves)
     leaves_node = any(len({device // per_node for device in group}) > 1 for group in groups)
-    arrays = len(SHAPE.findall(line.type))
-    return Exchange(Collective(kind, over, leaves_node), line.size * share, arrays)
+    return Collective(kind, over, leaves_node), line.size * share
 
 
 def replica_groups(text: str, devices: int) -> list[list[int]]:
@@ -522,9 +511,9 @@ class _Reader:
             case "call" | "async-start":
                 return self.visit(line.attribute(CALLED))
         if exchange := exchange_of(line, computation, self.axes, self.per_node):
-            over = exchange.collective
-            sent, arrays = Counter({over: exchange.sent}), Counter({over: exchange.arrays})
-            own = own._replace(sent=sent, arrays=arrays)
+            over, sent = exchange
+            arrays = len(SHAPE.findall(line.type))  # a compiler combines several in one instruction
+            own = own._replace(sent=Counter({over: sent}), arrays=Counter({over: arrays}))
         return _Parts(own)
 
     def _loop(self, line: Instruction) -> OperationCounts:

@@ -9,7 +9,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.memory import PhaseMemory, longest, memory_by_phase, tokens_on_device
+from jaxrl_llm.planning.memory import PhaseMemory, memory_by_phase, tokens_on_device
 from jaxrl_llm.planning.program import NOTHING, OperationCounts
 from jaxrl_llm.planning.steps import BANDWIDTH, COMPUTE, LINKS, CompiledStep
 from jaxrl_llm.sharding.layout import Layout, batch_shards
@@ -137,7 +137,7 @@ def stored_per_token(shapes: RunShapes) -> int | float:
 
     With full rematerialisation those of one layer are there too, while it is computed again.
     """
-    spec, length = shapes.spec, longest(shapes.config)
+    spec, length = shapes.spec, shapes.config.longest_sequence
     everything, products = _numbers(spec, length)
     policy = shapes.config.model.remat
     kept = {"none": everything, "dots": products, "full": spec.hidden_size}[policy]
@@ -171,7 +171,7 @@ def describe_run(shapes: RunShapes) -> list[str]:
         rows = f"micro-batches of {role.shape.rows} rows of {role.shape.length} tokens"
         lines.append(f"{name:10}{sizes(role.layout)}; {rows}")
     running = shapes.config.rollout.max_running_sequences
-    slots = f"{running} slots for {longest(shapes.config)} tokens at most"
+    slots = f"{running} slots for {shapes.config.longest_sequence} tokens at most"
     lines.append(f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}")
     return [*lines, f"{'':10}{shapes.engine.choice}"]
 
@@ -286,7 +286,7 @@ def describe_time(steps: Sequence[CompiledStep], shapes: RunShapes, gpu: str) ->
             f"{s.time.communication:12.4f}{whole:12.1f}"
         )
     lines.append(f"{'a training step':76}{total:12.1f}")
-    answer, whole = shapes.config.rollout.max_new_tokens, longest(shapes.config)
+    answer, whole = shapes.config.rollout.max_new_tokens, shapes.config.longest_sequence
     return [
         *lines,
         f"assumed: {COMPUTE:.0%} of peak FLOP/s, {BANDWIDTH:.0%} of memory bandwidth, {LINKS:.0%} "
@@ -312,7 +312,7 @@ def describe_window(steps: Sequence[CompiledStep], shapes: RunShapes) -> list[st
     by_step = {s.step: s.time.total for s in steps}
     if rollout.at_push == "reread":
         slots = min(rollout.max_running_sequences, held)
-        runs = math.ceil(slots * longest(config) / shapes.engine.prefill_tokens)
+        runs = math.ceil(slots * config.longest_sequence / shapes.engine.prefill_tokens)
         reading = runs * by_step[StepId(ENGINE, StepKind.PREFILL)]
         lines.append(
             f"{'':10}reading {slots} answers in flight again after a weight sync: {reading:.1f} s "

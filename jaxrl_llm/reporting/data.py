@@ -17,8 +17,7 @@ from jaxrl_llm.data.call_formats import DEEPSEEK, HARMONY, HERMES, LLAMA, MISTRA
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.hf.hub import HUB_ID
 from jaxrl_llm.monitoring.tables import message_text
-from jaxrl_llm.reporting.checks import is_held
-from jaxrl_llm.reporting.health import check_run
+from jaxrl_llm.reporting.health import check_run, is_held
 from jaxrl_llm.training.run_files import RunFiles
 
 AXIS_POINTS = 4000
@@ -388,6 +387,7 @@ LONGEST_CHARACTER = 8
 Decode = Callable[[list[int]], str]
 
 
+@functools.cache
 def decoder(model: str) -> Decode:
     """Return a function from token ids to text, special tokens included.
 
@@ -553,7 +553,7 @@ class KeptAnswers:
         """Return what gives tokens their texts; else why there is nothing."""
         try:
             tree = read_yaml(self._run.folder / "config.yaml")
-            return TokenTexts(_decoder(str((tree.get("model") or {}).get("path")))), None
+            return TokenTexts(decoder(str((tree.get("model") or {}).get("path")))), None
         except (ValueError, OSError) as error:
             return None, str(error)
 
@@ -587,11 +587,6 @@ class KeptAnswers:
                 problems.append(_damage(self._path(step), error))
             rows += sorted(of_step, key=lambda row: row["number"])
         return rows, list(numbers)
-
-
-@functools.cache
-def _decoder(model: str) -> Callable[[list[int]], str]:
-    return decoder(model)
 
 
 def _damage(path: Path, error: Exception) -> str:

@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.files import write_text
-from jaxrl_llm.reporting.checks import is_held
 from jaxrl_llm.reporting.data import KeptAnswers, describe_metric, metric_table, read_for_page
+from jaxrl_llm.reporting.health import is_held
 from jaxrl_llm.training.run_files import RunFiles, read_run
 
 MAX_BYTES = 10_000_000
@@ -213,7 +213,9 @@ def open_server(runs: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
 
     def answer(path: str, query: dict[str, list[str]]) -> tuple[str, bytes] | None:
         if path.startswith("/docs/"):
-            return _documentation(path.removeprefix("/docs/"))
+            name = path.removeprefix("/docs/")
+            pages = {page.name: page for page in DOCS.glob("*.md")}
+            return (PLAIN, pages[name].read_bytes()) if name in pages else None
         with lock:  # one reader of files at a time
             if path == "/":
                 live = {"live": page.versions()}  # before the files are read
@@ -233,12 +235,6 @@ def _changes(page: Page, known: dict[str, list[str]]) -> dict[str, object]:
     read = {"metrics": page.metrics, "answers": page.answers}
     news = {part: read[part]() for part, v in versions.items() if known.get(part) != [v]}
     return {"versions": versions, **news}
-
-
-def _documentation(name: str) -> tuple[str, bytes] | None:
-    """Return a page of the documentation, where this is a checkout."""
-    pages = {path.name: path for path in DOCS.glob("*.md")}
-    return (PLAIN, pages[name].read_bytes()) if name in pages else None
 
 
 def _handler(

@@ -132,13 +132,15 @@ class Checkpoints:
         if jax.default_backend() == "cpu":
             state = jax.tree.map(_copy, state)  # a host "transfer" there is only a view
         record = {"extra": extra, "metrics": metrics or {}, "arrays": _described(state, sums)}
+        record = json.loads(json.dumps(record))  # as it is read again
         if self._best and metrics:
             self._scores[step] = metrics[self._best]
         try:
             started = self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state), extra=ocp.args.JsonSave(_sealed(record))
+                    state=ocp.args.PyTreeSave(state),
+                    extra=ocp.args.JsonSave({"record": record, "sha256": _sha256(record)}),
                 ),
             )
         except (OSError, ValueError) as error:
@@ -181,17 +183,23 @@ class Checkpoints:
             raise self._save_error(self._saving, error) from error
         self._saving = None
 
-    def restore(self, state_like: Any, step: int | None = None) -> Saved:
-        """Read a checkpoint into the layout of `state_like`, and compare all digests.
+    def restore(self, like: Any, step: int | None = None, *, partial: bool = False) -> Saved:
+        """Read a checkpoint into the layout of `like`, and compare all digests.
 
         Args:
-            state_like: shapes, dtypes and shardings; numpy arrays where the sharding is None.
+            like: shapes, dtypes and shardings; numpy arrays where the sharding is None.
             step: default the newest.
+            partial: the checkpoint may hold arrays that `like` has not, which stay on disk.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
         """
-        return self._read(step, state_like)
+        step = self._known(step)
+        saved = self._attempt(step, like, partial=partial)
+        if isinstance(saved, str):
+            whole = self._whole_before(step, like, partial=partial)
+            raise CheckpointError(self._refusal(step, saved, whole))
+        return saved
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
         """Read what a checkpoint holds besides arrays.
@@ -209,7 +217,7 @@ class Checkpoints:
         self, params_like: Any, step: int | None = None, *, role: str = "actor"
     ) -> Saved:
         """Read only the parameters of one role's TrainState; the optimizer's stay on disk."""
-        saved = self._read(step, {role: {"params": params_like}}, partial=True)
+        saved = self.restore({role: {"params": params_like}}, step, partial=True)
         return saved._replace(state=saved.state[role]["params"])
 
     # ------------------------------------------------------------------------------ reading
@@ -238,14 +246,6 @@ class Checkpoints:
         if metrics:
             self._scores[step] = metrics[self._best]
 
-    def _read(self, step: int | None, like: Any, *, partial: bool = False) -> Saved:
-        step = self._known(step)
-        saved = self._attempt(step, like, partial=partial)
-        if isinstance(saved, str):
-            whole = self._whole_before(step, like, partial=partial)
-            raise CheckpointError(self._refusal(step, saved, whole))
-        return saved
-
     def _attempt(self, step: int, like: Any, *, partial: bool) -> Saved | str:
         """Return a checkpoint, or why it can't be read; then nothing holds its arrays any more."""
         try:
@@ -262,7 +262,11 @@ class Checkpoints:
             return f"is of another model ({error})"
         except Exception as error:
             log.debug("%s", self.directory / str(step), exc_info=error)
-            return f"is damaged ({_read_reason(error)})"
+            if isinstance(error, _Damaged | OSError):
+                return f"is damaged ({_reason(error)})"
+            status = re.match(r"[A-Z_]{4,}(?=: )", str(error))  # of tensorstore, whose text is long
+            what = status[0] if status else type(error).__name__
+            return f"is damaged (its arrays can't be read: {what})"
         return Saved(step, state, record["extra"])
 
     def _whole_before(self, step: int, like: Any, *, partial: bool) -> int | None:
@@ -293,11 +297,6 @@ class Checkpoints:
 
 
 # ---------------------------------------------------------------------------------- records
-
-
-def _sealed(record: dict[str, Any]) -> dict[str, Any]:
-    plain = json.loads(json.dumps(record))
-    return {"record": plain, "sha256": _sha256(plain)}
 
 
 def _unsealed(path: Path) -> dict[str, Any]:
@@ -375,14 +374,6 @@ def _reason(error: Exception) -> str:
     if full := re.search(r"No space left on device|File too large|Disk quota exceeded", text):
         return full[0]
     return text if isinstance(error, _Damaged) else f"{type(error).__name__}: {text[:LONGEST]}"
-
-
-def _read_reason(error: Exception) -> str:
-    """Return why arrays can't be read: only the status of a library's error, which is long."""
-    if isinstance(error, _Damaged | OSError):
-        return _reason(error)
-    status = re.match(r"[A-Z_]{4,}(?=: )", str(error))  # of tensorstore
-    return f"its arrays can't be read: {status[0] if status else type(error).__name__}"
 
 
 def _copy(array: Any) -> Any:

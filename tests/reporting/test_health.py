@@ -17,9 +17,15 @@ from jaxrl_llm import read_run
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.programs import load_config
-from jaxrl_llm.reporting import checks, health
-from jaxrl_llm.reporting.checks import RunHistory
-from jaxrl_llm.reporting.health import CHECKS, anchor, check_history, check_run, health_text
+from jaxrl_llm.reporting import health
+from jaxrl_llm.reporting.health import (
+    CHECKS,
+    RunHistory,
+    anchor,
+    check_history,
+    check_run,
+    health_text,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 WELL = Path(__file__).with_name("runs_that_are_well.json.gz")
@@ -354,8 +360,8 @@ def test_a_process_that_holds_the_folder_is_seen(tmp_path):
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     lock = filelock.FileLock(tmp_path / ".lock")
     with lock:
-        assert checks.read_history(read_run(tmp_path)).is_open()
-    assert not checks.read_history(read_run(tmp_path)).is_open()
+        assert health.read_history(read_run(tmp_path)).is_open()
+    assert not health.read_history(read_run(tmp_path)).is_open()
 
 
 # ---------------------------------------------------------------------------------------- the page
