@@ -398,13 +398,7 @@ def open_trainer(
             *(config, config.reward.classifier, tokens.tokenizer),
             *(model.model, layouts.reward_model),
         )
-    scorer = Scorer(
-        *(config.reward, functions, reward_model, stack),
-        folder=folder,
-        prompts=per_step,
-        samples=config.rollout.samples_per_prompt,
-        longest=config.longest_sequence,
-    )
+    scorer = Scorer(config, functions, reward_model, stack)
     frozen = {} if teachers is None else teachers.held_params
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     files, saved = loop.open_files(
@@ -423,10 +417,7 @@ def open_trainer(
         overlaps_training=overlaps_training(config.rollout, layouts),
     )
     buffer = Buffer(
-        rollout=config.rollout,
-        prompts_per_step=per_step,
-        max_generation_batches=config.algorithm.max_generation_batches,
-        seed=config.seed,
+        config=config,
         total_steps=files.total_steps,
         sampler=sampler,
         scorer=scorer,
