@@ -164,11 +164,7 @@ class Sampler:
             self.engine.sleep()
 
     def sample(
-        self,
-        states: Sequence[EpisodeState],
-        needed: int,
-        stop: Stop | None,
-        on_end: OnEnd | None,
+        self, states: Sequence[EpisodeState], needed: int, stop: Stop | None, on_end: OnEnd | None
     ) -> None:
         """Sample answers to train on, or go on with them.
 

@@ -51,13 +51,14 @@ from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
 from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_model import (
-    LoadedModel,
-    forward_config,
-    open_model,
-    open_scorer,
+from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model, open_scorer
+from jaxrl_llm.training.microbatches import (
+    Fields,
+    MicroBatchStep,
+    check_room,
+    finished_metrics,
+    row_visuals,
 )
-from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, finished_metrics
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     COEFS,
@@ -77,7 +78,6 @@ from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make
 from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.teachers import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
-from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 
 log = logging.getLogger(__name__)
