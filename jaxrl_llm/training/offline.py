@@ -704,7 +704,7 @@ def width_of(items: Sequence[Preference], most: int) -> int:
 
 def _with_reference(
     config: PreferConfig,
-    data: tuple[list[Preference], list[Preference]],
+    data: Sequence[list[Preference]],
     model: LoadedModel,
     learner: Learner,
     layout: Layout,
@@ -728,7 +728,7 @@ def _with_reference(
             progress.advance(done)
             watchdog.beat()
 
-        data = tuple(reference.annotate(items, width=width, size=size, tell=tell) for items in data)
+        data = [reference.annotate(items, width=width, size=size, tell=tell) for items in data]
     return (reference if "kl_baseline" in names else None), data
 
 
