@@ -27,7 +27,14 @@ ADDED = "/jaxrl_llm/compilation/added"
 WAITED = "/jaxrl_llm/compilation/waited"
 """Duration: how long a thread has waited for a program."""
 
-_thread_state = threading.local()
+
+class _ThreadState(threading.local):
+    """What a thread does: compile a `PendingProgram`, wait for one."""
+
+    compiles = waits = False
+
+
+_thread_state = _ThreadState()
 
 
 class PendingProgram:
@@ -81,14 +88,15 @@ class PendingProgram:
         assert self._compile is not None
         self.announce()
         jax.monitoring.record_event(BEGUN, label=self.label)
+        _thread_state.compiles = True
         try:
-            with _compiling():
-                self._compiled = self._compile()
+            self._compiled = self._compile()
             distributed.wait_for_all(f"compiled {self.label}")
             self.is_done = True
         except Exception as error:  # whoever needs it gets to know
             self._error, self.is_done = error, True
         finally:
+            _thread_state.compiles = False
             jax.monitoring.record_event(ENDED, label=self.label)
         self._compile = None
 
@@ -275,7 +283,7 @@ def compile_all(programs: Sequence[PendingProgram]) -> None:
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Report how long this thread waits for a program, once where waits lie within each other."""
-    if getattr(_thread_state, "waits", False):
+    if _thread_state.waits:
         yield
         return
     _thread_state.waits, start = True, time.perf_counter()
@@ -288,16 +296,7 @@ def waiting() -> Iterator[None]:
 
 def is_accounted() -> bool:
     """Tell whether what this thread compiles now is a `PendingProgram`, or is waited for as one."""
-    return getattr(_thread_state, "compiles", False) or getattr(_thread_state, "waits", False)
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    _thread_state.compiles = True
-    try:
-        yield
-    finally:
-        _thread_state.compiles = False
+    return _thread_state.compiles or _thread_state.waits
 
 
 def abstract(tree: Any) -> Any:

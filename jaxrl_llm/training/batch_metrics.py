@@ -28,10 +28,7 @@ OVER_UPDATES = {"divergence/max": np.max, "divergence/min": np.min}
 
 
 def batch_metrics(
-    balance: Callable[[], dict[str, float]],
-    batch: Batch,
-    rollouts: Rollouts,
-    scores: list[Score],
+    balance: Callable[[], dict[str, float]], batch: Batch, rollouts: Rollouts, scores: list[Score]
 ) -> dict[str, float]:
     """Return metrics of a step's batch, under verl's names.
 

@@ -346,8 +346,7 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
     """Load the functions that see the whole batch."""
     algorithm, teacher_prompt = config.algorithm, config.teacher.prompt
 
-    def optional(name: str, home: str, stage: Stage) -> Function | None:
-        spec = getattr(algorithm, name)
+    def optional(spec: FunctionSpec | None, name: str, home: str, stage: Stage) -> Any:
         return spec and find(spec, home, f"algorithm.{name}", fields_at(stage))
 
     kl = "kl_loss" if algorithm.kl_loss else "kl_reward"
@@ -361,8 +360,8 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
             *(algorithm.kl_controller, KLS, "algorithm.kl_controller"),
             ("coef", "observed_kl", "batch_size"),
         ),
-        group_filter=optional("group_filter", SHAPING, Stage.SCORED),
-        penalty=optional("penalty", SHAPING, Stage.SCORED),
+        group_filter=optional(algorithm.group_filter, "group_filter", SHAPING, Stage.SCORED),
+        penalty=optional(algorithm.penalty, "penalty", SHAPING, Stage.SCORED),
         corrections=tuple(
             find(spec, CORRECTIONS, "algorithm.correction", fields_at(Stage.ESTIMATED))
             for spec in corrections(config)
@@ -372,8 +371,8 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
             *(select, LOSSES, "algorithm.high_covariance", fields_at(Stage.UPDATING)),
             passed=[*FIELDS, "key"],  # which it may take as a keyword
         ),
-        answer_filter=optional("answer_filter", SHAPING, Stage.ESTIMATED),
-        pairs=optional("pairs", PAIRS, Stage.SCORED),
+        answer_filter=optional(algorithm.answer_filter, "answer_filter", SHAPING, Stage.ESTIMATED),
+        pairs=optional(algorithm.pairs, "pairs", PAIRS, Stage.SCORED),
         teacher_prompt=teacher_prompt
         and find(teacher_prompt, TEACHER_PROMPTS, "teacher.prompt", TOLD),
     )

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig, RolloutConfig, ValidationConfig
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt, load_prompts
@@ -162,11 +163,7 @@ class Sampler:
             self.engine.sleep()
 
     def sample(
-        self,
-        states: Sequence[EpisodeState],
-        needed: int,
-        stop: Stop | None,
-        on_end: OnEnd | None,
+        self, states: Sequence[EpisodeState], needed: int, stop: Stop | None, on_end: OnEnd | None
     ) -> None:
         """Sample answers to train on, or go on with them.
 
@@ -334,14 +331,10 @@ class Scorer:
     """Scores answers, and lays them out as a batch with their scores.
 
     Args:
-        reward: how the run scores.
-        functions: of the algorithm.
+        config: of the run.
+        functions: that it names.
         reward_model: that scores answers, if one does.
         stack: ends the scoring processes at the run's end.
-        folder: of the run.
-        prompts: of a step.
-        samples: to each prompt.
-        longest: tokens of the longest prompt and answer.
 
     Attributes:
         score: rollouts -> one score for each answer; waits for them.
@@ -351,26 +344,21 @@ class Scorer:
 
     def __init__(
         self,
-        reward: RewardConfig,
+        config: TrainConfig,
         functions: AlgorithmFunctions,
         reward_model: RewardModel | None,
         stack: contextlib.ExitStack,
-        *,
-        folder: Path,
-        prompts: int,
-        samples: int,
-        longest: int,
     ) -> None:
         """Start the reward functions."""
-        by_model = reward_model.score if reward_model else None
+        reward, by_model = config.reward, reward_model.score if reward_model else None
+        folder = Path(config.run_dir)
         self.score, self.score_validation = make_scoring(reward, by_model, stack, folder)
         # elsewhere than on the devices, and not together with other processes
         self.in_background = (
             reward_model is None and reward.workers > 0 and distributed.process_count() == 1
         )
         self._executor = open_executor(1, "scoring", stack)
-        self._samples, self._prompts, self._longest = samples, prompts, longest
-        self._components = reward.components
+        self._config, self._samples = config, config.rollout.samples_per_prompt
         self._compares = "group_ids" in functions.needs
         self._one_chain_only = refused_with_chains(functions, reward)
         self._has_warned = False
@@ -404,7 +392,7 @@ class Scorer:
         assert self._keep is not None
         samples = self._samples
         groups, filling = len(scores) // samples, list(range(samples))
-        rows = list(range(len(scores))) + filling * (self._prompts - groups)
+        rows = list(range(len(scores))) + filling * (self._config.batch.prompts_per_step - groups)
         some = [scores[row] for row in rows]
         batch = self.add_scores(self.lay_out(rollouts.take(rows)), some)
         return np.any(self._keep(batch).reshape(-1, samples), axis=1).tolist()[:groups]
@@ -421,7 +409,10 @@ class Scorer:
         """
         samples = samples or self._samples
         batch = lay_out(
-            rollouts, samples=samples, max_tokens=self._longest, compares=self._compares
+            rollouts,
+            samples=samples,
+            max_tokens=self._config.longest_sequence,
+            compares=self._compares,
         )
         return check_chains(batch, self._one_chain_only)
 
@@ -432,7 +423,11 @@ class Scorer:
         samples = samples or self._samples
         self._warn_of_rounding(scores, samples)
         return with_scores(
-            batch, scores, samples=samples, compares=self._compares, components=self._components
+            batch,
+            scores,
+            samples=samples,
+            compares=self._compares,
+            components=self._config.reward.components,
         )
 
     def add_penalty(self, batch: Batch) -> Batch:
@@ -829,11 +824,7 @@ class Buffer:
     """The prompts and answers of a run that are not trained yet.
 
     Attributes:
-        rollout: how the run samples.
-        prompts_per_step: P.
-        max_generation_batches: times P groups that a step samples at most, where a filter drops
-            some.
-        seed: of the run.
+        config: of the run.
         total_steps: after which no group is trained.
         sampler: samples answers.
         scorer: scores them, and says which groups are kept.
@@ -843,10 +834,7 @@ class Buffer:
         executor: two threads: for sampling while a step is trained, and for groups that end.
     """
 
-    rollout: RolloutConfig
-    prompts_per_step: int
-    max_generation_batches: int
-    seed: int
+    config: TrainConfig
     total_steps: int
     sampler: Sampler
     scorer: Scorer
@@ -877,8 +865,8 @@ class Buffer:
             TrainingError: the group filter refused too many groups, or the schedule that is
                 replayed has no such step.
         """
-        size = self.prompts_per_step
-        ahead = min(self.rollout.staleness, self.total_steps - step)
+        size = self.config.batch.prompts_per_step
+        ahead = min(self.config.rollout.staleness, self.total_steps - step)
         dropped: list[Group] = []
         row = self.schedule.row(step)
         while True:
@@ -914,7 +902,7 @@ class Buffer:
         Raises:
             TrainingError: it has not come as far as in the schedule that is replayed.
         """
-        if not self.rollout.staleness:
+        if not self.config.rollout.staleness:
             return {}
         metrics, turns = {}, 0
         if self._overlapped is not None:
@@ -982,9 +970,9 @@ class Buffer:
         Images and videos of the prompt are decoded.
         """
         prompt = prompt.loaded()
-        samples, size = self.rollout.samples_per_prompt, self.prompts_per_step
+        samples, size = self.config.rollout.samples_per_prompt, self.config.batch.prompts_per_step
         batch, place = divmod(ordinal, size)
-        draw = self.seed, batch + 1, TRAINING, 0
+        draw = self.config.seed, batch + 1, TRAINING, 0
         first = place * samples
         seeds = answer_seeds(draw, first + samples)[first:]
         states = [EpisodeState(prompt, s, draw, first + i) for i, s in enumerate(seeds)]
@@ -994,7 +982,7 @@ class Buffer:
         """Sample until the first groups, or all, are whole; begin to score those that are."""
         states = [state for group in self._groups for state in group.states]
         needed = sum(len(group.states) for group in self._groups[:size])
-        finishes = self.rollout.at_push == "finish" and not self.sampler.overlaps_training
+        finishes = self.config.rollout.at_push == "finish" and not self.sampler.overlaps_training
         if all_ends or finishes:
             needed = len(states)
         waited_for = states[:needed]
@@ -1019,7 +1007,7 @@ class Buffer:
 
         The synchronous loop scores all answers of a step together.
         """
-        if not self.rollout.staleness or not self.scorer.in_background:
+        if not self.config.rollout.staleness or not self.scorer.in_background:
             return None
         groups = {state: group for group in self._groups for state in group.states}
 
@@ -1060,7 +1048,7 @@ class Buffer:
 
     @property
     def _engine(self) -> str:
-        if self.rollout.nodes:
+        if self.config.rollout.nodes:
             return NODES
         return OWN if self.sampler.overlaps_training else TRAINERS
 
@@ -1071,7 +1059,7 @@ class Buffer:
         by_length = row is not None and self._follows_lengths(row)
         if not self.sampler.overlaps_training or not states or by_length:
             return
-        rollout, stop = self.rollout, None
+        rollout, stop = self.config.rollout, None
         if rollout.at_push != "finish":
             stop = Stop(rollout.turns if row is None else row.turns)
 
@@ -1101,7 +1089,7 @@ class Buffer:
         kept_groups = [group for group in self._groups if group.kept]
         if self.sampler.episodes is not None:  # or what failed by itself would seem too hard
             self.sampler.episodes.check_broken(episodes_of(dropped + kept_groups))
-        limit = self.max_generation_batches
+        limit = self.config.algorithm.max_generation_batches
         if (count := len(dropped)) > (limit - 1) * size:
             unscored = sum(score.is_unscored for score in scores_of(dropped))
             other = f" {unscored} of the dropped answers are unscored." if unscored else ""

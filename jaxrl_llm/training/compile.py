@@ -45,7 +45,7 @@ from jaxrl_llm.training.bind import (
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
-from jaxrl_llm.training.microbatches import MicroBatch
+from jaxrl_llm.training.microbatches import FrozenTower, MicroBatch
 from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.roles import (
     Models,
@@ -59,7 +59,6 @@ from jaxrl_llm.training.roles import (
 )
 from jaxrl_llm.training.teachers import TeacherModel
 from jaxrl_llm.training.update import ROUTER, shape_in
-from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import Rows
 
 
@@ -226,8 +225,7 @@ def plan_role(
     }
     needed = needs_inference(name, functions, has_adapter=spec.lora is not None)
     return AbstractModel(
-        *(spec, settings, layout, shape, of_updates),
-        *(params, state.opt_state, frozen, needed),
+        *(spec, settings, layout, shape, of_updates), *(params, state.opt_state, frozen, needed)
     ), trace
 
 
@@ -316,10 +314,7 @@ def abstract_microbatch(
     """
     routes, visuals = (None, None) if model is None else (model.route_shape, model.visuals)
     known = abstract_fields(
-        shape.sequences,
-        shape.width,
-        len(config.reward.components),
-        config.teacher.top_k or 1,
+        shape.sequences, shape.width, len(config.reward.components), config.teacher.top_k or 1
     )
     per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
     known["correction"] = per_token  # a weight of the loss, no field that a function may ask for

@@ -397,10 +397,7 @@ def select_kept(
 
 
 def select_pairs(
-    make_pairs: Callable[[Batch], tuple[np.ndarray, np.ndarray]],
-    size: int,
-    unit: int,
-    batch: Batch,
+    make_pairs: Callable[[Batch], tuple[np.ndarray, np.ndarray]], size: int, unit: int, batch: Batch
 ) -> Selected:
     """Take pairs of answers.
 
@@ -472,9 +469,7 @@ def filled(batch: Batch, unit: int) -> Batch:
     return Batch(fill(batch.tokens), fill(batch.sequence_lengths), fields)
 
 
-def pair_maker(
-    function: Callable[..., Any],
-) -> Callable[[Batch], tuple[np.ndarray, np.ndarray]]:
+def pair_maker(function: Callable[..., Any]) -> Callable[[Batch], tuple[np.ndarray, np.ndarray]]:
     """Return a jitted function from a batch to the pairs that `function` makes and that count.
 
     Args:

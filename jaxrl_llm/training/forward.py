@@ -31,8 +31,7 @@ from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, balance_weights
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, TOKENS, Layout, Rules, replicated
-from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, merge_microbatches
-from jaxrl_llm.training.visuals import VisualPacker
+from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, VisualPacker, merge_microbatches
 from jaxrl_llm.types import ROUTES, Batch, Rows
 
 

@@ -161,7 +161,15 @@ def open_layout(
             f"device of process {min(left_out)}: name devices of every process, or start one"
         )
     with config_errors_at(f"mesh.{name}"):
-        mesh = make_mesh({axis: getattr(sizes, axis) for axis in AXES}, chosen)
+        along = {
+            "stage": sizes.stage,
+            "expert": sizes.expert,
+            "data": sizes.data,
+            "fsdp": sizes.fsdp,
+            "context": sizes.context,
+            "tensor": sizes.tensor,
+        }
+        mesh = make_mesh(along, chosen)
     defaults = ROLLOUT_RULES if name == "rollout" else DEFAULT_RULES
     rules = own_rules(config.rules, defaults, has_own_axes=has_own_axes)
     return Layout(mesh, config.context_by, rules)

@@ -15,11 +15,7 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function, signature_of
 from jaxrl_llm.config.sections import LoraConfig, ModelConfig
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.kernel_choice import (
-    choose_attention,
-    choose_experts,
-    choose_tower_attention,
-)
+from jaxrl_llm.kernel_choice import choose_attention, choose_experts, choose_tower_attention
 from jaxrl_llm.models.decoder import Decoder, with_reward_head, with_value_head
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
@@ -41,7 +37,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, UNSPLIT, Layout, batch_shards, fallbacks
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.visuals import FrozenTower, VisualPacker, vision_of
+from jaxrl_llm.training.microbatches import FrozenTower, VisualPacker, vision_of
 
 log = logging.getLogger(__name__)
 

@@ -194,9 +194,7 @@ def top_pass(
         axes = token_axes(layout, len(states))
         find = partial(likeliest_tokens, projection, count=count, vocab=vocab)
         run = layout.by_tokens(
-            find,
-            in_specs=(PartitionSpec(axes), head_spec, PartitionSpec(axes)),
-            axes=axes,
+            find, in_specs=(PartitionSpec(axes), head_spec, PartitionSpec(axes)), axes=axes
         )
         top = by_sequence(run(states, head, needed), rows, model, axes=1)
         return {"logprobs": logprobs, **dict(zip(OF_TOP, top, strict=True))}

@@ -51,13 +51,14 @@ from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
 from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_model import (
-    LoadedModel,
-    forward_config,
-    open_model,
-    open_scorer,
+from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model, open_scorer
+from jaxrl_llm.training.microbatches import (
+    Fields,
+    MicroBatchStep,
+    check_room,
+    finished_metrics,
+    row_visuals,
 )
-from jaxrl_llm.training.microbatches import Fields, MicroBatchStep, finished_metrics
 from jaxrl_llm.training.objectives import (
     ANSWER_FIELDS,
     COEFS,
@@ -77,7 +78,6 @@ from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make
 from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.teachers import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
-from jaxrl_llm.training.visuals import check_room, row_visuals
 from jaxrl_llm.types import VISUALS, Batch
 
 log = logging.getLogger(__name__)
@@ -226,6 +226,21 @@ def _run(
                 display.line(line)
 
 
+@activity("reading the data")
+def _read_rows(
+    config: SftConfig | PreferConfig, normalize: Callable[..., Any]
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Read the rows to train and to validate on."""
+
+    def read(key: str, paths: Sequence[str]) -> Sequence[Row]:
+        with config_errors_at(key):
+            return load_rows(config.data.dataset, paths, normalize=normalize)
+
+    held_out = config.data.validation if isinstance(config, PreferConfig) else ()
+    rows = read("data.train", config.data.train)
+    return rows, read("data.validation", held_out) if held_out else []
+
+
 # Responses.
 
 
@@ -281,7 +296,7 @@ def _load_divergence(config: SftConfig) -> Callable[..., Any] | None:
 def _open_sft(config: SftConfig, opening: Opening) -> tuple[SftTrainer, LoadedModel]:
     """Load a model and the examples that it is trained on."""
     layout, data = opening.layout, config.data
-    rows = _read_examples(config)
+    rows, _ = _read_rows(config, normalize_example_row)
     model = open_model(config.model, layout, seed=config.seed).for_length(data.max_tokens)
     examples = _tokenize_examples(config, rows, model.model.vocab_size)
     forward = forward_config(config.model, model.model, layout, 1.0, model.tower, data.max_pixels)
@@ -329,12 +344,6 @@ def _imitation(
     return objective, COEFS | {"distillation_coef": share, "teacher": teacher.params}
 
 
-@activity("reading the data")
-def _read_examples(config: SftConfig) -> Sequence[Row]:
-    with config_errors_at("data.train"):
-        return load_rows(config.data.dataset, config.data.train, normalize=normalize_example_row)
-
-
 @activity("tokenizing the examples")
 def _tokenize_examples(config: SftConfig, rows: Sequence[Row], vocab_size: int) -> list[Example]:
     with config_errors_at("model.path"):
@@ -378,23 +387,6 @@ def to_batch(examples: Sequence[Example], max_tokens: int) -> Batch:
 PAIRS, LABELLED, STEPS = "pairs", "answers with a label", "answers with labelled steps"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceData:
-    """The tokenized rows of a run.
-
-    Attributes:
-        train: to learn from.
-        validation: held out; may be empty.
-        width: tokens of the longest row, two answers with their prompts for a pair.
-        max_tokens: of one answer with its prompt.
-    """
-
-    train: list[Preference]
-    validation: list[Preference]
-    width: int
-    max_tokens: int
-
-
 def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
     """Return the loss that a config names.
 
@@ -420,33 +412,14 @@ def load_preference_loss(config: PreferConfig) -> Callable[..., Any]:
     return loss
 
 
-@activity("reading the data")
-def read_preference_rows(config: PreferConfig) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Read the rows of a run, to train and to validate on.
-
-    Raises:
-        ConfigError: they can't be read.
-    """
-
-    def read(key: str, paths: Sequence[str]) -> Sequence[Row]:
-        with config_errors_at(key):
-            return load_rows(config.data.dataset, paths, normalize=normalize_preference_row)
-
-    held_out = config.data.validation
-    return (
-        read("data.train", config.data.train),
-        read("data.validation", held_out) if held_out else [],
-    )
-
-
 @activity("tokenizing the answers")
 def tokenize_preference_rows(
     config: PreferConfig,
     loss: Callable[..., Any],
     rows: tuple[Sequence[Row], Sequence[Row]],
     vocab_size: int,
-) -> PreferenceData:
-    """Tokenize the rows of a run.
+) -> tuple[list[Preference], list[Preference]]:
+    """Tokenize the rows to train and to validate on.
 
     Args:
         config: of the run.
@@ -476,10 +449,7 @@ def tokenize_preference_rows(
         return items
 
     train = tokenized("data.train", rows[0])
-    held_out = tokenized("data.validation", rows[1]) if config.data.validation else []
-    count = 2 if train[0].is_pair else 1
-    most = config.data.max_tokens
-    return PreferenceData(train=train, validation=held_out, width=count * most, max_tokens=most)
+    return train, tokenized("data.validation", rows[1]) if config.data.validation else []
 
 
 def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
@@ -617,7 +587,8 @@ class PreferTrainer(OfflineTrainer):
         learner: the update.
         schedule: updates -> learning rate.
         opened: files of the run, and where it stands.
-        data: its rows, with log-probs under the reference where the loss asks for them.
+        held_out: rows to validate on, with log-probs under the reference where the loss asks for
+            them; none: nothing is validated.
         reference: for what each step asks it; None where the rows have all that is needed.
     """
 
@@ -628,13 +599,13 @@ class PreferTrainer(OfflineTrainer):
         schedule: Callable[[Any], Any],
         opened: tuple[loop.OpenFiles, Saved],
         *,
-        data: PreferenceData,
+        held_out: list[Preference],
         reference: PairReference | None,
     ) -> None:
         """Compile nothing yet."""
-        validation = config.validation if data.validation else None
+        validation = config.validation if held_out else None
         super().__init__(config, learner, schedule, opened, validation=validation)
-        self.data, self.reference = data, reference
+        self.held_out, self.reference = held_out, reference
         objective, forward, mesh = learner.objective, learner.model, learner.mesh
 
         @functools.partial(
@@ -656,7 +627,7 @@ class PreferTrainer(OfflineTrainer):
         del number
         learner, params = self.learner, self.states["actor"].params
         rest = learner.frozen or {}
-        batch = self.batch(self.data.validation, Clock())
+        batch = self.batch(self.held_out, Clock())
         batch = batch.add(weights=np.asarray(learner.reduce(jnp.asarray(batch["mask"]))))
         names = learner.objective.asks_for() | {"mask", "weights"}
         cut = self._measure.microbatches(batch, names)
@@ -671,14 +642,15 @@ class PreferTrainer(OfflineTrainer):
 
     def batch(self, items: list[Preference], clock: Clock) -> Batch:
         """Lay a mini-batch out, with what the objective asks of the whole of it."""
-        data, names = self.data, self.learner.objective.asks_for()
-        batch = preference_batch(items, data.width)
+        names, most = self.learner.objective.asks_for(), self.config.data.max_tokens
+        width = width_of(items, most)
+        batch = preference_batch(items, width)
         if "answer_share" in names:
             batch = batch.add(answer_share=np.full(len(items), 1 / len(items), np.float32))
         if "kl_baseline" in names:
             assert self.reference is not None
             with clock("kl_baseline"):
-                rotated = preference_batch(rotate_answers(items, data.max_tokens), data.width)
+                rotated = preference_batch(rotate_answers(items, most), width)
                 baseline = self.reference.kl_baseline(self.states["actor"].params, rotated)
             batch = batch.add(kl_baseline=np.full(len(items), baseline, np.float32))
         return batch
@@ -693,7 +665,7 @@ def run_prefer(config: PreferConfig) -> None:
 def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer, LoadedModel]:
     """Load a model and the preferences that it is trained on."""
     layout, loss = opening.layout, opening.function
-    rows = read_preference_rows(config)
+    rows = _read_rows(config, normalize_preference_row)
     names = set(asks_for(loss))
     of_steps = LOGITS in names
     if of_steps or names & SCORES:
@@ -701,58 +673,62 @@ def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer,
     else:
         model = open_model(config.model, layout, seed=config.seed)
     model = model.for_length(config.data.max_tokens)
-    data = tokenize_preference_rows(config, loss, rows, model.model.vocab_size)
+    train, held_out = tokenize_preference_rows(config, loss, rows, model.model.vocab_size)
     shape = packed_shape(
         layout,
         model.model,
         tokens=config.batch.max_tokens_per_device,
-        longest=data.width,
+        longest=width_of(train, config.data.max_tokens),
         sequences=config.batch.pairs_per_step,
     )
     forward = forward_config(config.model, model.model, layout).over(shape)
     objective = StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss)
     reduce = token_mean if of_steps else sequence_mean_token_mean
     learner = opening.learner(objective, reduce, forward, shape, model)
-    reference, data = _with_reference(config, data, model, learner, layout, opening.watchdog)
+    reference, (train, held_out) = _with_reference(
+        *(config, (train, held_out)), model, learner, layout, opening.watchdog
+    )
     trained = {"actor": TrainableModel(model, learner)}
-    opened = loop.open_files(config, trained, data.train, opening.watchdog, opening.stack)
+    opened = loop.open_files(config, trained, train, opening.watchdog, opening.stack)
+    schedule = opening.schedule
     trainer = PreferTrainer(
-        config, learner, opening.schedule, opened, data=data, reference=reference
+        config, learner, schedule, opened, held_out=held_out, reference=reference
     )
     return trainer, model
 
 
+def width_of(items: Sequence[Preference], most: int) -> int:
+    """Return the tokens of the longest row: two answers with their prompts for a pair."""
+    return 2 * most if items[0].is_pair else most
+
+
 def _with_reference(
     config: PreferConfig,
-    data: PreferenceData,
+    data: Sequence[list[Preference]],
     model: LoadedModel,
     learner: Learner,
     layout: Layout,
     watchdog: Watchdog,
-) -> tuple[PairReference | None, PreferenceData]:
+) -> tuple[PairReference | None, Sequence[list[Preference]]]:
     """Return the reference if steps will ask it, and the rows with its log-probs."""
     names = learner.objective.asks_for()
     asked = names & OF_REFERENCE
     if not asked and "kl_baseline" not in names:
         return None, data
-    brings = asked <= set(data.train[0].columns) and "kl_baseline" not in names
-    if brings and (not data.validation or asked <= set(data.validation[0].columns)):
+    brings = asked <= set(data[0][0].columns) and "kl_baseline" not in names
+    if brings and (not data[1] or asked <= set(data[1][0].columns)):
         log.info("the rows bring the reference's log-probs along")
         return None, data
     reference = open_pair_reference(config, model, learner, layout)
     size = config.batch.pairs_per_step
-    rows = len(data.train) + len(data.validation)
-    with activity("log-probs under the reference", total=rows) as progress:
+    width = width_of(data[0], config.data.max_tokens)
+    with activity("log-probs under the reference", total=sum(map(len, data))) as progress:
 
         def tell(done: int) -> None:
             progress.advance(done)
             watchdog.beat()
 
-        train, validation = (
-            reference.annotate(items, width=data.width, size=size, tell=tell)
-            for items in (data.train, data.validation)
-        )
-    data = dataclasses.replace(data, train=train, validation=validation)
+        data = [reference.annotate(items, width=width, size=size, tell=tell) for items in data]
     return (reference if "kl_baseline" in names else None), data
 
 

@@ -20,12 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.functions import (
-    described_failure,
-    find_function,
-    load_function,
-    signature_of,
-)
+from jaxrl_llm.config.functions import described_failure, find_function, load_function, signature_of
 from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params, declarer
 

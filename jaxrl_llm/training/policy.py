@@ -44,7 +44,7 @@ from jaxrl_llm.rollout.rollouts import Rollouts, sample
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
-from jaxrl_llm.training.export import TrainedModel, restore_model
+from jaxrl_llm.training.export import restore_model
 from jaxrl_llm.training.forward import ForwardConfig, token_fields
 from jaxrl_llm.training.layouts import open_layout, own_rules, packed_shape
 from jaxrl_llm.training.load_model import forward_config, merged_into_base
@@ -275,9 +275,18 @@ def load_policy(
     layout = layout or open_layout(mesh, "train", mesh.train)
     if (Path(path) / "checkpoints").is_dir():
         trained = restore_model(path, step=step, function_from=function_from)
-        layout = with_rules_of_run(path, trained.model, layout)
-        params, model = _placed(trained, layout)
-        source, step = trained.source, trained.step
+        model, source, step = trained.model, trained.source, trained.step
+        if not isinstance(model, Decoder):  # a run has rules for the axes of its own model
+            rules = read_yaml(Path(path) / "config.yaml")["mesh"]["rules"]
+            rules = {**own_rules(rules, layout.rules, has_own_axes=True), **layout.rules}
+            layout = dataclasses.replace(layout, rules=rules)
+        homes = layout.of(base_model(model).declare())
+        if is_adapted(model):
+            spec = decoder_spec(model)
+            params, spec = merged_into_base(trained.params, spec, source, homes)
+            model = model_of(spec)
+        else:
+            params = distributed.put(trained.params, homes)
     else:
         if step is not None:
             raise ConfigError(f"step={step}, but {path!r} is not a run: it has no checkpoints")
@@ -326,22 +335,3 @@ def _check_factors(model: Model, longest: int) -> None:
                 f"{original}, the original context of its LongRoPE: expected "
                 f"load_policy(…, max_tokens={longest})"
             )
-
-
-def with_rules_of_run(path: str, model: Model, layout: Layout) -> Layout:
-    """Return a layout with a run's rules for the logical axes of its own model."""
-    if isinstance(model, Decoder):
-        return layout
-    rules = read_yaml(Path(path) / "config.yaml")["mesh"]["rules"]
-    rules = {**own_rules(rules, layout.rules, has_own_axes=True), **layout.rules}
-    return dataclasses.replace(layout, rules=rules)
-
-
-def _placed(trained: TrainedModel, layout: Layout) -> tuple[Params, Model]:
-    """Put a checkpoint's weights into a layout, an adapter merged into its base."""
-    params, model, source = trained.params, trained.model, trained.source
-    homes = layout.of(base_model(model).declare())
-    if not is_adapted(model):
-        return distributed.put(params, homes), model
-    params, spec = merged_into_base(params, decoder_spec(model), source, homes)
-    return params, model_of(spec)

@@ -307,9 +307,7 @@ def open_reward_model(
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
     forward = ForwardConfig(model=model_of(spec), dtype=dtype)
     shape = microbatch_shape(
-        *(config.batch, forward, layout),
-        longest=longest,
-        sequences=config.sequences_per_minibatch,
+        *(config.batch, forward, layout), longest=longest, sequences=config.sequences_per_minibatch
     )
     run = score_pass(forward.over(shape), shape, layout, of_tokens=spec.value_head)
 

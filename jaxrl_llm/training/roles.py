@@ -32,6 +32,7 @@ from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass, value_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.microbatches import FrozenTower
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.teachers import (
     AVERAGE,
@@ -42,7 +43,6 @@ from jaxrl_llm.training.teachers import (
     open_policy_teacher,
 )
 from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
-from jaxrl_llm.training.visuals import FrozenTower
 from jaxrl_llm.types import ROUTES, Batch
 
 log = logging.getLogger(__name__)

@@ -46,6 +46,7 @@ from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
 from jaxrl_llm.training.load_model import open_model
+from jaxrl_llm.training.microbatches import check_room, room_for_images, row_visuals
 from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
@@ -54,7 +55,6 @@ from jaxrl_llm.training.run_files import RunFiles, closing_lines
 from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
 from jaxrl_llm.training.trainer import FinishedStep, RLTrainer
 from jaxrl_llm.training.update import Learner
-from jaxrl_llm.training.visuals import check_room, room_for_images, row_visuals
 
 log = logging.getLogger(__name__)
 
@@ -169,12 +169,7 @@ class Run(RunFiles):
         return self.last
 
     def sample(
-        self,
-        prompts: Sequence[PromptLike],
-        *,
-        n: int = 1,
-        seed: int = 0,
-        **sampling: Any,
+        self, prompts: Sequence[PromptLike], *, n: int = 1, seed: int = 0, **sampling: Any
     ) -> Rollouts:
         """Draw n answers to each prompt from the policy as it is now; no step depends on them.
 
@@ -351,10 +346,7 @@ def _build(
 
 
 def open_trainer(
-    config: TrainConfig,
-    functions: AlgorithmFunctions,
-    folder: Path,
-    stack: contextlib.ExitStack,
+    config: TrainConfig, functions: AlgorithmFunctions, folder: Path, stack: contextlib.ExitStack
 ) -> RLTrainer:
     """Load the models and the data of a run, start its engine, and return what trains it.
 
@@ -398,13 +390,7 @@ def open_trainer(
             *(config, config.reward.classifier, tokens.tokenizer),
             *(model.model, layouts.reward_model),
         )
-    scorer = Scorer(
-        *(config.reward, functions, reward_model, stack),
-        folder=folder,
-        prompts=per_step,
-        samples=config.rollout.samples_per_prompt,
-        longest=config.longest_sequence,
-    )
+    scorer = Scorer(config, functions, reward_model, stack)
     frozen = {} if teachers is None else teachers.held_params
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     files, saved = loop.open_files(
@@ -423,10 +409,7 @@ def open_trainer(
         overlaps_training=overlaps_training(config.rollout, layouts),
     )
     buffer = Buffer(
-        rollout=config.rollout,
-        prompts_per_step=per_step,
-        max_generation_batches=config.algorithm.max_generation_batches,
-        seed=config.seed,
+        config=config,
         total_steps=files.total_steps,
         sampler=sampler,
         scorer=scorer,

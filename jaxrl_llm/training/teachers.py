@@ -605,9 +605,7 @@ def pass_of(
     plain = dataclasses.replace(config.model, router_loss_coef=0.0)
     forward = forward_config(plain, model.model, layout, 1.0, model.tower, config.data.max_pixels)
     shape_for = functools.partial(
-        microbatch_shape,
-        *(config.batch, forward, layout),
-        sequences=config.sequences_per_minibatch,
+        microbatch_shape, *(config.batch, forward, layout), sequences=config.sequences_per_minibatch
     )
     shape = shape_for(longest=longest)
     if layout is layouts.train and shape == shape_for(longest=config.longest_sequence):

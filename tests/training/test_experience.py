@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-from pathlib import Path
 
 import chex
 import jax
@@ -341,9 +340,8 @@ def test_lost_digits_are_warned_of_once(caplog):
     }
     config = from_tree(TrainConfig, tree)
     with contextlib.ExitStack() as stack:
-        sizes = {"prompts": 2, "samples": 2, "longest": config.longest_sequence}
         functions = resolve_functions(config)
-        scorer = Scorer(config.reward, functions, None, stack, folder=Path("r"), **sizes)
+        scorer = Scorer(config, functions, None, stack)
         for first in (0.5, 1e9, 2e9):
             batch = scorer.lay_out(answered())
             scorer.add_scores(batch, [Score(first + k, {}, None) for k in range(4)])

@@ -110,10 +110,7 @@ def buffer_of(config, scorer, stack):
         **{"overlaps_training": False, "keeps_cache": False, "episodes": None},
     )
     return Buffer(
-        rollout=config.rollout,
-        prompts_per_step=config.batch.prompts_per_step,
-        max_generation_batches=config.algorithm.max_generation_batches,
-        seed=config.seed,
+        config=config,
         total_steps=2,
         sampler=sampler,
         scorer=scorer,
@@ -161,8 +158,7 @@ def test_answers_are_scored_while_the_devices_compute(tmp_path):
         reward={"function": f"{tmp_path / 'reward.py'}:score", "workers": 1, "timeout_s": LIMIT},
     )
     with contextlib.ExitStack() as stack:
-        sizes = {"prompts": 1, "samples": 2, "longest": config.longest_sequence}
-        scorer = Scorer(config.reward, functions_of(), None, stack, folder=tmp_path, **sizes)
+        scorer = Scorer(config, functions_of(), None, stack)
         trainer = trainer_of(
             config,
             models={"reference": Mock(spec=Reference, logprobs=logprobs)},

@@ -98,6 +98,12 @@ def open_window(
         staleness=staleness,
         **{"at_push": "reread", "turns": None, "nodes": 0, **keys},
     )
+    config = SimpleNamespace(
+        rollout=rollout,
+        batch=SimpleNamespace(prompts_per_step=SIZE),
+        algorithm=SimpleNamespace(max_generation_batches=limit),
+        seed=7,
+    )
     sampler = Mock(
         spec=Sampler,
         sample=lambda states, needed, stop, on_end: sample_states(
@@ -112,10 +118,7 @@ def open_window(
         episodes=None,
     )
     return Buffer(
-        rollout=rollout,
-        prompts_per_step=SIZE,
-        max_generation_batches=limit,
-        seed=7,
+        config=config,
         total_steps=steps,
         sampler=sampler,
         scorer=Mock(
