@@ -7,7 +7,7 @@ serves every array in both directions.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,26 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, HfPart
-
-
-def hf_arrays(declaration: ArrayDecl, array: Any) -> Iterator[tuple[str, Any]]:
-    """Split one of our arrays into Hugging Face arrays, with their names.
-
-    Args:
-        declaration: Of the array.
-        array: Of the declared shape; numpy, or jax (also traced: the split is pure reshaping).
-
-    Returns:
-        Pairs of name and array, or part of one, for each index of the stacked axes.
-
-    >>> from jaxrl_llm.models.arrays import NORMAL
-    >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
-    ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
-    >>> [(name, a.shape) for name, a in hf_arrays(decl, np.ones((2, 3, 4)))]
-    [('0.down.weight', (4, 3)), ('1.down.weight', (4, 3))]
-    """
-    for name, index in declaration.hf_indices():
-        yield name, to_hf(declaration, array[index])
 
 
 def to_hf(declaration: ArrayDecl, array: Any) -> Any:

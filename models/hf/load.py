@@ -228,12 +228,9 @@ def _check_arrays(
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
 
 
-def _may_predict_more(spec: ModelSpec) -> bool:
-    return spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
-
-
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     if name == "lm_head.weight":
         return spec.tied_embeddings and not (spec.value_head or spec.reward_head)
-    layer = NEXT_TOKEN_LAYER.match(name) if _may_predict_more(spec) else None
+    may_predict_more = spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
+    layer = NEXT_TOKEN_LAYER.match(name) if may_predict_more else None
     return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)

@@ -269,7 +269,10 @@ def host_arrays(
         first = declarations[0]
         if not first.stacked:
             [(name, _)] = first.hf_indices()
-            wholes = (np.asarray(replicate(_cast(leaf, dtype))) for _, leaf, dtype in parts)
+            wholes = (
+                np.asarray(replicate(leaf if dtype is None else leaf.astype(dtype)))
+                for _, leaf, dtype in parts
+            )
             yield name, join_parts(declarations, map(to_hf, declarations, wholes))
             continue
         for layer, group in itertools.groupby(first.hf_indices(), key=lambda named: named[1][0]):
@@ -300,10 +303,6 @@ def joined(leaves: Iterable[tuple[ArrayDecl, Any, Any]]) -> list[list[tuple[Arra
         if len(dtypes := {str(dtype) for *_, dtype in parts}) > 1:
             raise ValueError(f"{parts[0][0].hf_name}: its parts have the dtypes {sorted(dtypes)}")
     return list(groups.values())
-
-
-def _cast(leaf: Any, dtype: DTypeLike | None) -> Any:
-    return leaf if dtype is None else leaf.astype(dtype)
 
 
 def _layer(leaf: Any, layer: int, dtype: DTypeLike | None) -> Any:
