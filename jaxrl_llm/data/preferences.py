@@ -6,7 +6,7 @@ of its own, so that both are always in the same micro-batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,18 +26,6 @@ from jaxrl_llm.data.row_fields import (
 )
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.protocol import finite_number
-
-
-class StepTokens(NamedTuple):
-    """An answer as a process reward model reads it.
-
-    Attributes:
-        tokens: of the steps, with the separator's behind each.
-        ends: index of each step's last token, which is the separator's.
-    """
-
-    tokens: tuple[int, ...]
-    ends: tuple[int, ...]
 
 
 def normalize_step_row(row: Row, prompt: list[Row]) -> Row:
@@ -74,7 +62,9 @@ def normalize_step_row(row: Row, prompt: list[Row]) -> Row:
     return {"prompt": prompt, "completions": steps, "labels": [float(label) for label in labels]}
 
 
-def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> StepTokens:
+def encode_steps(
+    tokenizer: Tokenizer, steps: Sequence[str], separator: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Encode steps, each alone, with the separator behind it.
 
     So no token spans the border of two steps, and what is scored is always the same token.
@@ -83,6 +73,9 @@ def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> 
         tokenizer: of the process reward model.
         steps: their texts.
         separator: a text.
+
+    Returns:
+        The tokens of an answer, and the index of each step's last token, which is the separator's.
 
     Raises:
         ValueError: the separator has no tokens.
@@ -94,7 +87,7 @@ def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> 
     ...     def get_chat_template(self): return ""
     ...     def apply_chat_template(self, conversation, **kwargs): return []
     >>> encode_steps(Bytes(), ["a", "bc"], "\\n")
-    StepTokens(tokens=(97, 10, 98, 99, 10), ends=(1, 4))
+    ((97, 10, 98, 99, 10), (1, 4))
     """
     behind = tokenizer(separator, add_special_tokens=False)["input_ids"]
     if not behind:
@@ -104,17 +97,7 @@ def encode_steps(tokenizer: Tokenizer, steps: Sequence[str], separator: str) -> 
     for step in steps:
         tokens += [*tokenizer(step, add_special_tokens=False)["input_ids"], *behind]
         ends.append(len(tokens) - 1)
-    return StepTokens(tuple(map(int, tokens)), tuple(ends))
-
-
-def check_steps(steps: Sequence[str], separator: str) -> None:
-    """Raise ValueError for a step that holds the separator: an answer's text would be cut there."""
-    for number, step in enumerate(steps):
-        if separator in step:
-            raise ValueError(
-                f"completions[{number}] holds data.step_separator="
-                f"{separator!r}, which ends a step: expected the text of one step without it"
-            )
+    return tuple(map(int, tokens)), tuple(ends)
 
 
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
@@ -367,7 +350,12 @@ def tokenize_preferences(
 def _tokenize(row: Row, template: ChatTemplate, step_separator: str) -> Preference:
     chat, tools = row["prompt"], row.get("tools") or ()
     if "completions" in row:
-        check_steps(row["completions"], step_separator)
+        for number, step in enumerate(row["completions"]):
+            if step_separator in step:  # an answer's text would be cut there
+                raise ValueError(
+                    f"completions[{number}] holds data.step_separator={step_separator!r}, "
+                    "which ends a step: expected the text of one step without it"
+                )
         tokens, ends = encode_steps(template.tokenizer, row["completions"], step_separator)
         prompt = template.prompt(chat, tools)
         return Preference(tuple(prompt), (tokens,), {}, ends, tuple(row["labels"]))

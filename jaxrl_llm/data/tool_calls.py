@@ -10,35 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.call_formats import (
-    BEGIN,
-    CLOSE,
-    DEEPSEEK,
-    HARMONY,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    OPEN,
-    PYTHONIC,
-    ToolCall,
-    Tools,
-    count_common,
-    read_deepseek,
-    read_harmony,
-    read_hermes,
-    read_llama3_json,
-    read_mistral,
-    read_pythonic,
-    read_qwen3_coder,
-    split_analysis,
-    write_deepseek,
-    write_harmony,
-    write_hermes,
-    write_llama3_json,
-    write_mistral,
-    write_pythonic,
-    write_qwen3_coder,
-)
+from jaxrl_llm.data import call_formats as forms
+from jaxrl_llm.data.call_formats import BEGIN, CLOSE, OPEN, ToolCall, Tools, count_common
 from jaxrl_llm.data.chat import PROBE, USER, ChatTemplate
 from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS, Decode, decode_after, text_decoder
 
@@ -216,13 +189,19 @@ NO_CALLS = CallFormat((), lambda text, _: (text, []), lambda _: "")
 """Answers in which no calls are looked for."""
 
 FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat(HERMES, read_hermes, write_hermes),
-    "qwen3_coder": CallFormat(HERMES, read_qwen3_coder, write_qwen3_coder),
-    "llama3_json": CallFormat(LLAMA, read_llama3_json, write_llama3_json, bare="{"),
-    "pythonic": CallFormat(PYTHONIC, read_pythonic, write_pythonic, bare="["),
-    "mistral": CallFormat(MISTRAL, read_mistral, write_mistral, first_id="call00000"),
-    "deepseek": CallFormat(DEEPSEEK, read_deepseek, write_deepseek),
-    "harmony": CallFormat(HARMONY, read_harmony, write_harmony, split=split_analysis),
+    "hermes": CallFormat(forms.HERMES, forms.read_hermes, forms.write_hermes),
+    "qwen3_coder": CallFormat(forms.HERMES, forms.read_qwen3_coder, forms.write_qwen3_coder),
+    "llama3_json": CallFormat(
+        forms.LLAMA, forms.read_llama3_json, forms.write_llama3_json, bare="{"
+    ),
+    "pythonic": CallFormat(forms.PYTHONIC, forms.read_pythonic, forms.write_pythonic, bare="["),
+    "mistral": CallFormat(
+        forms.MISTRAL, forms.read_mistral, forms.write_mistral, first_id="call00000"
+    ),
+    "deepseek": CallFormat(forms.DEEPSEEK, forms.read_deepseek, forms.write_deepseek),
+    "harmony": CallFormat(
+        forms.HARMONY, forms.read_harmony, forms.write_harmony, split=forms.split_analysis
+    ),
 }
 """The formats by name."""
 

@@ -59,11 +59,9 @@ def read_spec(directory: str | Path, *, vision: bool = False) -> ModelSpec:
         family, head = _family_of(config)
         if head:
             _check_labels(config)
-        is_critic = head == "value"
+        spec = read_family(family, text_config(family, config), value_head=head == "value")
         if vision:
-            spec = read_seeing(family, config, read_colors(path.parent), value_head=is_critic)
-        else:
-            spec = read_family(family, text_config(family, config), value_head=is_critic)
+            spec = _with_tower(spec, family, config, read_colors(path.parent))
         spec = dataclasses.replace(spec, reward_head=head == "reward")
         return _with_stored_prefixes(spec, path.parent, family)
     except ValueError as error:
@@ -117,11 +115,11 @@ def _may_be_written(family: Family, spec: ModelSpec) -> bool:
 
 def _written(family: Family, spec: ModelSpec) -> tuple[dict[str, Any], ModelSpec]:
     """Return the config of a model in a family, and the spec that it says."""
-    if spec.vision is None:
-        config = write_family(family, spec)
-        return config, read_family(family, config, value_head=spec.value_head)
-    config = write_seeing(family, spec)
-    return config, read_seeing(family, config, None, value_head=spec.value_head)
+    config = write_family(family, spec)
+    if spec.vision is not None:
+        config = _nested(config, family, spec)
+    back = read_family(family, text_config(family, config), value_head=spec.value_head)
+    return config, back if spec.vision is None else _with_tower(back, family, config, None)
 
 
 def read_scoring(directory: str | Path) -> dict[str, Any]:
@@ -193,8 +191,8 @@ def config_to_save(spec: ModelSpec, source: str | Path | None, dtype: np.dtype) 
         config |= _value_config(family)
     if new_score:
         config |= _reward_config(family)
-        pad = _unused_token(text_config(family, config))
-        config = with_text(family, config, {"pad_token_id": pad})
+        inner = config[family.text_key] if family.text_key else config
+        inner["pad_token_id"] = _unused_token(text_config(family, config))
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in config:
             config[key] = 0
@@ -311,34 +309,22 @@ def _check_labels(config: dict[str, Any]) -> None:
 # ------------------------------------------------------------ models that see images: nested keys
 
 
-def read_seeing(
-    family: Family, config: dict[str, Any], colors: Colors | None, *, value_head: bool = False
+def _with_tower(
+    spec: ModelSpec, family: Family, config: dict[str, Any], colors: Colors | None
 ) -> ModelSpec:
-    """Read the spec of a model with its vision tower.
-
-    Args:
-        family: The family that the config's architecture names.
-        config: The keys of `config.json`.
-        colors: As the model's image processor has them, if there is one.
-        value_head: Whether the architecture ends in one label.
-
-    Raises:
-        ValueError: The family has no tower that we know, or as `read_family`.
-    """
+    """Return the spec of a language model with the vision tower that its config names."""
     if family.tower is None:
         raise ValueError(
             f"{family.name} models have no vision tower that is supported, they read text alone; "
             "docs/models.md lists those that have one"
         )
-    spec = read_family(family, text_config(family, config), value_head=value_head)
     return dataclasses.replace(spec, **family.tower.read(config, colors))
 
 
-def write_seeing(family: Family, spec: ModelSpec) -> dict[str, Any]:
-    """Write a spec with a vision tower as the keys of a `config.json`; see `write_family`."""
-    assert family.tower is not None and spec.vision is not None
-    inner = with_sections(write_family(family, spec), spec)
-    inner |= {"model_type": f"{family.model_type}_text"}
+def _nested(inner: dict[str, Any], family: Family, spec: ModelSpec) -> dict[str, Any]:
+    """Return the config of a model that sees images, given that of its language model."""
+    assert family.tower is not None
+    inner = with_sections(inner, spec) | {"model_type": f"{family.model_type}_text"}
     outer = {key: inner.pop(key) for key in ("architectures", "tie_word_embeddings")}
     return outer | {"model_type": family.model_type, TEXT: inner} | family.tower.write(spec)
 
@@ -369,19 +355,6 @@ def text_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{family.text_key}={inner!r}; expected the keys of the language model")
     outside = ("tie_word_embeddings", "quantization_config", "num_labels", "id2label")
     return inner | {key: config[key] for key in outside if key in config}
-
-
-def with_text(family: Family, config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with other keys of the language model.
-
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
-    >>> nested = next(family for family in FAMILIES if family.text_key)
-    >>> with_text(nested, {"text_config": {"pad_token_id": 1}}, {"pad_token_id": 2})
-    {'text_config': {'pad_token_id': 2}}
-    """
-    if family.text_key is None:
-        return config | changes
-    return config | {family.text_key: config[family.text_key] | changes}
 
 
 def with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

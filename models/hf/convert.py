@@ -4,35 +4,17 @@ Names, shapes and merged dimensions all come from `models.parameters.declare`, s
 serves every array in both directions.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.arrays import ArrayDecl
-
-
-def hf_arrays(declaration: ArrayDecl, array: Any) -> Iterator[tuple[str, Any]]:
-    """Split one of our arrays into Hugging Face arrays, with their names.
-
-    Args:
-        declaration: Of the array.
-        array: Of the declared shape; numpy, or jax (also traced: the split is pure reshaping).
-
-    Returns:
-        Pairs of name and array, or part of one, for each index of the stacked axes.
-
-    >>> from jaxrl_llm.models.arrays import NORMAL
-    >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
-    ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
-    >>> [(name, a.shape) for name, a in hf_arrays(decl, np.ones((2, 3, 4)))]
-    [('0.down.weight', (4, 3)), ('1.down.weight', (4, 3))]
-    """
-    for name, index in declaration.hf_indices():
-        yield name, to_hf(declaration, array[index])
+from jaxrl_llm.models.arrays import ArrayDecl, Declarations, HfPart
 
 
 def to_hf(declaration: ArrayDecl, array: Any) -> Any:
@@ -225,3 +207,69 @@ def part_from_hf(declaration: ArrayDecl, part: Sequence[slice], entries: np.ndar
     merged = [axis for group in declaration.hf_axes for axis in group]
     split = entries.reshape([sizes[axis] for axis in merged])
     return split.transpose([merged.index(axis) for axis in own])
+
+
+# -------------------------------------------------------------------------------- routed experts
+
+# The forms in which checkpoints have routed experts: a matrix for each expert and projection, or,
+# as Qwen 3.5, a layer's together in two arrays, `gate_up_proj` [E 2·F D] and `down_proj` [E D F],
+# in which transformers 5 holds those of the others, too; tools that save its arrays as they are
+# leave them in files. In published files of Qwen3-VL-MoE these are transposed, [E D 2·F] and
+# [E F D]; transformers takes and saves either.
+APART = re.compile(r"(.*\.experts)\.\{experts\}\.\w+\.weight")
+TOGETHER = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+
+
+def experts_as_stored(
+    declarations: Declarations, shapes: Mapping[str, tuple[int, ...]]
+) -> Declarations:
+    """Declare routed experts in that form which a checkpoint has.
+
+    Args:
+        declarations: Of a model.
+        shapes: Of the checkpoint's arrays, by name.
+
+    Returns:
+        The declarations; arrays whose other form is not there either are as they were.
+    """
+
+    def stored(path: tuple[Any, ...], declaration: ArrayDecl) -> ArrayDecl:
+        other = _other_form(jax.tree_util.keystr(path[-1:], simple=True), declaration)
+        for form in (declaration, other) if other else ():
+            if shapes.get(next(form.hf_indices())[0]) == form.hf_shape:
+                return form
+        return declaration
+
+    return jax.tree_util.tree_map_with_path(stored, declarations)
+
+
+def _other_form(name: str, declaration: ArrayDecl) -> ArrayDecl | None:
+    """Return the other form of an array of experts; None for other arrays, and other forms."""
+    kind = name.removeprefix("expert_")
+    if kind not in ("gate", "up", "down"):
+        return None
+    outputs = "expert_embed" if kind == "down" else "expert_ff"
+    axes = declaration.hf_axes
+    if apart := APART.fullmatch(declaration.hf_name):
+        width = declaration.hf_shape[0]
+        start = {"gate": 0, "up": width}
+        return dataclasses.replace(
+            declaration,
+            hf_name=f"{apart[1]}.{'gate_up' if kind in start else 'down'}_proj",
+            hf_axes=(("experts",), *axes),
+            hf_part=HfPart((outputs,), start[kind], 2 * width) if kind in start else None,
+        )
+    together = TOGETHER.fullmatch(declaration.hf_name)
+    if together is None:
+        return None
+    if axes[:2] != (("experts",), (outputs,)):
+        turns = declaration.hf_part is not None and declaration.hf_part.step > 1
+        is_bias = len(axes) < 3
+        swapped = (("experts",), *reversed(axes[1:]))
+        return None if turns or is_bias else dataclasses.replace(declaration, hf_axes=swapped)
+    return dataclasses.replace(
+        declaration,
+        hf_name=f"{together[1]}.{{experts}}.{kind}_proj.weight",
+        hf_axes=axes[1:],
+        hf_part=None,
+    )

@@ -1,6 +1,7 @@
 """Load parameters from a Hugging Face directory."""
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +14,9 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.config import untouched_prefixes
-from jaxrl_llm.models.hf.convert import from_hf, hf_entries, part_from_hf
-from jaxrl_llm.models.hf.experts import experts_as_stored
+from jaxrl_llm.models.hf.convert import experts_as_stored, from_hf, hf_entries, part_from_hf
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.hf.kept import find_untouched, log_untouched
 from jaxrl_llm.models.hf.quantized import (
     BlockScaled,
     MicroScaled,
@@ -30,10 +29,11 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import process_slice
 
+log = logging.getLogger(__name__)
+
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # that old versions of transformers saved
-NEXT_TOKEN_LAYER = re.compile(
-    r"model\.layers\.(\d+)\."
-)  # DeepSeek's and GLM's, after the last of the model
+NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""Of DeepSeek and GLM, after the last of the model."""
 
 
 def load_params(
@@ -120,6 +120,31 @@ def load_arrays(
     return jax.tree.map(load, declarations, places)
 
 
+def find_untouched(
+    stored: Mapping[str, ReadableArray], prefixes: tuple[str, ...]
+) -> dict[str, ReadableArray]:
+    """Return the arrays whose names begin with one of some prefixes.
+
+    >>> array = StoredArray(Path("model.safetensors"), "F32", (4,), 0, 16, None)
+    >>> [*find_untouched({"mtp.norm.weight": array, "model.norm.weight": array}, ("mtp.",))]
+    ['mtp.norm.weight']
+    """
+    return {name: array for name, array in stored.items() if name.startswith(prefixes)}
+
+
+@functools.cache
+def log_untouched(directory: str, prefixes: tuple[str, ...], count: int) -> None:
+    """Say once that arrays of a directory are not loaded, and that exports have them."""
+    names = ", ".join(f"{prefix}*" for prefix in prefixes)
+    log.info(
+        "%s: %d arrays are no part of the language model: they stay as they are, and exports have "
+        "them, too (%s)",
+        directory,
+        count,
+        names,
+    )
+
+
 Part = tuple[slice, ...]
 
 
@@ -193,21 +218,19 @@ def _check_arrays(
     problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys() - tolerated)]
     for name in sorted(expected.keys() & stored.keys()):
         array, shape = stored[name], expected[name].hf_shape
-        kind = array.type if isinstance(array, StoredArray) else None
         if array.shape != shape:
             problems.append(f"misshapen: {name} is {array.shape}, expected {shape}")
-        if kind is not None and kind not in FLOAT_TYPES:
-            problems.append(f"unsupported type: {name} is {kind}, expected one of {[*FLOAT_TYPES]}")
+        if array.type is not None and array.type not in FLOAT_TYPES:
+            problems.append(
+                f"unsupported type: {name} is {array.type}, expected one of {[*FLOAT_TYPES]}"
+            )
     if problems:
         raise ValueError(f"{directory} does not fit the spec:\n  " + "\n  ".join(problems))
-
-
-def _may_predict_more(spec: ModelSpec) -> bool:
-    return spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
 
 
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     if name == "lm_head.weight":
         return spec.tied_embeddings and not (spec.value_head or spec.reward_head)
-    layer = NEXT_TOKEN_LAYER.match(name) if _may_predict_more(spec) else None
+    may_predict_more = spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
+    layer = NEXT_TOKEN_LAYER.match(name) if may_predict_more else None
     return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -48,6 +48,7 @@ class BlockScaled:
     values: StoredArray
     scales: StoredArray
     block: tuple[int, int]
+    type: ClassVar[None] = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,6 +74,7 @@ class MicroScaled:
 
     blocks: StoredArray
     scales: StoredArray
+    type: ClassVar[None] = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import itertools
 import json
 import operator
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,20 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
-from jaxrl_llm.models.hf.config import SCORING, config_to_save
-from jaxrl_llm.models.hf.convert import check_parts, join_parts, to_hf
-from jaxrl_llm.models.hf.experts import experts_as_stored
+from jaxrl_llm.models.hf.config import SCORING, config_to_save, untouched_prefixes
+from jaxrl_llm.models.hf.convert import check_parts, experts_as_stored, join_parts, to_hf
 from jaxrl_llm.models.hf.files import (
+    INDEX,
+    SINGLE,
     StoredArray,
     check_new_directory,
+    find_arrays,
     whole_directory,
     write_shards,
 )
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.hf.kept import Kept, find_kept, read_untouched
-from jaxrl_llm.models.hf.quantized import ReadableArray
+from jaxrl_llm.models.hf.load import find_untouched
+from jaxrl_llm.models.hf.quantized import ReadableArray, read_quantization, restore_arrays
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.distributed import all_gather, is_first, replicate, run_on_first
@@ -45,6 +47,72 @@ COMPANION_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+ALWAYS_FLOAT32 = "e_score_correction_bias"  # also in transformers, whatever the model's dtype
+
+
+class Kept(NamedTuple):
+    """What saved arrays take over from the files that a model came from.
+
+    Published models have arrays that are no part of the language model, such as a vision tower or
+    layers for multi-token prediction. They are not loaded, and saved as they were. Some have a few
+    arrays of the language model in float32 beside others in bfloat16, and these stay in float32.
+
+    Attributes:
+        float32: Names of the model's arrays that are saved in float32, whatever the others are.
+        untouched: Arrays that are no part of it, by name.
+        shapes: Of all arrays that are there, by name.
+    """
+
+    float32: frozenset[str] = frozenset()
+    untouched: Mapping[str, ReadableArray] = {}
+    shapes: Mapping[str, tuple[int, ...]] = {}
+
+    def is_wide(self, declaration: ArrayDecl) -> bool:
+        """Tell whether an array is saved in float32."""
+        if declaration.hf_name.endswith(ALWAYS_FLOAT32):
+            return True
+        return all(name in self.float32 for name, _ in declaration.hf_indices())
+
+
+def find_kept(directory: Path | None, declarations: Declarations) -> Kept:
+    """Find what saved arrays take over from a model's directory.
+
+    Args:
+        directory: That the model came from; None, or one without weights: nothing is untouched, and
+            what the computation needs in float32 is saved so.
+        declarations: Of the model.
+
+    Raises:
+        ValueError: A file is damaged, or scales of quantized arrays are missing.
+    """
+    stored: dict[str, ReadableArray] = {}
+    if directory is not None and any((directory / name).exists() for name in (SINGLE, INDEX)):
+        stored, problems = restore_arrays(find_arrays(directory), read_quantization(directory))
+        if problems:
+            raise ValueError(f"{directory}:\n  " + "\n  ".join(problems))
+        declarations = experts_as_stored(declarations, {k: x.shape for k, x in stored.items()})
+    declared = {
+        name: leaf.float32
+        for leaf in jax.tree.leaves(declarations)
+        for name, _ in leaf.hf_indices()
+    }
+    precise = {name for name, is_precise in declared.items() if is_precise}
+    if directory is None or not stored:
+        return Kept(frozenset(precise))
+    ours = stored.keys() & declared.keys()
+    wide = {name for name in ours if stored[name].type == "F32"}
+    float32 = (precise - (ours - wide)) | (wide if wide < ours else set())
+    prefixes = untouched_prefixes(directory, vision="vision" in declarations)
+    untouched = find_untouched(stored, prefixes)
+    shapes = {name: array.shape for name, array in stored.items()}
+    return Kept(frozenset(float32), untouched, shapes)
+
+
+def read_untouched(array: ReadableArray) -> np.ndarray:
+    """Read an array: as it is, or, of a quantized one, what it stands for."""
+    if isinstance(array, StoredArray):
+        return array.map()
+    return array.read(tuple(np.arange(size) for size in array.shape))
 
 
 def save_params(
@@ -201,7 +269,10 @@ def host_arrays(
         first = declarations[0]
         if not first.stacked:
             [(name, _)] = first.hf_indices()
-            wholes = (np.asarray(replicate(_cast(leaf, dtype))) for _, leaf, dtype in parts)
+            wholes = (
+                np.asarray(replicate(leaf if dtype is None else leaf.astype(dtype)))
+                for _, leaf, dtype in parts
+            )
             yield name, join_parts(declarations, map(to_hf, declarations, wholes))
             continue
         for layer, group in itertools.groupby(first.hf_indices(), key=lambda named: named[1][0]):
@@ -232,10 +303,6 @@ def joined(leaves: Iterable[tuple[ArrayDecl, Any, Any]]) -> list[list[tuple[Arra
         if len(dtypes := {str(dtype) for *_, dtype in parts}) > 1:
             raise ValueError(f"{parts[0][0].hf_name}: its parts have the dtypes {sorted(dtypes)}")
     return list(groups.values())
-
-
-def _cast(leaf: Any, dtype: DTypeLike | None) -> Any:
-    return leaf if dtype is None else leaf.astype(dtype)
 
 
 def _layer(leaf: Any, layer: int, dtype: DTypeLike | None) -> Any:

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.convert import from_hf, hf_arrays
+from jaxrl_llm.models.hf.convert import from_hf, to_hf
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import COMPANION_FILES, save_params
 from jaxrl_llm.models.parameters import declare
@@ -45,11 +45,15 @@ def assert_same(got, expected):
     chex.assert_trees_all_equal(got, expected, strict=True)  # dtypes, too
 
 
+def hf_arrays(declaration, array):
+    return {name: to_hf(declaration, array[index]) for name, index in declaration.hf_indices()}
+
+
 def test_conversion_by_loops(spec, params):
     """q_proj.weight[n*H + h, d] is query[layer, d, n, h]; o_proj.weight[d, n*H + h] is output."""
     declared, width = declare(spec)["layers"], spec.head_dim
     query, output = (np.asarray(params["layers"][name]) for name in ("query", "output"))
-    theirs = dict(hf_arrays(declared["query"], query)) | dict(hf_arrays(declared["output"], output))
+    theirs = hf_arrays(declared["query"], query) | hf_arrays(declared["output"], output)
     o_proj = theirs["model.layers.2.self_attn.o_proj.weight"]
     for d, n, h in np.ndindex(spec.hidden_size, spec.heads, width):
         assert theirs[QUERY][n * width + h, d] == query[1, d, n, h]
@@ -59,8 +63,8 @@ def test_conversion_by_loops(spec, params):
 
 def test_conversion_is_traceable(spec, params):
     decl = declare(spec)["layers"]["down"]
-    traced = jax.jit(lambda x: dict(hf_arrays(decl, x)))(params["layers"]["down"])
-    plain = dict(hf_arrays(decl, np.asarray(params["layers"]["down"])))
+    traced = jax.jit(lambda x: hf_arrays(decl, x))(params["layers"]["down"])
+    plain = hf_arrays(decl, np.asarray(params["layers"]["down"]))
     assert traced.keys() == plain.keys()
     chex.assert_trees_all_equal(traced, plain)
 

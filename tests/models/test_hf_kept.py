@@ -15,9 +15,8 @@ from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.files import find_arrays
-from jaxrl_llm.models.hf.kept import find_kept, log_untouched
-from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.hf.save import save_arrays, save_params
+from jaxrl_llm.models.hf.load import load_params, log_untouched
+from jaxrl_llm.models.hf.save import find_kept, save_arrays, save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 from tests.specs import tiny_spec
