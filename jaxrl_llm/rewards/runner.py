@@ -268,7 +268,7 @@ def check_open(closed: threading.Event) -> None:
 
 
 def chunk_size(waiting: int, workers: int) -> int:
-    """Return how many of the waiting items a free worker is given at once.
+    """Return how many of the waiting items, one or more, a free worker is given at once.
 
     Chunks save messages; they get smaller towards the end, so that no worker waits long.
 
@@ -350,7 +350,7 @@ class RewardWorkers(WorkerPool):
         """Give waiting items to workers that have nothing to do."""
         for worker in self.workers:
             if worker.is_idle and waiting:
-                size = min(chunk_size(len(waiting), self._size), len(waiting))
+                size = chunk_size(len(waiting), self._size)
                 numbers = [waiting.popleft() for _ in range(size)]
                 worker.submit([(number, items[number]) for number in numbers])
 
@@ -455,20 +455,33 @@ class RewardTasks(RewardRunner):
             pass
 
     def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
-        ray = _cluster()
-        queue = _Queue(len(items), self._tasks, self._retries)
+        ray, deaths = _cluster(), Counter[int]()
+        waiting, alone = deque(range(len(items))), deque[int]()  # what is tried again goes alone
         running: dict[Any, list[int]] = {}
         try:
-            while queue or running:
-                while queue and len(running) < self._tasks:
-                    numbers = queue.take()
+            while waiting or alone or running:
+                while (waiting or alone) and len(running) < self._tasks:
+                    size = 1 if alone else chunk_size(len(waiting), self._tasks)
+                    numbers = [(alone or waiting).popleft() for _ in range(size)]
                     chunk = [items[number] for number in numbers]
                     running[self._remote.remote(self._pickled, chunk)] = numbers
                 done, _ = ray.wait(list(running), timeout=POLL_INTERVAL_S)
                 check_open(self._closed)
                 for ref in done:
                     numbers = running.pop(ref)
-                    final, retried = queue.sort(numbers, _receive(ray, ref, numbers))
+                    outcomes = _receive(ray, ref, numbers)
+                    final, retried, rest = [], [], numbers[len(outcomes) :]
+                    for number, outcome in zip(numbers, outcomes, strict=False):
+                        deaths[number] += outcome.failure == "died"
+                        if outcome.failure == "died" and deaths[number] <= self._retries:
+                            retried.append(number)
+                        else:
+                            final.append((number, outcome))
+                    if outcomes:
+                        waiting.extendleft(reversed(rest))
+                    else:  # nobody knows which of them has lost the Ray worker
+                        retried += rest
+                    alone.extend(retried)
                     self._report(retried)
                     yield from final
         finally:
@@ -482,49 +495,6 @@ class RewardTasks(RewardRunner):
                 "reward %r lost its process, Ray worker or node; tried again: row %s",
                 *(self._spec.fn, rows),
             )
-
-
-class _Queue:
-    """The items that have no outcome and are in no task; those tried again go first, and alone."""
-
-    def __init__(self, count: int, tasks: int, retries: int) -> None:
-        self._waiting = deque(range(count))
-        self._alone = deque[int]()
-        self._tasks, self._retries = tasks, retries
-        self._deaths = Counter[int]()
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._alone)
-
-    def take(self) -> list[int]:
-        """Return the numbers of the next task's items."""
-        if self._alone:
-            return [self._alone.popleft()]
-        size = min(chunk_size(len(self._waiting), self._tasks), len(self._waiting))
-        return [self._waiting.popleft() for _ in range(size)]
-
-    def sort(
-        self, numbers: list[int], outcomes: list[Outcome]
-    ) -> tuple[list[tuple[int, Outcome]], list[int]]:
-        """Return what is final of a task's outcomes, and which items are tried again.
-
-        Args:
-            numbers: the task's items.
-            outcomes: those of its first items; the others wait again, alone where there is none.
-        """
-        final, retried, rest = [], [], numbers[len(outcomes) :]
-        for number, outcome in zip(numbers, outcomes, strict=False):
-            self._deaths[number] += outcome.failure == "died"
-            if outcome.failure == "died" and self._deaths[number] <= self._retries:
-                retried.append(number)
-            else:
-                final.append((number, outcome))
-        if outcomes:
-            self._waiting.extendleft(reversed(rest))
-        else:
-            retried += rest
-        self._alone.extend(retried)
-        return final, retried
 
 
 def _cluster() -> Any:
