@@ -35,7 +35,6 @@ from jaxrl_llm.rewards.worker import (
     BEAT,
     BEAT_S,
     FAILURES,
-    AsyncCalls,
     Outcome,
     RewardItem,
     RewardJob,
@@ -134,10 +133,10 @@ class RewardRunner(ABC):
 
     def __init__(self, spec: FunctionSpec, config: "ScoringConfig") -> None:
         self._spec, self._function = spec, check_reward_function(spec)
-        calls = None
-        if is_async(self._function):
-            calls = AsyncCalls(config.concurrency, config.retries)
-        self._job = RewardJob(spec, config.timeout_s, calls)
+        self._job = RewardJob(
+            *(spec, config.timeout_s, is_async(self._function)),
+            *(config.concurrency, config.retries),
+        )
         self._limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
         self._on_error = math.nan if config.on_error == UNSCORED else config.on_error
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
@@ -269,7 +268,7 @@ def check_open(closed: threading.Event) -> None:
 
 
 def chunk_size(waiting: int, workers: int) -> int:
-    """Return how many of the waiting items a free worker is given at once.
+    """Return how many of the waiting items, one or more, a free worker is given at once.
 
     Chunks save messages; they get smaller towards the end, so that no worker waits long.
 
@@ -294,8 +293,8 @@ class RewardWorkers(WorkerPool):
 
     def __init__(self, job: RewardJob, size: int, launch: LaunchOptions) -> None:
         self.job = job
-        self._size = min(size, job.calls.concurrency) if job.calls else size
-        self._patience_s = job.timeout_s + (SILENCE_S if job.calls else 0)
+        self._size = min(size, job.concurrency) if job.is_async else size
+        self._patience_s = job.timeout_s + (SILENCE_S if job.is_async else 0)
         function = repr(job.spec.fn)
         super().__init__(
             *(PROGRAM, job, self._patience_s, launch), name=f"reward {function}", loads=function
@@ -307,7 +306,7 @@ class RewardWorkers(WorkerPool):
 
     def decode(self, line: bytes, pending: Sequence[int]) -> list[tuple[int, Outcome]] | None:
         """Return the item of which a line tells what, if any; None where it should not be there."""
-        if self.job.calls is None:
+        if not self.job.is_async:
             numbered = decode_numbered(line, [*pending][:1])
         elif line == BEAT.strip():
             return []
@@ -326,16 +325,16 @@ class RewardWorkers(WorkerPool):
         try:
             while left:
                 self.start_workers(min(self._size, left))
-                if self.job.calls is None:
-                    self._hand_out(items, waiting)
+                if self.job.is_async:
+                    self._hand_out_calls(items, waiting, suspects)
                 else:
-                    self._hand_out_calls(items, waiting, suspects, self.job.calls.concurrency)
+                    self._hand_out(items, waiting)
                 check_open(self.closed)
                 for event in self.poll(MAX_WAIT_S):
                     if isinstance(event, Answered):
                         left -= 1
                         yield event.number, event.value
-                    elif self.job.calls is not None and len(event.pending) > 1:
+                    elif self.job.is_async and len(event.pending) > 1:
                         waiting.extendleft(reversed(event.pending))
                         suspects.update(event.pending)
                     elif event.pending:
@@ -351,19 +350,15 @@ class RewardWorkers(WorkerPool):
         """Give waiting items to workers that have nothing to do."""
         for worker in self.workers:
             if worker.is_idle and waiting:
-                size = min(chunk_size(len(waiting), self._size), len(waiting))
+                size = chunk_size(len(waiting), self._size)
                 numbers = [waiting.popleft() for _ in range(size)]
                 worker.submit([(number, items[number]) for number in numbers])
 
     def _hand_out_calls(
-        self,
-        items: Sequence[RewardItem],
-        waiting: deque[int],
-        suspects: set[int],
-        concurrency: int,
+        self, items: Sequence[RewardItem], waiting: deque[int], suspects: set[int]
     ) -> None:
         """Give waiting items to the workers that have the fewest, suspects to those without any."""
-        room = concurrency - sum(len(worker.pending) for worker in self.workers)
+        room = self.job.concurrency - sum(len(worker.pending) for worker in self.workers)
         ready = [w for w in self.workers if w.ready and suspects.isdisjoint(w.pending)]
         while waiting and room > 0 and ready:
             worker = min(ready, key=lambda w: len(w.pending))
@@ -376,7 +371,7 @@ class RewardWorkers(WorkerPool):
             room -= 1
 
     def _lost_outcome(self, kind: str, message: str) -> Outcome:
-        if kind == "timeout" and self.job.calls is not None:
+        if kind == "timeout" and self.job.is_async:
             message = (
                 f"no sign of life within {self._patience_s:g} s: it keeps its event loop from "
                 "going on (expected no call that blocks)"
@@ -409,7 +404,7 @@ class RewardPool(RewardRunner):
     def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
         if not self._in_process:
             return self._worker_pool.outcomes(items)
-        if self._job.calls is not None:
+        if self._job.is_async:
             still_open = functools.partial(check_open, self._closed)
             return outcomes_in_thread(self._function, items, self._job, still_open)
         return ((number, call_function(self._function, item)) for number, item in enumerate(items))
@@ -445,10 +440,9 @@ class RewardTasks(RewardRunner):
         super().__init__(spec, config)
         self.counts["retried"] = 0
         job = self._job
-        if job.calls is not None:
-            tasks = min(tasks, config.concurrency)
-            share = job.calls._replace(concurrency=config.concurrency // tasks)
-            job = job._replace(calls=share)
+        if job.is_async:
+            tasks = min(tasks, job.concurrency)
+            job = job._replace(concurrency=job.concurrency // tasks)
         self._tasks, self._retries = tasks, retries
         launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), self._limits)
         self._pickled = pickle.dumps((job, launch))
@@ -461,20 +455,33 @@ class RewardTasks(RewardRunner):
             pass
 
     def _outcomes(self, items: Sequence[RewardItem]) -> Outcomes:
-        ray = _cluster()
-        queue = _Queue(len(items), self._tasks, self._retries)
+        ray, deaths = _cluster(), Counter[int]()
+        waiting, alone = deque(range(len(items))), deque[int]()  # what is tried again goes alone
         running: dict[Any, list[int]] = {}
         try:
-            while queue or running:
-                while queue and len(running) < self._tasks:
-                    numbers = queue.take()
+            while waiting or alone or running:
+                while (waiting or alone) and len(running) < self._tasks:
+                    size = 1 if alone else chunk_size(len(waiting), self._tasks)
+                    numbers = [(alone or waiting).popleft() for _ in range(size)]
                     chunk = [items[number] for number in numbers]
                     running[self._remote.remote(self._pickled, chunk)] = numbers
                 done, _ = ray.wait(list(running), timeout=POLL_INTERVAL_S)
                 check_open(self._closed)
                 for ref in done:
                     numbers = running.pop(ref)
-                    final, retried = queue.sort(numbers, _receive(ray, ref, numbers))
+                    outcomes = _receive(ray, ref, numbers)
+                    final, retried, rest = [], [], numbers[len(outcomes) :]
+                    for number, outcome in zip(numbers, outcomes, strict=False):
+                        deaths[number] += outcome.failure == "died"
+                        if outcome.failure == "died" and deaths[number] <= self._retries:
+                            retried.append(number)
+                        else:
+                            final.append((number, outcome))
+                    if outcomes:
+                        waiting.extendleft(reversed(rest))
+                    else:  # nobody knows which of them has lost the Ray worker
+                        retried += rest
+                    alone.extend(retried)
                     self._report(retried)
                     yield from final
         finally:
@@ -488,49 +495,6 @@ class RewardTasks(RewardRunner):
                 "reward %r lost its process, Ray worker or node; tried again: row %s",
                 *(self._spec.fn, rows),
             )
-
-
-class _Queue:
-    """The items that have no outcome and are in no task; those tried again go first, and alone."""
-
-    def __init__(self, count: int, tasks: int, retries: int) -> None:
-        self._waiting = deque(range(count))
-        self._alone = deque[int]()
-        self._tasks, self._retries = tasks, retries
-        self._deaths = Counter[int]()
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._alone)
-
-    def take(self) -> list[int]:
-        """Return the numbers of the next task's items."""
-        if self._alone:
-            return [self._alone.popleft()]
-        size = min(chunk_size(len(self._waiting), self._tasks), len(self._waiting))
-        return [self._waiting.popleft() for _ in range(size)]
-
-    def sort(
-        self, numbers: list[int], outcomes: list[Outcome]
-    ) -> tuple[list[tuple[int, Outcome]], list[int]]:
-        """Return what is final of a task's outcomes, and which items are tried again.
-
-        Args:
-            numbers: the task's items.
-            outcomes: those of its first items; the others wait again, alone where there is none.
-        """
-        final, retried, rest = [], [], numbers[len(outcomes) :]
-        for number, outcome in zip(numbers, outcomes, strict=False):
-            self._deaths[number] += outcome.failure == "died"
-            if outcome.failure == "died" and self._deaths[number] <= self._retries:
-                retried.append(number)
-            else:
-                final.append((number, outcome))
-        if outcomes:
-            self._waiting.extendleft(reversed(rest))
-        else:
-            retried += rest
-        self._alone.extend(retried)
-        return final, retried
 
 
 def _cluster() -> Any:
@@ -582,7 +546,7 @@ def _cancel(ray: Any, refs: list[Any]) -> None:
 def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
     """Return the items' outcomes, in a Ray worker; the last may be one that ended the process."""
     outcomes, pool = [], _worker_pool(job)
-    if pool.job.calls is not None:  # it has tried those again alone that may be to blame
+    if pool.job.is_async:  # it has tried those again alone that may be to blame
         by_number = dict(pool.outcomes(items))
         return [by_number[number] for number in range(len(items))]
     with closing(pool.outcomes(items)) as numbered:

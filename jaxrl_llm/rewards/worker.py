@@ -39,30 +39,22 @@ BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
 KEYS = "reward."  # how the config's keys for the limits begin
 
 
-class AsyncCalls(NamedTuple):
-    """How an `async def` reward function is called.
-
-    Args:
-        concurrency: calls at once.
-        retries: how often a call is tried again that fails for what may pass.
-    """
-
-    concurrency: int = 16
-    retries: int = 3
-
-
 class RewardJob(NamedTuple):
     """What a worker is told first.
 
     Args:
         spec: the reward function.
         timeout_s: seconds that one call may take.
-        calls: how it is called if it is an `async def`; None if it is not.
+        is_async: whether it is an `async def`; only such a one has several calls at once.
+        concurrency: these.
+        retries: how often a call of it is tried again that fails for what may pass.
     """
 
     spec: FunctionSpec
     timeout_s: float
-    calls: AsyncCalls | None = None
+    is_async: bool
+    concurrency: int
+    retries: int
 
 
 class RewardItem(NamedTuple):
@@ -267,13 +259,13 @@ async def call_repeatedly(
     Returns:
         The score, or the failure: those of `call_function`, and `timeout`.
     """
-    tries, retries = 0, job.calls.retries if job.calls else 0
+    tries = 0
     while True:
         value, error = await _call(function, item, job.timeout_s)
         tries += 1
         if error is None:
             return returned_outcome(value)
-        wait = wait_before_retry(error, tries) if tries <= retries else None
+        wait = wait_before_retry(error, tries) if tries <= job.retries else None
         if wait is None:
             break
         await asyncio.sleep(wait)
@@ -391,7 +383,7 @@ def outcomes_in_thread(
         check_open: raises where the pool has been closed.
     """
     ready = Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
-    places = asyncio.Semaphore(job.calls.concurrency if job.calls else 1)
+    places = asyncio.Semaphore(job.concurrency)
 
     async def hold_loop() -> None:
         stop = asyncio.Event()
@@ -431,7 +423,7 @@ def run_worker(fd: int, *, memory_gb: float | None) -> None:
 
     def load(job: RewardJob) -> Serve:
         function = load_reward_function(job.spec)
-        if job.calls is not None:
+        if job.is_async:
             return answering_at_once(function, job, memory_gb)
 
         def answer(number: int, item: RewardItem) -> bytes:

@@ -165,16 +165,28 @@ O_ACCMODE, O_TRUNC = 3, 0o1000
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-class Allowed(NamedTuple):
-    """What other layers make harmless, so that the filter lets it pass.
+class Layers(NamedTuple):
+    """What keeps code from the machine, as far as the machine has it.
 
     Attributes:
-        signals: to other processes; else a process may signal itself alone.
-        metadata: modes and times of files, which Landlock does not guard.
+        landlock: its version; at least 1.
+        namespaces: whether the code has processes, network, files and memory of its own.
+        own_user: whether it runs as a user that nothing else runs as, for we are root.
     """
 
-    signals: bool
-    metadata: bool
+    landlock: int
+    namespaces: bool
+    own_user: bool
+
+    @property
+    def guard_metadata(self) -> bool:
+        """Whether modes and times of files, which Landlock does not guard, can't be changed."""
+        return self.namespaces or self.own_user
+
+    @property
+    def guard_signals(self) -> bool:
+        """Whether signals reach no other processes; else a process may signal itself alone."""
+        return self.guard_metadata or self.landlock >= SCOPE_VERSION
 
 
 def call_numbers(machine: str) -> dict[str, int]:
@@ -191,12 +203,12 @@ def call_numbers(machine: str) -> dict[str, int]:
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def build_filter(machine: str, allowed: Allowed, own_pid: int) -> bytes:
+def build_filter(machine: str, layers: Layers, own_pid: int) -> bytes:
     """Return the program that the kernel runs at each call.
 
     Args:
         machine: as of `platform.machine()`: `x86_64` or `aarch64`.
-        allowed: what need not be refused.
+        layers: that make calls harmless, so that the filter lets them pass.
         own_pid: of the process, which it may signal in any case.
     """
     numbers = call_numbers(machine)
@@ -208,9 +220,9 @@ def build_filter(machine: str, allowed: Allowed, own_pid: int) -> bytes:
         (AT_LEAST, 0, 1, X32_BIT),
         (RETURN, 0, 0, KILL_PROCESS),
     ]
-    checks = _checks(allowed, own_pid)
+    checks = _checks(layers, own_pid)
     for name, number in numbers.items():
-        if name in METADATA_CALLS and not allowed.metadata:
+        if name in METADATA_CALLS and not layers.guard_metadata:
             continue
         body = checks.get(name, [(RETURN, 0, 0, ALLOW)])
         program += [(EQUAL, 0, len(body), number), *body]
@@ -224,11 +236,11 @@ def build_filter(machine: str, allowed: Allowed, own_pid: int) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _checks(allowed: Allowed, own_pid: int) -> dict[str, list[Instruction]]:
+def _checks(layers: Layers, own_pid: int) -> dict[str, list[Instruction]]:
     """Return what is run for calls of which the arguments decide."""
     truncating = {name: _opens(place) for name, place in (("open", 1), ("openat", 2))}
     pids = (own_pid,)
-    signals = {} if allowed.signals else {name: _one_of(0, pids) for name in SIGNAL_CALLS}
+    signals = {} if layers.guard_signals else {name: _one_of(0, pids) for name in SIGNAL_CALLS}
     return (
         truncating
         | signals
@@ -301,13 +313,13 @@ def _stream_pairs() -> list[Instruction]:
     ]
 
 
-def install_filter(allowed: Allowed, own_pid: int) -> None:
+def install_filter(layers: Layers, own_pid: int) -> None:
     """Filter the calls of this thread from now on, and of all it starts; there is no way back.
 
     Raises:
         OSError: the kernel has no such filters, or this process may not set one.
     """
-    program = build_filter(machine(), allowed, own_pid)
+    program = build_filter(machine(), layers, own_pid)
     instructions = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -343,26 +355,6 @@ PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_DUMPABLE = 1, 24, 4
 CAPABILITY_VERSION = 0x20080522
 LAST_CAPABILITY = 63
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-
-
-class Layers(NamedTuple):
-    """What keeps code from the machine, as far as the machine has it.
-
-    Attributes:
-        landlock: its version; at least 1.
-        namespaces: whether the code has processes, network, files and memory of its own.
-        own_user: whether it runs as a user that nothing else runs as, for we are root.
-    """
-
-    landlock: int
-    namespaces: bool
-    own_user: bool
-
-    @property
-    def allowed(self) -> Allowed:
-        """Return what the filter need not refuse."""
-        apart = self.namespaces or self.own_user
-        return Allowed(signals=apart or self.landlock >= SCOPE_VERSION, metadata=apart)
 
 
 class JailOptions(NamedTuple):
@@ -502,7 +494,7 @@ def confine(options: JailOptions, parent: int) -> None:
     own = OWN_FILES if options.layers.namespaces else options.folder
     rules.append((own, OWN))
     restrict_files(rules, options.layers.landlock)
-    install_filter(options.layers.allowed, os.getpid())
+    install_filter(options.layers, os.getpid())
 
 
 def _check_access(options: JailOptions) -> None:

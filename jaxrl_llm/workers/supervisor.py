@@ -105,7 +105,9 @@ def _supervise_worker(options: SupervisorOptions, held: int) -> None:
     if report is not None:
         with suppress(OSError):
             os.write(options.lifeline, json.dumps(report).encode())
-    _end_all(worker, group, adopts)
+    if group is not None:
+        descendants.kill(group)
+    end_descendants(worker, adopts)
     if group is not None:
         descendants.discard(str(group))
     os._exit(0)  # there is nothing to clean up, and the pool waits
@@ -169,10 +171,3 @@ def _reason(options: SupervisorOptions, group: Path | None) -> str | None:
         return None
     key = f"{options.keys}memory_gb"
     return f"took more than {options.memory_gb:g} GB with all it started ({key})"
-
-
-def _end_all(worker: int, group: Path | None, adopts: bool) -> None:
-    """Kill everything below this process, and wait until it has ended."""
-    if group is not None:
-        descendants.kill(group)
-    end_descendants(worker, adopts)

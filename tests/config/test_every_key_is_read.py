@@ -135,8 +135,10 @@ class Reads(ast.NodeVisitor):
 
 
 def names_in(expression):
-    nodes = ast.walk(expression) if expression else ()
-    return [node.id for node in nodes if isinstance(node, ast.Name)]
+    """Return the names in an expression, quoted ones included, as annotations may be."""
+    nodes = [*ast.walk(expression)] if expression else []
+    quoted = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return [node.id for node in nodes if isinstance(node, ast.Name)] + quoted
 
 
 def leaves(cls, prefix=""):

@@ -6,11 +6,11 @@ import struct
 
 import pytest
 
-from jaxrl_llm.sandbox.jail import ALLOW, AUDIT_ARCHS, Allowed, build_filter, call_numbers
+from jaxrl_llm.sandbox.jail import ALLOW, AUDIT_ARCHS, Layers, build_filter, call_numbers
 
 KILLED = 0x80000000
 REFUSED, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-ALL, NONE = Allowed(signals=True, metadata=True), Allowed(signals=False, metadata=False)
+ALL, NONE = Layers(7, True, False), Layers(1, False, False)
 OWN_PID = 77
 
 
@@ -94,10 +94,10 @@ def test_what_is_named_is_allowed_as_far_as_its_arguments_are(judged):
         ("openat", (3, 0, 3 | os.O_TRUNC), REFUSED),
         ("openat", (3, 0, os.O_RDONLY), ALLOW),
         ("kill", (OWN_PID,), ALLOW),
-        ("kill", (1,), ALLOW if allowed.signals else REFUSED),
-        ("tgkill", (-1,), ALLOW if allowed.signals else REFUSED),
-        ("fchmod", (1,), ALLOW if allowed.metadata else REFUSED),
-        ("utimensat", (1,), ALLOW if allowed.metadata else REFUSED),
+        ("kill", (1,), ALLOW if allowed.guard_signals else REFUSED),
+        ("tgkill", (-1,), ALLOW if allowed.guard_signals else REFUSED),
+        ("fchmod", (1,), ALLOW if allowed.guard_metadata else REFUSED),
+        ("utimensat", (1,), ALLOW if allowed.guard_metadata else REFUSED),
     ]
     said = [(call, arguments, judge(call, *arguments)) for call, arguments, _ in cases]
     assert said == cases
