@@ -577,28 +577,17 @@ def check_exit(job: RayJob, task: Any, others: list[Any]) -> None:
         except GetTimeoutError:
             continue
         except RayTaskError as error:
-            if is_fatal(error.cause):
-                raise original_error(error) from error
-            losses.append(str(error.cause))
+            cause = error.cause
+            is_jax = isinstance(cause, jax.errors.JaxRuntimeError)
+            if is_permanent(cause) if is_jax else not isinstance(cause, RayError):
+                raise original_error(error) from error  # it would come again
+            losses.append(str(cause))
         except RayError as error:
             losses.append(str(error))
     if failure := call_result(job.coordinator.get_failure.remote()):
         kind, text = failure
         raise (ConfigError if kind == "ConfigError" else RunError)(text)
     raise LostError("a training process was lost: " + " ".join(losses[0].split()))
-
-
-def is_fatal(cause: Any) -> bool:
-    """Return whether a process's error would come again.
-
-    >>> is_fatal(ValueError("a bug"))
-    True
-    >>> is_fatal(jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"))
-    False
-    """
-    if isinstance(cause, jax.errors.JaxRuntimeError):
-        return is_permanent(cause)
-    return not isinstance(cause, RayError)
 
 
 def dump_stacks(processes: Sequence[ProcessInfo]) -> None:
@@ -685,33 +674,23 @@ def ray_connection(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
     if address != "local" and not address.startswith("ray://"):
         # for a client Ray starts a server on the head: a second one for the trial may be too much
         check_joins(address, until - time.monotonic())
-    try:
-        _join(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"can't connect to Ray at cluster.address={address!r}: {error}"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _join(address: str) -> None:
-    """Join Ray; where the server process that the head starts for a client dies, ask for another.
-
-    Ray 2.60 starts it at a port that was free a moment ago, and does not try again.
-    """
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options |= {"address": address, "logging_level": logging.WARNING, "log_to_driver": True}
     for left in reversed(range(JOINS)):
         try:
             with warnings.catch_warnings():  # Ray forks; nothing here runs on jax's threads
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                ray.init(
-                    address=address, logging_level=logging.WARNING, log_to_driver=True, **options
-                )
-            return
-        except ConnectionAbortedError as error:
-            if not left:
-                raise
+                ray.init(**options)
+            break
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            # the server process that the head starts for a client has died: Ray 2.60 starts it at
+            # a port that was free a moment ago, and does not try again
+            if not left or not isinstance(error, ConnectionAbortedError):
+                raise ConfigError(
+                    f"can't connect to Ray at cluster.address={address!r}: {error}"
+                ) from error
             log.warning("Ray at %s could not serve this client; trying again (%s)", address, error)
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -291,10 +291,11 @@ class Server:
             generation: GenerationRequest = await while_connected(
                 reply(), request.receive, deadline
             )
+            first = await while_connected(reply(), request.receive, deadline)
             if not generation.stream:
-                return JSONResponse(await while_connected(reply(), request.receive, deadline))
+                return JSONResponse(first)
             stack.pop_all()
-        return EventStream(replies, deadline)
+        return EventStream(first, replies, deadline)
 
     async def _body(self, request: HttpRequest) -> bytes:
         """Read a request's body.
@@ -425,56 +426,41 @@ def engine_errors_as_api_errors() -> Iterator[None]:
         raise APIError(str(error)) from error
 
 
-class EventStream:
-    """A response of server-sent events, which begins with the first one.
+class EventStream(StreamingResponse):
+    """A response of server-sent events.
 
     Args:
-        events: texts.
+        first: a text; had it failed, the response would have an error's status.
+        events: the texts after it.
         deadline: on the event loop's clock.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], deadline: float) -> None:
+    def __init__(self, first: str, events: AsyncGenerator[str, None], deadline: float) -> None:
         """Send nothing yet."""
+
+        async def all_events() -> AsyncGenerator[str, None]:
+            self._begun = True
+            yield first
+            async for text in events:
+                yield text
+
+        super().__init__(all_events(), 200, {"cache-control": "no-cache"}, "text/event-stream")
         self._events, self._deadline, self._begun = events, deadline, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; an error of the first one has a status of its own."""
+        """Send the events; what goes wrong is told in the last of them."""
         try:
             async with contextlib.aclosing(self._events):
-                await while_connected(self._send_all(send), receive, self._deadline)
+                await while_connected(self.stream_response(send), receive, self._deadline)
         except Disconnected:
-            if not self._begun:
-                raise
+            pass
         except APIError as refusal:
             if not self._begun:
                 raise
+            body = event(refusal.body).encode()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
-                    await send(part(event(refusal.body)))
-                    await send(part("", more=False))
-
-    async def _send_all(self, send: Send) -> None:
-        async for text in self._events:
-            if not self._begun:
-                self._begun = True
-                await send(START)
-            await send(part(text))
-        await send(part("", more=False))
-
-
-START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-    ],
-}
-
-
-def part(text: str, *, more: bool = True) -> Message:
-    """Return a part of a body."""
-    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class AuthMiddleware:

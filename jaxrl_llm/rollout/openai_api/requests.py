@@ -776,7 +776,17 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     if choice not in ("auto", "none"):
         raise fields.refuse("tool_choice", choice, "auto or none")
     template = open_template(served, tools if choice == "auto" else [], kwargs)
-    prompt, visuals = tokenize_messages(messages, template, served)
+    messages, visuals = read_images(messages, image_reader(served.processor, served.max_tokens))
+    try:
+        text = template.opening_text(messages)
+        if served.text_limit is not None:
+            served.text_limit.check(text, "messages")
+        prompt = template.template.ids(text)
+        if served.processor is not None:
+            placeholders = served.processor.placeholders
+            prompt = placeholders.expand(prompt, visuals, served.tokenizer)
+    except REFUSALS as error:
+        raise APIError(f"messages: {error}", param="messages") from error
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -789,7 +799,7 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
         raise fields.refuse("max_tokens", older, f"max_completion_tokens={max_tokens}, or none")
     left = max(1, served.max_tokens - len(prompt))
     reads = template.call_format or "</think>" in served.tokenizer.get_chat_template()
-    request = parse_common(fields, served, (prompt,), max_tokens or left, tops)
+    request = parse_common(fields, served, (tuple(prompt),), max_tokens or left, tops)
     return replace(request, chat=True, template=template if reads else None, visuals=visuals)
 
 
@@ -878,24 +888,25 @@ def parse_prompts(fields: Fields, served: ServedModel) -> tuple[tuple[int, ...],
         raise APIError(
             f"got {len(given)} prompts, expected at most {served.max_answers}", param="prompt"
         )
-    return tuple(parse_prompt(one, served) for one in given)
-
-
-def parse_prompt(given: Any, served: ServedModel) -> tuple[int, ...]:
-    """Read a text or token ids."""
-    if isinstance(given, str):
-        if served.text_limit is not None:
-            served.text_limit.check(given, "prompt")
-        try:
-            given = served.tokenizer(given, add_special_tokens=True)["input_ids"]
-        except (ValueError, TypeError) as error:
-            raise APIError(f"prompt: {shown(given)} is no text: {error}", param="prompt") from error
-    elif isinstance(given, list):
-        check_fit(len(given), 0, served.max_tokens)  # before each of them is looked at
-        check_tokens("prompt", given, served)
-    else:
-        raise APIError(f"prompt: got {shown(given)}, expected a text or token ids", param="prompt")
-    return tuple(given)
+    prompts = []
+    for one in given:
+        if isinstance(one, str):
+            if served.text_limit is not None:
+                served.text_limit.check(one, "prompt")
+            try:
+                ids = served.tokenizer(one, add_special_tokens=True)["input_ids"]
+            except (ValueError, TypeError) as error:
+                message = f"prompt: {shown(one)} is no text: {error}"
+                raise APIError(message, param="prompt") from error
+            prompts.append(tuple(ids))
+        elif isinstance(one, list):
+            check_fit(len(one), 0, served.max_tokens)  # before each of them is looked at
+            check_tokens("prompt", one, served)
+            prompts.append(tuple(one))
+        else:
+            message = f"prompt: got {shown(one)}, expected a text or token ids"
+            raise APIError(message, param="prompt")
+    return tuple(prompts)
 
 
 def open_template(
@@ -924,29 +935,6 @@ def _template(
     tools, kwargs = json.loads(given)
     form = call_format if tools else None
     return TurnTemplate(tokenizer, stops, tools=tools, call_format=form, template_kwargs=kwargs)
-
-
-def tokenize_messages(
-    messages: Sequence[Mapping[str, Any]], template: TurnTemplate, served: ServedModel
-) -> tuple[tuple[int, ...], tuple[Visual, ...]]:
-    """Tokenise a chat, unless the text that the template makes of it is too long.
-
-    Returns:
-        The token ids, and the images whose placeholders they hold.
-    """
-    reader = image_reader(served.processor, served.max_tokens)
-    messages, visuals = read_images(messages, reader)
-    try:
-        text = template.opening_text(messages)
-        if served.text_limit is not None:
-            served.text_limit.check(text, "messages")
-        tokens = template.template.ids(text)
-        if served.processor is not None:
-            placeholders = served.processor.placeholders
-            tokens = placeholders.expand(tokens, visuals, served.tokenizer)
-        return tuple(tokens), visuals
-    except REFUSALS as error:
-        raise APIError(f"messages: {error}", param="messages") from error
 
 
 def check_tokens(name: str, tokens: Sequence[Any], served: ServedModel) -> None:

@@ -216,14 +216,36 @@ class Sidecar:
             time.sleep(POLL_INTERVAL_S)
         raise self._reason or SidecarLost("the vLLM sidecar was closed")
 
-    def send(self, op: str, data: memoryview | None = None, **fields: Any) -> int:
+    def send(
+        self,
+        op: str,
+        data: memoryview | None = None,
+        answer: Future[Any] | None = None,
+        **fields: Any,
+    ) -> int:
         """Send a message; return its number.
+
+        Args:
+            op: what is asked for.
+            data: sent behind the message.
+            answer: gets its only answer; None: `receive` gets each piece.
+            **fields: of the message.
 
         Raises:
             SidecarLost: the connection has ended.
         """
         number = next(self._numbers)
-        self._send(number, op, data, fields)
+        if answer is not None:
+            self._answers[number] = answer
+        message = {"id": number, "op": op, "data": data is not None, **fields}
+        try:
+            with self._sending:
+                assert self._connection is not None
+                self._connection.send_bytes(json.dumps(message).encode())
+                if data is not None:
+                    self._connection.send_bytes(data)
+        except (OSError, ValueError) as error:  # closed by the other side, or by this one
+            raise SidecarLost(f"the sidecar's connection has ended: {error}") from error
         return number
 
     def ask(self, op: str, data: memoryview | None = None, **fields: Any) -> Callable[[], Any]:
@@ -233,10 +255,8 @@ class Sidecar:
             SidecarLost: the connection has ended; waiting, also if no answer comes in time.
             RefusedError: waiting, if the answer is an error.
         """
-        number = next(self._numbers)
         answer: Future[Any] = Future()
-        self._answers[number] = answer
-        self._send(number, op, data, fields)
+        self.send(op, data, answer, **fields)
 
         def wait() -> Any:
             try:
@@ -272,17 +292,6 @@ class Sidecar:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it has ended already
                 self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _send(self, number: int, op: str, data: memoryview | None, fields: Any) -> None:
-        message = {"id": number, "op": op, "data": data is not None, **fields}
-        try:
-            with self._sending:
-                assert self._connection is not None
-                self._connection.send_bytes(json.dumps(message).encode())
-                if data is not None:
-                    self._connection.send_bytes(data)
-        except (OSError, ValueError) as error:  # closed by the other side, or by this one
-            raise SidecarLost(f"the sidecar's connection has ended: {error}") from error
 
     def _serve(self) -> None:
         """Take what the sidecar says until its connection ends."""
