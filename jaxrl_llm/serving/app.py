@@ -439,23 +439,29 @@ class EventStream(StreamingResponse):
         """Send nothing yet."""
 
         async def all_events() -> AsyncGenerator[str, None]:
-            self._begun = True
             yield first
             async for text in events:
                 yield text
 
         super().__init__(all_events(), 200, {"cache-control": "no-cache"}, "text/event-stream")
-        self._events, self._deadline, self._begun = events, deadline, False
+        self._events, self._deadline = events, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; what goes wrong is told in the last of them."""
+        begun = False
+
+        async def send_all() -> None:
+            nonlocal begun
+            begun = True
+            await self.stream_response(send)
+
         try:
             async with contextlib.aclosing(self._events):
-                await while_connected(self.stream_response(send), receive, self._deadline)
+                await while_connected(send_all(), receive, self._deadline)
         except Disconnected:
             pass
         except APIError as refusal:
-            if not self._begun:
+            if not begun:
                 raise
             body = event(refusal.body).encode()
             with contextlib.suppress(TimeoutError):

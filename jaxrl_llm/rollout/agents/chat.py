@@ -466,12 +466,7 @@ class Chat:
         tokens = self._template.following(
             self._pending, calls=self._last.calls, closed=stop is not None, stop=stop
         )
-        return self._shown(tokens, self._pending)
-
-    def _shown(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Stretch:
-        """Return what a template has written for messages, with the tokens of their images."""
-        visuals = self.contents.visuals(messages)
-        return Stretch(tuple(self.contents.expand(tokens, visuals)), visuals)
+        return self.contents.told(tokens, self._pending)
 
     def _opened(self) -> Stretch:
         """Return the chain's prompt, with what the environment says first.
@@ -491,7 +486,7 @@ class Chat:
         pairs = zip(self._messages, self.prompt.messages, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == dict(pair[1]), pairs))
         tokens = self._template.opening(self.messages[:same], told=self.messages[same:])
-        opening = self._shown(tokens, self.messages)
+        opening = self.contents.told(tokens, self.messages)
         if self._is_first:
             check_prompt(opening, self.limits, "with what the environment says first")
         return opening

@@ -216,7 +216,8 @@ def check_program(keywords: Mapping[str, Any]) -> None:
         keywords: of `openai_program`, as the config gives them.
 
     Raises:
-        ConfigError: neither or both of `run` and `command`; there is no such file or function.
+        ConfigError: neither or both of `run` and `command`; there is no such file or function; an
+            interpreter, an address or a time can't be had.
     """
     key, run, command = "rollout.agent", keywords.get("run"), keywords.get("command")
     if (run is None) == (not command):
@@ -224,7 +225,16 @@ def check_program(keywords: Mapping[str, Any]) -> None:
             f"{key}: openai_program needs either run: my_agent.py:main or command: [...], got "
             f"run={run!r} and command={command!r}"
         )
-    _check_surroundings(keywords)
+    python, host = keywords.get("python"), keywords.get("host", "127.0.0.1")
+    if python is not None and shutil.which(str(python)) is None:
+        raise ConfigError(f"{key}.python: no program {str(python)!r}")
+    try:
+        socket.create_server((str(host), 0)).close()
+    except OSError as error:
+        raise ConfigError(f"{key}.host: can't listen on {host!r}: {error}") from error
+    idle_s = keywords.get("idle_s", 1.0)
+    if type(idle_s) not in (int, float) or not 0 < idle_s < math.inf:
+        raise ConfigError(f"{key}.idle_s: expected seconds above 0, got {idle_s!r}")
     if run is None:
         assert command is not None, "checked above"
         if isinstance(command, str) or not all(isinstance(word, str) for word in command):
@@ -241,20 +251,6 @@ def check_program(keywords: Mapping[str, Any]) -> None:
         if not Path(where).is_file():
             raise ConfigError(f"{key}.run: no file {str(Path(where).resolve())!r}")
         _check_function(where, name, keywords.keys() - OWN_KEYS)
-
-
-def _check_surroundings(keywords: Mapping[str, Any]) -> None:
-    """Refuse an interpreter, an address or a time that can't be had."""
-    python, host = keywords.get("python"), keywords.get("host", "127.0.0.1")
-    if python is not None and shutil.which(str(python)) is None:
-        raise ConfigError(f"rollout.agent.python: no program {str(python)!r}")
-    try:
-        socket.create_server((str(host), 0)).close()
-    except OSError as error:
-        raise ConfigError(f"rollout.agent.host: can't listen on {host!r}: {error}") from error
-    idle_s = keywords.get("idle_s", 1.0)
-    if type(idle_s) not in (int, float) or not 0 < idle_s < math.inf:
-        raise ConfigError(f"rollout.agent.idle_s: expected seconds above 0, got {idle_s!r}")
 
 
 def _check_function(file: str, name: str, keywords: Iterable[str]) -> None:
