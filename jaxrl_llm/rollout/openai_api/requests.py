@@ -770,7 +770,14 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     messages = parse_messages(fields.take("messages", list, []))
     if not messages:
         raise fields.refuse("messages", [], "a list with a message or more")
-    kwargs = parse_template_kwargs(fields)
+    kwargs = fields.take("chat_template_kwargs", dict, {})
+    for name in not_variables().intersection(kwargs):
+        raise fields.refuse(
+            f"chat_template_kwargs.{name}",
+            kwargs[name],
+            "variables that only the chat template knows: what is said and the tools have fields "
+            "of their own, and the server sets the rest",
+        )
     tools = parse_tools(fields.take("tools", list, []))
     choice = fields.any_of("tool_choice") or "auto"
     if choice not in ("auto", "none"):
@@ -851,6 +858,12 @@ def parse_sampling(
     more = fields.take("stop_token_ids", list, [])
     check_tokens("stop_token_ids", more, served)
     known = () if fields.take("ignore_eos", bool, False) else served.stop_ids
+    biases = {}  # from token ids to what is added to their logits
+    for name, value in fields.take("logit_bias", dict, {}).items():
+        if not name.isdecimal() or len(name) > 9 or not is_a(value, float) or abs(value) > 100:
+            raise fields.refuse("logit_bias", {name: value}, "token ids and numbers of -100 to 100")
+        check_tokens("logit_bias", [int(name)], served)
+        biases[int(name)] = float(value)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=fields.between("temperature", float, 1.0, 0, math.inf),
@@ -858,7 +871,7 @@ def parse_sampling(
         top_k=max(0, fields.between("top_k", int, 0, -1, math.inf)),
         min_p=fields.between("min_p", float, 0.0, 0, 1),
         repetition_penalty=penalty,
-        logit_bias=parse_logit_bias(fields, served),
+        logit_bias=tuple(sorted(biases.items())),
         stop_ids=tuple(sorted({*known, *more})),
         stop=parse_stops(fields),
         top_logprobs=tops,
@@ -972,19 +985,6 @@ def parse_stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def parse_template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Read variables of the chat template, none of which is another field's or the server's."""
-    given = fields.take("chat_template_kwargs", dict, {})
-    for name in not_variables().intersection(given):
-        raise fields.refuse(
-            f"chat_template_kwargs.{name}",
-            given[name],
-            "variables that only the chat template knows: what is said and the tools have fields "
-            "of their own, and the server sets the rest",
-        )
-    return given
-
-
 @functools.cache
 def not_variables() -> frozenset[str]:
     """Return the names of what renders a chat, which no variable of a template can have."""
@@ -992,14 +992,3 @@ def not_variables() -> frozenset[str]:
 
     names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset({"messages", *names} - {"documents", "kwargs"})
-
-
-def parse_logit_bias(fields: Fields, served: ServedModel) -> tuple[tuple[int, float], ...]:
-    """Read an object from token ids to what is added to their logits."""
-    biases = {}
-    for name, value in fields.take("logit_bias", dict, {}).items():
-        if not name.isdecimal() or len(name) > 9 or not is_a(value, float) or abs(value) > 100:
-            raise fields.refuse("logit_bias", {name: value}, "token ids and numbers of -100 to 100")
-        check_tokens("logit_bias", [int(name)], served)
-        biases[int(name)] = float(value)
-    return tuple(sorted(biases.items()))
