@@ -90,10 +90,7 @@ class ProgramPool:
         self.ready: Future[None] = Future()
         self._closed, self._lock = False, threading.Lock()
         limits = Limits(None, None, spec.limits.pass_env)
-        told = {
-            "python": spec.python,
-            "run": spec.run,
-            "command": list(spec.command),
+        told = spec._asdict() | {
             "keywords": json.loads(spec.keywords),
             "memory_gb": spec.limits.memory_gb,
             "search": [] if spec.python else [p for p in sys.path if p],
