@@ -67,8 +67,7 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
 
     Args:
         address: `host:port` or `ray://host:port`; an IPv6 host may stand in brackets.
-        seconds: for each of the host's addresses and for the answer, at most `CONNECT_S`; a host's
-            name may take its resolver longer.
+        seconds: for all of it, at most `CONNECT_S`; a host's name may take its resolver longer.
 
     >>> check_answers("nowhere")
     Traceback (most recent call last):
@@ -79,11 +78,12 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
     if not colon or not port.isdecimal():
         raise ConfigError(f"cluster.address: expected (ray://)host:port, got {address!r}")
     seconds = min(seconds, CONNECT_S)
+    until = time.monotonic() + seconds
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
+        with _connected(host.strip("[]"), int(port), until) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return  # only those who have its certificates may talk to it
-            answer, closed = _first_frame(connection, time.monotonic() + seconds)
+            answer, closed = _first_frame(connection, until)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"no Ray cluster answers at cluster.address={address!r}: {error}"
@@ -96,14 +96,26 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
         )
 
 
+def _connected(host: str, port: int, until: float) -> socket.socket:
+    """Return a connection to the first of a host's addresses that takes one."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left, (*_, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        try:  # each has its share of the time
+            return socket.create_connection((str(address[0]), port), _left(until) / left)
+        except OSError:
+            if left == 1:
+                raise
+    raise OSError(f"{host} has no address")
+
+
 def _first_frame(connection: socket.socket, until: float) -> tuple[bytes, bool]:
     """Greet a server; return what it answers, and whether it then closed the connection."""
     answer = b""
     try:
+        connection.settimeout(_left(until))
         connection.sendall(PREFACE)
         while len(answer) < len(SETTINGS):
-            # 0 would be no limit at all
-            connection.settimeout(max(until - time.monotonic(), 1e-3))
+            connection.settimeout(_left(until))
             part = connection.recv(256)
             if not part:
                 return answer, True
@@ -113,6 +125,10 @@ def _first_frame(connection: socket.socket, until: float) -> tuple[bytes, bool]:
     except ConnectionError:
         return answer, True
     return answer, False
+
+
+def _left(until: float) -> float:
+    return max(until - time.monotonic(), 1e-3)  # 0 would be no limit at all
 
 
 def check_joins(address: str, seconds: float) -> None:
