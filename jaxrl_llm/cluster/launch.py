@@ -67,8 +67,7 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
 
     Args:
         address: `host:port` or `ray://host:port`; an IPv6 host may stand in brackets.
-        seconds: for each of the host's addresses and for the answer, at most `CONNECT_S`; a host's
-            name may take its resolver longer.
+        seconds: for all of it, at most `CONNECT_S`; a host's name may take its resolver longer.
 
     >>> check_answers("nowhere")
     Traceback (most recent call last):
@@ -79,11 +78,12 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
     if not colon or not port.isdecimal():
         raise ConfigError(f"cluster.address: expected (ray://)host:port, got {address!r}")
     seconds = min(seconds, CONNECT_S)
+    until = time.monotonic() + seconds
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
+        with _connected(host.strip("[]"), int(port), until) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return  # only those who have its certificates may talk to it
-            answer, closed = _first_frame(connection, time.monotonic() + seconds)
+            answer, closed = _first_frame(connection, until)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"no Ray cluster answers at cluster.address={address!r}: {error}"
@@ -96,14 +96,26 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
         )
 
 
+def _connected(host: str, port: int, until: float) -> socket.socket:
+    """Return a connection to the first of a host's addresses that takes one."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left, (*_, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        try:  # each has its share of the time
+            return socket.create_connection((str(address[0]), port), _left(until) / left)
+        except OSError:
+            if left == 1:
+                raise
+    raise OSError(f"{host} has no address")
+
+
 def _first_frame(connection: socket.socket, until: float) -> tuple[bytes, bool]:
     """Greet a server; return what it answers, and whether it then closed the connection."""
     answer = b""
     try:
+        connection.settimeout(_left(until))
         connection.sendall(PREFACE)
         while len(answer) < len(SETTINGS):
-            # 0 would be no limit at all
-            connection.settimeout(max(until - time.monotonic(), 1e-3))
+            connection.settimeout(_left(until))
             part = connection.recv(256)
             if not part:
                 return answer, True
@@ -113,6 +125,10 @@ def _first_frame(connection: socket.socket, until: float) -> tuple[bytes, bool]:
     except ConnectionError:
         return answer, True
     return answer, False
+
+
+def _left(until: float) -> float:
+    return max(until - time.monotonic(), 1e-3)  # 0 would be no limit at all
 
 
 def check_joins(address: str, seconds: float) -> None:
@@ -577,28 +593,17 @@ def check_exit(job: RayJob, task: Any, others: list[Any]) -> None:
         except GetTimeoutError:
             continue
         except RayTaskError as error:
-            if is_fatal(error.cause):
-                raise original_error(error) from error
-            losses.append(str(error.cause))
+            cause = error.cause
+            is_jax = isinstance(cause, jax.errors.JaxRuntimeError)
+            if is_permanent(cause) if is_jax else not isinstance(cause, RayError):
+                raise original_error(error) from error  # it would come again
+            losses.append(str(cause))
         except RayError as error:
             losses.append(str(error))
     if failure := call_result(job.coordinator.get_failure.remote()):
         kind, text = failure
         raise (ConfigError if kind == "ConfigError" else RunError)(text)
     raise LostError("a training process was lost: " + " ".join(losses[0].split()))
-
-
-def is_fatal(cause: Any) -> bool:
-    """Return whether a process's error would come again.
-
-    >>> is_fatal(ValueError("a bug"))
-    True
-    >>> is_fatal(jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset"))
-    False
-    """
-    if isinstance(cause, jax.errors.JaxRuntimeError):
-        return is_permanent(cause)
-    return not isinstance(cause, RayError)
 
 
 def dump_stacks(processes: Sequence[ProcessInfo]) -> None:
@@ -685,33 +690,23 @@ def ray_connection(cluster: ClusterConfig, nodes: int) -> Iterator[None]:
     if address != "local" and not address.startswith("ray://"):
         # for a client Ray starts a server on the head: a second one for the trial may be too much
         check_joins(address, until - time.monotonic())
-    try:
-        _join(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"can't connect to Ray at cluster.address={address!r}: {error}"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _join(address: str) -> None:
-    """Join Ray; where the server process that the head starts for a client dies, ask for another.
-
-    Ray 2.60 starts it at a port that was free a moment ago, and does not try again.
-    """
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options |= {"address": address, "logging_level": logging.WARNING, "log_to_driver": True}
     for left in reversed(range(JOINS)):
         try:
             with warnings.catch_warnings():  # Ray forks; nothing here runs on jax's threads
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                ray.init(
-                    address=address, logging_level=logging.WARNING, log_to_driver=True, **options
-                )
-            return
-        except ConnectionAbortedError as error:
-            if not left:
-                raise
+                ray.init(**options)
+            break
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            # the server process that the head starts for a client has died: Ray 2.60 starts it at
+            # a port that was free a moment ago, and does not try again
+            if not left or not isinstance(error, ConnectionAbortedError):
+                raise ConfigError(
+                    f"can't connect to Ray at cluster.address={address!r}: {error}"
+                ) from error
             log.warning("Ray at %s could not serve this client; trying again (%s)", address, error)
+    try:
+        yield
+    finally:
+        ray.shutdown()

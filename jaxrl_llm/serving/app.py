@@ -12,10 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -280,13 +279,11 @@ class Server:
 
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(contextlib.aclosing(replies))
-            generation: GenerationRequest = await while_connected(
-                reply(), request.receive, deadline
-            )
-            if not generation.stream:
-                return JSONResponse(await while_connected(reply(), request.receive, deadline))
+            first = await while_connected(reply(), request.receive, deadline)
+            if isinstance(first, dict):
+                return JSONResponse(first)
             stack.pop_all()
-        return EventStream(replies, deadline)
+        return EventStream(first, replies, deadline)
 
     async def _body(self, request: HttpRequest) -> bytes:
         """Read a request's body.
@@ -320,14 +317,13 @@ class Server:
         return generation, Envelope(generation, model)
 
     async def _replies(self, body: bytes, path: str) -> AsyncGenerator[Any, None]:
-        """Yield what a body asks for, and then the answer, or the events of its stream.
+        """Yield the answer to a body, or the events of its stream.
 
         All is done inside the gate. What takes the processor's time is not done on the event loop.
         """
         async with self.limiter:
             generation, envelope = await asyncio.to_thread(self._read, body, path)
             del body
-            yield generation
             if not generation.stream:
                 yield await self._answer(generation, envelope)
                 return
@@ -417,105 +413,47 @@ def engine_errors_as_api_errors() -> Iterator[None]:
         raise APIError(str(error)) from error
 
 
-class EventStream:
-    """A response of server-sent events, which begins with the first one.
+class EventStream(StreamingResponse):
+    """A response of server-sent events.
 
     Args:
-        events: texts.
+        first: a text; had it failed, the response would have an error's status.
+        events: the texts after it.
         deadline: on the event loop's clock.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], deadline: float) -> None:
+    def __init__(self, first: str, events: AsyncGenerator[str, None], deadline: float) -> None:
         """Send nothing yet."""
-        self._events, self._deadline, self._begun = events, deadline, False
+
+        async def all_events() -> AsyncGenerator[str, None]:
+            yield first
+            async for text in events:
+                yield text
+
+        super().__init__(all_events(), 200, {"cache-control": "no-cache"}, "text/event-stream")
+        self._events, self._deadline = events, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; an error of the first one has a status of its own."""
+        """Send the events; what goes wrong is told in the last of them."""
+        begun = False
+
+        async def send_all() -> None:
+            nonlocal begun
+            begun = True
+            await self.stream_response(send)
+
         try:
             async with contextlib.aclosing(self._events):
-                await while_connected(self._send_all(send), receive, self._deadline)
+                await while_connected(send_all(), receive, self._deadline)
         except Disconnected:
-            if not self._begun:
-                raise
+            pass
         except APIError as refusal:
-            if not self._begun:
+            if not begun:
                 raise
+            body = event(refusal.body).encode()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
-                    await send(part(event(refusal.body)))
-                    await send(part("", more=False))
-
-    async def _send_all(self, send: Send) -> None:
-        async for text in self._events:
-            if not self._begun:
-                self._begun = True
-                await send(START)
-            await send(part(text))
-        await send(part("", more=False))
-
-
-START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-    ],
-}
-
-
-def part(text: str, *, more: bool = True) -> Message:
-    """Return a part of a body."""
-    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
-
-
-class AuthMiddleware:
-    """Asks for the API key below `/v1`, and counts responses.
-
-    Args:
-        app: what answers.
-        server: counts.
-        api_key: None asks for none.
-        paths: that are counted by name.
-    """
-
-    def __init__(
-        self, app: ASGIApp, server: Server, api_key: str | None, paths: frozenset[str]
-    ) -> None:
-        """Keep them."""
-        self._app, self._server, self._api_key, self._paths = app, server, api_key, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        started, status = time.monotonic(), CLIENT_GONE
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            if self._is_authorized(scope):
-                await self._app(scope, receive, note)
-            else:
-                await error_response(UNAUTHORIZED)(scope, receive, note)
-        except Exception:
-            status = 500
-            raise
-        finally:
-            self._server.recorder.record(path, status, time.monotonic() - started)
-
-    def _is_authorized(self, scope: Scope) -> bool:
-        if self._api_key is None or not scope["path"].startswith("/v1"):
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        is_key = hmac.compare_digest(key.strip(b" "), self._api_key.encode())
-        return is_key and scheme.lower() == b"bearer"  # RFC 9110, 11.1: in any case
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 UNAUTHORIZED = APIError(
@@ -533,8 +471,8 @@ def error_response(refusal: APIError) -> JSONResponse:
 
 def make_app(
     engine: Engine, served: ServedModel, limits: LimitsConfig, api_key: str | None
-) -> Starlette:
-    """Return the ASGI application.
+) -> ASGIApp:
+    """Return the ASGI application. It asks for the API key below `/v1`, and counts responses.
 
     Args:
         engine: samples; it has weights.
@@ -564,9 +502,36 @@ def make_app(
         return error_response(APIError("the server failed; its log says why", status=500))
 
     kinds = (APIError, HTTPException, Disconnected, Exception)
-    paths = frozenset(route.path for route in routes)
-    return Starlette(
-        routes=routes,
-        exception_handlers=dict.fromkeys(kinds, refuse),
-        middleware=[Middleware(AuthMiddleware, server, api_key, paths)],
-    )
+    paths = frozenset(route.path for route in routes)  # that are counted by name
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
+
+    def is_authorized(scope: Scope) -> bool:
+        if api_key is None or not scope["path"].startswith("/v1"):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        is_key = hmac.compare_digest(key.strip(b" "), api_key.encode())
+        return is_key and scheme.lower() == b"bearer"  # RFC 9110, 11.1: in any case
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in paths else "other"
+        started, status = time.monotonic(), CLIENT_GONE
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            answers = app if is_authorized(scope) else error_response(UNAUTHORIZED)
+            await answers(scope, receive, note)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            server.recorder.record(path, status, time.monotonic() - started)
+
+    return guarded

@@ -522,9 +522,9 @@ def test_a_reader_that_stands_still_leaves_the_gate_in_time(engine, served, monk
 
     async def run():
         replies = server._replies(ask_for("Hi", stream=True), "/v1/completions")
-        assert (await anext(replies)).stream
-        assert server.limiter.running == 1
-        stream = EventStream(replies, asyncio.get_running_loop().time() + 0.2)
+        first, deadline = await anext(replies), asyncio.get_running_loop().time() + 0.2
+        assert first.startswith("data: ") and server.limiter.running == 1
+        stream = EventStream(first, replies, deadline)
         await stream({}, forever, forever)
         assert server.limiter.running == 0
 
@@ -575,7 +575,8 @@ def test_a_reader_that_stands_still_does_not_outlive_its_time(monkeypatch):
             await asyncio.sleep(1000)
 
     async def run():
-        stream = EventStream(events(), asyncio.get_running_loop().time() + 0.1)
+        texts, deadline = events(), asyncio.get_running_loop().time() + 0.1
+        stream = EventStream(await anext(texts), texts, deadline)
         await asyncio.wait_for(stream({}, receive, send), 10)
 
     asyncio.run(run())

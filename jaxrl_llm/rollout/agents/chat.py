@@ -260,8 +260,7 @@ class Chat:
         told = self._told()
         if self._opening is None:
             self._opening = self._opened()
-        room = self._room(told, max_tokens)
-        await self._add_turn(told, room, tuple(stop))
+        await self._add_turn(told, max_tokens, stop)
         assert self._last is not None, "it is drawn"
         return self._last
 
@@ -303,15 +302,26 @@ class Chat:
             if self._is_first:
                 check_prompt(given, self.limits, "as the agent wrote it")
             self._opening = given
-        room = self._room(told, max_tokens)
         unread = told if self._is_first or self._messages else self._opening
         if unread.tokens:
             text = text_decoder(self.tokenizer, skip_special_tokens=False)(unread.tokens)
-            self._messages.append({"role": "user", "content": text, "as_tokens": True})
-        return await self._add_turn(told, room, tuple(stop))
+            self._pending.append({"role": "user", "content": text, "as_tokens": True})
+        return await self._add_turn(told, max_tokens, stop)
 
-    async def _add_turn(self, told: Stretch, room: int, stop: tuple[str, ...]) -> Completion:
-        """Tell tokens and draw a turn; what was appended is told with them."""
+    async def _add_turn(
+        self, told: Stretch, max_tokens: int | None, stop: Sequence[str]
+    ) -> Completion:
+        """Tell tokens and draw a turn; what was appended is told with them.
+
+        Raises:
+            EpisodeEnd: there is no room for a turn, or for images that are told.
+        """
+        left, limits = self.left, self.limits
+        most = limits.turn_tokens if max_tokens is None else max_tokens
+        room = min(left - len(told.tokens), left if most is None else most)
+        shown = Stretch(visuals=(*self.visuals, *told.visuals)).visual_tokens
+        if room < 1 or (limits.visual_tokens is not None and shown > limits.visual_tokens):
+            raise self.ended("length")
         assert self._opening is not None, "it is opened"
         if self._number is None:
             self._number = self._log.begin_chain(self._opening, self._messages)
@@ -319,7 +329,7 @@ class Chat:
             self._add_piece(EpisodePiece.told(told.tokens, visuals=told.visuals))
         self._messages += self._pending
         self._pending, before = [], self.tokens
-        sampling = replace(self.sampling, max_new_tokens=room, stop=stop)
+        sampling = replace(self.sampling, max_new_tokens=room, stop=tuple(stop))
         seed = turn_seed(self.seed, self.turn)
         self._log.is_generating = True
         try:
@@ -439,20 +449,6 @@ class Chat:
         if self.turn >= self.limits.turns:
             raise self.ended("turns")
 
-    def _room(self, told: Stretch, max_tokens: int | None) -> int:
-        """Return how many tokens a turn may have after what is told.
-
-        Raises:
-            EpisodeEnd: none, or the chain has no room for images that are told.
-        """
-        left, limits = self.left, self.limits
-        most = limits.turn_tokens if max_tokens is None else max_tokens
-        room = min(left - len(told.tokens), left if most is None else most)
-        shown = Stretch(visuals=(*self.visuals, *told.visuals)).visual_tokens
-        if room < 1 or (limits.visual_tokens is not None and shown > limits.visual_tokens):
-            raise self.ended("length")
-        return room
-
     def _told(self) -> Stretch:
         """Return the tokens between the last turn and the next one.
 
@@ -470,12 +466,7 @@ class Chat:
         tokens = self._template.following(
             self._pending, calls=self._last.calls, closed=stop is not None, stop=stop
         )
-        return self._shown(tokens, self._pending)
-
-    def _shown(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Stretch:
-        """Return what a template has written for messages, with the tokens of their images."""
-        visuals = self.contents.visuals(messages)
-        return Stretch(tuple(self.contents.expand(tokens, visuals)), visuals)
+        return self.contents.told(tokens, self._pending)
 
     def _opened(self) -> Stretch:
         """Return the chain's prompt, with what the environment says first.
@@ -495,7 +486,7 @@ class Chat:
         pairs = zip(self._messages, self.prompt.messages, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == dict(pair[1]), pairs))
         tokens = self._template.opening(self.messages[:same], told=self.messages[same:])
-        opening = self._shown(tokens, self.messages)
+        opening = self.contents.told(tokens, self.messages)
         if self._is_first:
             check_prompt(opening, self.limits, "with what the environment says first")
         return opening

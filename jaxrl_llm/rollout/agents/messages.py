@@ -184,6 +184,11 @@ class MessageContents:
             )
         return tuple(self._known[key] for key in keys)
 
+    def told(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Stretch:
+        """Return what a template has written for messages, with the tokens of their images."""
+        visuals = self.visuals(messages)
+        return Stretch(tuple(self.expand(tokens, visuals)), visuals)
+
     def expand(self, tokens: Sequence[int], visuals: Sequence[Visual]) -> list[int]:
         """Return token ids with the tokens of the visuals in place of their placeholders.
 

@@ -166,18 +166,6 @@ class EngineFailure(Exception):
         self.error = error
 
 
-def sampled_freely(engine: Engine) -> Generate:
-    """Return what samples each turn as soon as it is asked for."""
-
-    async def generate(request: Request) -> Completion:
-        try:
-            return await engine.generate(request)
-        except Exception as error:
-            raise EngineFailure(error) from error
-
-    return generate
-
-
 def after_turns(state: EpisodeState, generate: Generate) -> Generate:
     """Return what samples the turns of an episode: those that it has, by seed, and new ones.
 
@@ -267,8 +255,14 @@ async def run_all(
     """
     rounds = Rounds(engine, len(episodes), needed, stop) if lockstep else None
 
+    async def sample_at_once(request: Request) -> Completion:
+        try:
+            return await engine.generate(request)
+        except Exception as error:
+            raise EngineFailure(error) from error
+
     async def run(number: int) -> Episode:
-        generate = sampled_freely(engine) if rounds is None else rounds.generate(number)
+        generate = sample_at_once if rounds is None else rounds.generate(number)
         try:
             return await episodes[number](generate)
         finally:

@@ -7,16 +7,15 @@ import logging
 import math
 import os
 import pickle
-import selectors
 import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError, RunError
@@ -86,28 +85,29 @@ class ProgramPool:
     def __init__(self, spec: ProgramSpec) -> None:
         """Start the process that imports it, and return."""
         self._spec, self._numbers = spec, itertools.count()
-        self._inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._inbox: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._running: dict[int, Future[ProgramEnd]] = {}
         self.ready: Future[None] = Future()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
         self._closed, self._lock = False, threading.Lock()
         limits = Limits(None, None, spec.limits.pass_env)
-        told = {
-            "python": spec.python,
-            "run": spec.run,
-            "command": list(spec.command),
+        told = spec._asdict() | {
             "keywords": json.loads(spec.keywords),
             "memory_gb": spec.limits.memory_gb,
             "search": [] if spec.python else [p for p in sys.path if p],
         }
         self._worker = WorkerProcess(PROGRAM, told, 0.0, LaunchOptions(limits=limits))
-        self._thread = threading.Thread(target=self._run, name="programs", daemon=True)
-        self._thread.start()
+        self._connection = self._worker.channel.connection
+        self._connection.setblocking(True)  # each direction has a thread that may wait
+        self._worker.channel.flush()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name="programs", daemon=True)
+            for work in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, given: Mapping[str, Any]) -> tuple[int, Future[ProgramEnd]]:
-        """Start the program of an episode; return its number and its end.
+        """Start the program of an episode, once it is imported; return its number and its end.
 
         Args:
             given: what it may ask for.
@@ -117,25 +117,19 @@ class ProgramPool:
             if self._closed:
                 raise RunError(f"rollout.agent: the process of {self._spec.name} has ended")
             self._running[number] = future
-        self._tell({"start": number, "given": given})
+        self._inbox.put({"start": number, "given": given})
         return number, future
 
     def kill(self, number: int) -> None:
         """Kill a program with all that it has started, if it still runs."""
-        self._tell({"kill": number})
+        self._inbox.put({"kill": number})
 
     def close(self) -> None:
         """Kill all programs."""
         self._fail("it was closed")
-        self._thread.join()
         self._worker.stop()
-        self._wake.close()
-        self._woken.close()
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._inbox.put(message)
-        with suppress(OSError):  # it is full, and the thread will wake up; or all is closed
-            self._wake.send(b"x")
+        for thread in self._threads:
+            thread.join()
 
     def _fail(self, reason: str) -> None:
         error = RunError(f"rollout.agent: {self._spec.name}: {reason}")
@@ -145,52 +139,37 @@ class ProgramPool:
         for future in (self.ready, *waiting):
             if not future.done():
                 future.set_exception(error)
-        self._tell({})
+        self._inbox.put(None)
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            while not self._closed:
-                self._turn()
+            work()
         except Exception as error:
             self._fail(repr(error))
 
-    def _turn(self) -> None:
-        with suppress(Empty):
-            while self.ready.done():
-                message = self._inbox.get_nowait()
-                if message:
-                    text = json.dumps(message, default=to_plain)
-                    self._worker.channel.send(text.encode() + b"\n")
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            self._worker.watch(selector)
-            active = {key.data for key, _ in selector.select()}
-        with suppress(BlockingIOError):
-            self._woken.recv(4096)
-        if self._worker not in active:
-            return
-        channel = self._worker.channel
-        channel.flush()
-        lines = channel.receive()
-        for line in lines:
-            self._take(line)
-        if not lines and self._worker.has_ended() and not self._closed:
-            self._fail(f"the process of the programs {self._worker.end_reason()}")
+    def _write(self) -> None:
+        """Send what is asked of the runner, until it is closed or has ended."""
+        with suppress(ConnectionError):  # which `_read` sees, too
+            while (message := self._inbox.get()) is not None:
+                text = json.dumps(message, default=to_plain)
+                self._connection.sendall(text.encode() + b"\n")
 
-    def _take(self, line: bytes) -> None:
-        """Take a line that the runner has written."""
-        if not self.ready.done():
-            load_error = decode_load_error(line)
-            if load_error is not None:
-                self._fail(f"it can't be loaded: {load_error}")
-            else:
-                self.ready.set_result(None)
-            return
-        end = json.loads(line)
-        with self._lock:
-            future = self._running.pop(end["end"], None)
-        if future is not None and future.set_running_or_notify_cancel():
-            future.set_result(ProgramEnd(end["value"], end["error"], end["output"]))
+    def _read(self) -> None:
+        """Take the lines that the runner writes, until it has ended."""
+        with suppress(ConnectionError), self._connection.makefile("rb") as lines:
+            for line in lines:
+                if self.ready.done():
+                    end = json.loads(line)
+                    with self._lock:
+                        future = self._running.pop(end["end"], None)
+                    if future is not None and future.set_running_or_notify_cancel():
+                        future.set_result(ProgramEnd(end["value"], end["error"], end["output"]))
+                elif (load_error := decode_load_error(line)) is not None:
+                    self._fail(f"it can't be loaded: {load_error}")
+                else:
+                    self.ready.set_result(None)
+        if not self._closed:
+            self._fail(f"the process of the programs {self._worker.end_reason()}")
 
 
 def become_runner(connection: int, *, memory_gb: float | None) -> None:
@@ -234,7 +213,8 @@ def check_program(keywords: Mapping[str, Any]) -> None:
         keywords: of `openai_program`, as the config gives them.
 
     Raises:
-        ConfigError: neither or both of `run` and `command`; there is no such file or function.
+        ConfigError: neither or both of `run` and `command`; there is no such file or function; an
+            interpreter, an address or a time can't be had.
     """
     key, run, command = "rollout.agent", keywords.get("run"), keywords.get("command")
     if (run is None) == (not command):
@@ -242,7 +222,16 @@ def check_program(keywords: Mapping[str, Any]) -> None:
             f"{key}: openai_program needs either run: my_agent.py:main or command: [...], got "
             f"run={run!r} and command={command!r}"
         )
-    _check_surroundings(keywords)
+    python, host = keywords.get("python"), keywords.get("host", "127.0.0.1")
+    if python is not None and shutil.which(str(python)) is None:
+        raise ConfigError(f"{key}.python: no program {str(python)!r}")
+    try:
+        socket.create_server((str(host), 0)).close()
+    except OSError as error:
+        raise ConfigError(f"{key}.host: can't listen on {host!r}: {error}") from error
+    idle_s = keywords.get("idle_s", 1.0)
+    if type(idle_s) not in (int, float) or not 0 < idle_s < math.inf:
+        raise ConfigError(f"{key}.idle_s: expected seconds above 0, got {idle_s!r}")
     if run is None:
         assert command is not None, "checked above"
         if isinstance(command, str) or not all(isinstance(word, str) for word in command):
@@ -259,20 +248,6 @@ def check_program(keywords: Mapping[str, Any]) -> None:
         if not Path(where).is_file():
             raise ConfigError(f"{key}.run: no file {str(Path(where).resolve())!r}")
         _check_function(where, name, keywords.keys() - OWN_KEYS)
-
-
-def _check_surroundings(keywords: Mapping[str, Any]) -> None:
-    """Refuse an interpreter, an address or a time that can't be had."""
-    python, host = keywords.get("python"), keywords.get("host", "127.0.0.1")
-    if python is not None and shutil.which(str(python)) is None:
-        raise ConfigError(f"rollout.agent.python: no program {str(python)!r}")
-    try:
-        socket.create_server((str(host), 0)).close()
-    except OSError as error:
-        raise ConfigError(f"rollout.agent.host: can't listen on {host!r}: {error}") from error
-    idle_s = keywords.get("idle_s", 1.0)
-    if type(idle_s) not in (int, float) or not 0 < idle_s < math.inf:
-        raise ConfigError(f"rollout.agent.idle_s: expected seconds above 0, got {idle_s!r}")
 
 
 def _check_function(file: str, name: str, keywords: Iterable[str]) -> None:

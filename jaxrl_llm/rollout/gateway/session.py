@@ -545,18 +545,17 @@ class GatewaySession:
                 self._note_unmatched(request)
             parent, rest = None, request.messages
         try:
-            shown = contents.visuals(rest)
             if parent is None:
-                opened = template.opening([], told=rest)
-                return None, Stretch(tuple(contents.expand(opened, shown)), shown), rest
+                return None, contents.told(template.opening([], told=rest), rest), rest
             stopped_by = parent.completion.stopped_by
             stop = stopped_by if isinstance(stopped_by, int) else None
             calls = parent.answer.calls
-            told = template.following(rest, calls=calls, closed=stop is not None, stop=stop)
-            told = contents.expand(told, shown)
+            tokens = template.following(rest, calls=calls, closed=stop is not None, stop=stop)
+            told = contents.told(tokens, rest)
         except (*REFUSALS, BrokenEpisode) as error:
             raise APIError(f"messages: {error}", param="messages") from error
-        return parent, Stretch((*parent.stream, *told), (*parent.visuals, *shown)), rest
+        visuals = (*parent.visuals, *told.visuals)
+        return parent, Stretch((*parent.stream, *told.tokens), visuals), rest
 
     def _find(self, request: ClientRequest) -> tuple[DrawnTurn | None, int]:
         """Return the turn that a request goes on from, and how many of its messages end there."""

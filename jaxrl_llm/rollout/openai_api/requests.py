@@ -770,13 +770,30 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
     messages = parse_messages(fields.take("messages", list, []))
     if not messages:
         raise fields.refuse("messages", [], "a list with a message or more")
-    kwargs = parse_template_kwargs(fields)
+    kwargs = fields.take("chat_template_kwargs", dict, {})
+    for name in not_variables().intersection(kwargs):
+        raise fields.refuse(
+            f"chat_template_kwargs.{name}",
+            kwargs[name],
+            "variables that only the chat template knows: what is said and the tools have fields "
+            "of their own, and the server sets the rest",
+        )
     tools = parse_tools(fields.take("tools", list, []))
     choice = fields.any_of("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise fields.refuse("tool_choice", choice, "auto or none")
     template = open_template(served, tools if choice == "auto" else [], kwargs)
-    prompt, visuals = tokenize_messages(messages, template, served)
+    messages, visuals = read_images(messages, image_reader(served.processor, served.max_tokens))
+    try:
+        text = template.opening_text(messages)
+        if served.text_limit is not None:
+            served.text_limit.check(text, "messages")
+        prompt = template.template.ids(text)
+        if served.processor is not None:
+            placeholders = served.processor.placeholders
+            prompt = placeholders.expand(prompt, visuals, served.tokenizer)
+    except REFUSALS as error:
+        raise APIError(f"messages: {error}", param="messages") from error
     tops = fields.between("top_logprobs", int, None, 0, MOST_LOGPROBS)
     if not fields.take("logprobs", bool, False):
         if tops is not None:
@@ -789,7 +806,7 @@ def parse_chat(tree: Mapping[str, Any], served: ServedModel) -> GenerationReques
         raise fields.refuse("max_tokens", older, f"max_completion_tokens={max_tokens}, or none")
     left = max(1, served.max_tokens - len(prompt))
     reads = template.call_format or "</think>" in served.tokenizer.get_chat_template()
-    request = parse_common(fields, served, (prompt,), max_tokens or left, tops)
+    request = parse_common(fields, served, (tuple(prompt),), max_tokens or left, tops)
     return replace(request, chat=True, template=template if reads else None, visuals=visuals)
 
 
@@ -841,6 +858,12 @@ def parse_sampling(
     more = fields.take("stop_token_ids", list, [])
     check_tokens("stop_token_ids", more, served)
     known = () if fields.take("ignore_eos", bool, False) else served.stop_ids
+    biases = {}  # from token ids to what is added to their logits
+    for name, value in fields.take("logit_bias", dict, {}).items():
+        if not name.isdecimal() or len(name) > 9 or not is_a(value, float) or abs(value) > 100:
+            raise fields.refuse("logit_bias", {name: value}, "token ids and numbers of -100 to 100")
+        check_tokens("logit_bias", [int(name)], served)
+        biases[int(name)] = float(value)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=fields.between("temperature", float, 1.0, 0, math.inf),
@@ -848,7 +871,7 @@ def parse_sampling(
         top_k=max(0, fields.between("top_k", int, 0, -1, math.inf)),
         min_p=fields.between("min_p", float, 0.0, 0, 1),
         repetition_penalty=penalty,
-        logit_bias=parse_logit_bias(fields, served),
+        logit_bias=tuple(sorted(biases.items())),
         stop_ids=tuple(sorted({*known, *more})),
         stop=parse_stops(fields),
         top_logprobs=tops,
@@ -878,24 +901,25 @@ def parse_prompts(fields: Fields, served: ServedModel) -> tuple[tuple[int, ...],
         raise APIError(
             f"got {len(given)} prompts, expected at most {served.max_answers}", param="prompt"
         )
-    return tuple(parse_prompt(one, served) for one in given)
-
-
-def parse_prompt(given: Any, served: ServedModel) -> tuple[int, ...]:
-    """Read a text or token ids."""
-    if isinstance(given, str):
-        if served.text_limit is not None:
-            served.text_limit.check(given, "prompt")
-        try:
-            given = served.tokenizer(given, add_special_tokens=True)["input_ids"]
-        except (ValueError, TypeError) as error:
-            raise APIError(f"prompt: {shown(given)} is no text: {error}", param="prompt") from error
-    elif isinstance(given, list):
-        check_fit(len(given), 0, served.max_tokens)  # before each of them is looked at
-        check_tokens("prompt", given, served)
-    else:
-        raise APIError(f"prompt: got {shown(given)}, expected a text or token ids", param="prompt")
-    return tuple(given)
+    prompts = []
+    for one in given:
+        if isinstance(one, str):
+            if served.text_limit is not None:
+                served.text_limit.check(one, "prompt")
+            try:
+                ids = served.tokenizer(one, add_special_tokens=True)["input_ids"]
+            except (ValueError, TypeError) as error:
+                message = f"prompt: {shown(one)} is no text: {error}"
+                raise APIError(message, param="prompt") from error
+            prompts.append(tuple(ids))
+        elif isinstance(one, list):
+            check_fit(len(one), 0, served.max_tokens)  # before each of them is looked at
+            check_tokens("prompt", one, served)
+            prompts.append(tuple(one))
+        else:
+            message = f"prompt: got {shown(one)}, expected a text or token ids"
+            raise APIError(message, param="prompt")
+    return tuple(prompts)
 
 
 def open_template(
@@ -924,29 +948,6 @@ def _template(
     tools, kwargs = json.loads(given)
     form = call_format if tools else None
     return TurnTemplate(tokenizer, stops, tools=tools, call_format=form, template_kwargs=kwargs)
-
-
-def tokenize_messages(
-    messages: Sequence[Mapping[str, Any]], template: TurnTemplate, served: ServedModel
-) -> tuple[tuple[int, ...], tuple[Visual, ...]]:
-    """Tokenise a chat, unless the text that the template makes of it is too long.
-
-    Returns:
-        The token ids, and the images whose placeholders they hold.
-    """
-    reader = image_reader(served.processor, served.max_tokens)
-    messages, visuals = read_images(messages, reader)
-    try:
-        text = template.opening_text(messages)
-        if served.text_limit is not None:
-            served.text_limit.check(text, "messages")
-        tokens = template.template.ids(text)
-        if served.processor is not None:
-            placeholders = served.processor.placeholders
-            tokens = placeholders.expand(tokens, visuals, served.tokenizer)
-        return tuple(tokens), visuals
-    except REFUSALS as error:
-        raise APIError(f"messages: {error}", param="messages") from error
 
 
 def check_tokens(name: str, tokens: Sequence[Any], served: ServedModel) -> None:
@@ -984,19 +985,6 @@ def parse_stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def parse_template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Read variables of the chat template, none of which is another field's or the server's."""
-    given = fields.take("chat_template_kwargs", dict, {})
-    for name in not_variables().intersection(given):
-        raise fields.refuse(
-            f"chat_template_kwargs.{name}",
-            given[name],
-            "variables that only the chat template knows: what is said and the tools have fields "
-            "of their own, and the server sets the rest",
-        )
-    return given
-
-
 @functools.cache
 def not_variables() -> frozenset[str]:
     """Return the names of what renders a chat, which no variable of a template can have."""
@@ -1004,14 +992,3 @@ def not_variables() -> frozenset[str]:
 
     names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset({"messages", *names} - {"documents", "kwargs"})
-
-
-def parse_logit_bias(fields: Fields, served: ServedModel) -> tuple[tuple[int, float], ...]:
-    """Read an object from token ids to what is added to their logits."""
-    biases = {}
-    for name, value in fields.take("logit_bias", dict, {}).items():
-        if not name.isdecimal() or len(name) > 9 or not is_a(value, float) or abs(value) > 100:
-            raise fields.refuse("logit_bias", {name: value}, "token ids and numbers of -100 to 100")
-        check_tokens("logit_bias", [int(name)], served)
-        biases[int(name)] = float(value)
-    return tuple(sorted(biases.items()))

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.vllm.sidecar.jaxrl_temporary import remove
@@ -133,6 +133,9 @@ class Sidecar:
         timeout_s: seconds for an answer, and for any sign of life or progress.
         receive: called with the number of a request and each piece of its answer.
 
+    Raises:
+        EngineError: there is no such program.
+
     Attributes:
         shared: whether it sees this process's memory.
     """
@@ -153,8 +156,6 @@ class Sidecar:
         self._key = secrets.token_bytes(32)
         self._token = secrets.token_hex(6)  # ends the name of the folder for its temporary files
         self._folder: Path | None = None
-        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
-        self._address: tuple[str, int] = self._listener.getsockname()
         self._connection: Connection | None = None
         self._socket: socket.socket | None = None  # of the connection
         self._sending, self._closing = threading.Lock(), threading.Lock()
@@ -166,15 +167,26 @@ class Sidecar:
         self._ended = False
         self._progress: Any = None
         self._progressed = self._heard = time.monotonic()
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        with log.open("ab") as output:
+            self._log_start = output.tell()
+            try:
+                self._process = subprocess.Popen(
+                    [*command, str(CODE / "jaxrl_sidecar.py")],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env=env,  # nothing of this process's paths
+                )
+            except OSError as error:
+                raise EngineError(
+                    f"can't start the vLLM sidecar by {command[0]!r}: {error}"
+                ) from error
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._address: tuple[str, int] = self._listener.getsockname()
         address = (host, self._address[1])
         identity = {"address": address, "key": self._key.hex(), "token": self._token}
-        try:
-            with log.open("ab") as output:
-                self._log_start = output.tell()
-                self._process = start_process(command, output)
-        except BaseException:
-            self._listener.close()
-            raise
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(json.dumps({**settings, **identity}).encode() + b"\n")
@@ -216,14 +228,36 @@ class Sidecar:
             time.sleep(POLL_INTERVAL_S)
         raise self._reason or SidecarLost("the vLLM sidecar was closed")
 
-    def send(self, op: str, data: memoryview | None = None, **fields: Any) -> int:
+    def send(
+        self,
+        op: str,
+        data: memoryview | None = None,
+        answer: Future[Any] | None = None,
+        **fields: Any,
+    ) -> int:
         """Send a message; return its number.
+
+        Args:
+            op: what is asked for.
+            data: sent behind the message.
+            answer: gets its only answer; None: `receive` gets each piece.
+            **fields: of the message.
 
         Raises:
             SidecarLost: the connection has ended.
         """
         number = next(self._numbers)
-        self._send(number, op, data, fields)
+        if answer is not None:
+            self._answers[number] = answer
+        message = {"id": number, "op": op, "data": data is not None, **fields}
+        try:
+            with self._sending:
+                assert self._connection is not None
+                self._connection.send_bytes(json.dumps(message).encode())
+                if data is not None:
+                    self._connection.send_bytes(data)
+        except (OSError, ValueError) as error:  # closed by the other side, or by this one
+            raise SidecarLost(f"the sidecar's connection has ended: {error}") from error
         return number
 
     def ask(self, op: str, data: memoryview | None = None, **fields: Any) -> Callable[[], Any]:
@@ -233,10 +267,8 @@ class Sidecar:
             SidecarLost: the connection has ended; waiting, also if no answer comes in time.
             RefusedError: waiting, if the answer is an error.
         """
-        number = next(self._numbers)
         answer: Future[Any] = Future()
-        self._answers[number] = answer
-        self._send(number, op, data, fields)
+        self.send(op, data, answer, **fields)
 
         def wait() -> Any:
             try:
@@ -272,17 +304,6 @@ class Sidecar:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it has ended already
                 self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _send(self, number: int, op: str, data: memoryview | None, fields: Any) -> None:
-        message = {"id": number, "op": op, "data": data is not None, **fields}
-        try:
-            with self._sending:
-                assert self._connection is not None
-                self._connection.send_bytes(json.dumps(message).encode())
-                if data is not None:
-                    self._connection.send_bytes(data)
-        except (OSError, ValueError) as error:  # closed by the other side, or by this one
-            raise SidecarLost(f"the sidecar's connection has ended: {error}") from error
 
     def _serve(self) -> None:
         """Take what the sidecar says until its connection ends."""
@@ -357,23 +378,3 @@ class Sidecar:
         self._reason = self._reason or SidecarLost(f"the vLLM sidecar {why}.{message}{tail}")
         self.close()
         return self._reason
-
-
-def start_process(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start the sidecar's program, in a session of its own, with nothing of this process's paths.
-
-    Raises:
-        EngineError: there is no such program.
-    """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    try:
-        return subprocess.Popen(
-            [*command, str(CODE / "jaxrl_sidecar.py")],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=env,
-        )
-    except OSError as error:
-        raise EngineError(f"can't start the vLLM sidecar by {command[0]!r}: {error}") from error
