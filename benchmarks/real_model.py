@@ -46,7 +46,7 @@ def compare(directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from jaxrl_llm.models.decoder import forward, logits
+    from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.hf.config import read_spec
     from jaxrl_llm.models.hf.load import load_params
 
@@ -58,8 +58,9 @@ def compare(directory: Path) -> None:
     for text in TEXTS:
         tokens = jnp.asarray([tokenizer(text)["input_ids"]])
         places = jnp.arange(tokens.shape[1])[None]
-        hidden = forward(params, spec, tokens, places, jnp.ones_like(tokens))
-        ours = np.asarray(logits(params, spec, hidden)[0])
+        decoder = Decoder(spec)
+        hidden, _ = decoder.hidden_states(params, tokens, places, jnp.ones_like(tokens))
+        ours = np.asarray(decoder.logits(params, hidden)[0])
         with torch.no_grad():
             expected = theirs(torch.tensor(np.asarray(tokens))).logits[0].numpy()
         worst = max(worst, float(np.abs(ours - expected).max() / np.abs(expected).max()))

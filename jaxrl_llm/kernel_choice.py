@@ -1,38 +1,32 @@
-"""Which kernels a run takes, decided once for each kind of model, in all processes alike."""
+"""Which kernels a run takes, decided once for each kind of model, in all processes alike.
+
+A kernel is taken where it is possible in all processes; what is decided is logged once.
+"""
 
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.models.kernels import KernelChoice, choose_kernel, device_of, heads_on, this_device
-from jaxrl_llm.models.moe.grouped import GroupedKernels
-from jaxrl_llm.models.moe.grouped_kernel import (
-    GroupedChoice,
-    choose_grouped_kernels,
-    grouped_shapes,
-)
-from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel, paged_heads
+from jaxrl_llm.models.moe.grouped import GroupedKernels, choose_grouped_kernels, grouped_shapes
+from jaxrl_llm.models.paged_attention import choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
-from jaxrl_llm.models.vision.tower import choose_tower_kernel, tower_heads_on
+from jaxrl_llm.models.vision.tower import tower_heads_on
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 
 log = logging.getLogger(__name__)
 
-Choice = TypeVar("Choice", KernelChoice, GroupedChoice, PagedChoice)
-
-_DECIDED: dict[tuple[Any, ...], Any] = {}
+_DECIDED: dict[tuple[Any, ...], KernelChoice] = {}
 
 _DECIDING = threading.Lock()  # steps are also lowered by the thread that compiles ahead
 
 
 def choose_attention(asked: str, spec: ModelSpec, layout: Layout, dtype: str) -> KernelChoice:
-    """Decide how a model attends to packed rows in training, and log it, once.
-
-    Several processes decide alike: cuDNN's kernel is taken where it is possible in all of them.
+    """Decide how a model attends to packed rows in training.
 
     Args:
         asked: `model.attention`.
@@ -43,34 +37,32 @@ def choose_attention(asked: str, spec: ModelSpec, layout: Layout, dtype: str) ->
     Raises:
         ConfigError: model.attention=cudnn, which is not possible.
     """
-    case = "attention", asked, dtype, heads_on(spec, layout)
-    return _decide(case, lambda: choose_kernel(asked, spec, layout, dtype, device=this_device()))
+    heads = heads_on(spec, layout)
+    return _decide(
+        ("attention", asked, dtype, heads),
+        lambda: choose_kernel(asked, heads, dtype, device=this_device()),
+    )
 
 
 def choose_tower_attention(
     asked: str, spec: VisionSpec, layout: Layout, dtype: str
 ) -> KernelChoice:
-    """Decide how a vision tower attends in training, and log it, once, as `choose_attention`.
+    """Decide how a vision tower attends in training, as `choose_attention`.
 
-    Args:
-        asked: `model.attention`; for the tower, cudnn means where it is possible.
-        spec: the tower.
-        layout: where it runs.
-        dtype: of the computation.
+    It is decided for the tower alone: where cuDNN is asked for and can serve the decoder only, the
+    tower takes XLA.
     """
-    case = "vision", asked, dtype, tower_heads_on(spec, layout)
+    heads, wish = tower_heads_on(spec, layout), "xla" if asked == "xla" else "auto"
     return _decide(
-        case, lambda: choose_tower_kernel(asked, spec, layout, dtype, device=this_device())
+        ("vision", asked, dtype, heads),
+        lambda: choose_kernel(wish, heads, dtype, device=this_device()),
     )
 
 
 def choose_experts(
     asked: str, spec: ModelSpec, layout: Layout, dtype: str
 ) -> GroupedKernels | None:
-    """Decide what multiplies rows of experts, if a model has any, and log it, once.
-
-    Several processes decide alike: Triton's kernels are taken where they are possible in all of
-    them.
+    """Decide what multiplies rows of experts, if a model has any; None: XLA.
 
     Args:
         asked: `model.experts`.
@@ -78,27 +70,22 @@ def choose_experts(
         layout: where it runs.
         dtype: of the computation.
 
-    Returns:
-        The kernels; None for XLA's.
-
     Raises:
         ConfigError: model.experts=triton, which is not possible.
     """
     if spec.moe is None:
         return None
     device = device_of(layout)
-    case = "experts", asked, dtype, grouped_shapes(spec, layout), device
     return _decide(
-        case, lambda: choose_grouped_kernels(asked, spec, layout, dtype, device=device)
-    ).kernels
+        ("experts", asked, dtype, grouped_shapes(spec, layout), device),
+        lambda: choose_grouped_kernels(asked, spec, layout, dtype, device=device),
+    ).kernel
 
 
 def choose_cache_kernel(
     asked: str, spec: ModelSpec, layout: Layout, dtype: str, *, is_int8: bool = False
-) -> PagedChoice:
-    """Decide how the native engine reads its cache in decoding, and log it, once.
-
-    Several processes decide alike: the kernel is taken where it is possible in all of them.
+) -> KernelChoice:
+    """Decide how the native engine reads its cache in decoding.
 
     Args:
         asked: `model.attention`: xla, or else the kernel where it is possible.
@@ -107,16 +94,15 @@ def choose_cache_kernel(
         dtype: of the engine.
         is_int8: whether keys and values are in int8.
     """
-    case = "decoding", asked, dtype, is_int8, paged_heads(spec, layout)
     return _decide(
-        case,
+        ("decoding", asked, dtype, is_int8, paged_heads(spec, layout)),
         lambda: choose_paged_kernel(
             asked, spec, layout, dtype, device=this_device(), is_int8=is_int8
         ),
     )
 
 
-def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
+def _decide(case: tuple[Any, ...], choose: Callable[[], KernelChoice]) -> KernelChoice:
     """Decide a case that begins with a name and what was asked for, unless it is decided.
 
     A CPU has no kernels to choose from, so there the log is for who looks for it.
@@ -128,7 +114,7 @@ def _decide(case: tuple[Any, ...], choose: Callable[[], Choice]) -> Choice:
                 own = choose()
             others = distributed.all_gather((own.name, own.reason))
             against = [reason for kernel, reason in others if kernel == "xla"]
-            _DECIDED[case] = type(own)("xla", against[0]) if against else own
+            _DECIDED[case] = KernelChoice("xla", against[0]) if against else own
             level = logging.DEBUG if this_device().platform == "cpu" else logging.INFO
             log.log(level, "%s by %s: %s", name, *_DECIDED[case][:2])
         return _DECIDED[case]

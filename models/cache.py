@@ -63,7 +63,7 @@ def record_in_pages(
     table: Int[Array, "B n"],
     positions: Int[Array, " B"],
 ) -> Record:
-    """Write where the new token of each row went into its page, as `models.decoder.extend_pages`.
+    """Write where the new token of each row went into its page, as `Decoder.extend_pages`.
 
     Args:
         record: Before, of pages [parts, pages, …]; nothing is written where it is empty.

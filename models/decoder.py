@@ -1,4 +1,8 @@
-"""The decoder of a Hugging Face directory as a `Model`: the functions of `models` for one spec."""
+"""The decoder of a Hugging Face directory as a `Model`.
+
+`Decoder.layer` is one layer. `hidden_states` scans it over packed rows, for training; `extend` and
+`extend_pages` run it over a cache.
+"""
 
 import dataclasses
 import functools
@@ -28,11 +32,10 @@ from jaxrl_llm.models.cache import (
     write_kept,
 )
 from jaxrl_llm.models.context import attend_pieces
-from jaxrl_llm.models.delta import DeltaState
+from jaxrl_llm.models.delta import DeltaState, LayerFunctions, delta_mix
 from jaxrl_llm.models.inputs import (
     NO_INPUTS,
     FrameBounds,
-    PackedTokens,
     PatchRows,
     RowInputs,
     Visual,
@@ -40,21 +43,32 @@ from jaxrl_llm.models.inputs import (
     VisualTokens,
 )
 from jaxrl_llm.models.layers import (
+    ACTIVATION_FUNCTIONS,
     Layer,
-    Mixers,
     Rotations,
     Router,
-    attending,
-    decoder_layer,
+    attention_options,
+    feed_forward,
     norm_of,
+    project_heads,
     rematerialize,
+    rms_norm,
     rotations,
     stacked_layers,
 )
-from jaxrl_llm.models.linear import SplitMatrix, layer_gatherer, lookup, split_matrix
+from jaxrl_llm.models.linear import (
+    SplitMatrix,
+    adapted_matrix,
+    layer_gatherer,
+    linear,
+    lookup,
+    split_matrix,
+)
+from jaxrl_llm.models.mla import LATENT_NORM_EPS, latent_heads, mixed_values
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.models.paged_attention import Pages, place_of_token
 from jaxrl_llm.models.parameters import PRNGKey
+from jaxrl_llm.models.rope import Rotation, rotate
 from jaxrl_llm.models.spec import Block, ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import (
@@ -68,127 +82,6 @@ from jaxrl_llm.sharding.layout import BATCH, TOKENS, Layout, batch_shards
 
 NEVER = -1e30
 """Logit of a token that is never drawn: finite, so that its products with 0 are."""
-
-
-def head_matrix(
-    params: Params, spec: ModelSpec, layout: Layout | None = None
-) -> Float[Array, "D V"] | SplitMatrix:
-    """Return the output projection: the transposed embedding when tied, else its own array.
-
-    Args:
-        params: Parameters nested as `declare(spec)`.
-        spec: The model.
-        layout: How activations are split over a mesh. The devices that split tokens may then hold
-            parts of the matrix.
-
-    Raises:
-        ValueError: The model ends in a value head or in a reward head.
-
-    >>> spec = tiny_spec()
-    >>> head_matrix({"embed": jnp.ones((8, 4))}, spec).shape
-    (4, 8)
-    """
-    if spec.value_head or spec.reward_head:
-        head = "value" if spec.value_head else "reward"
-        raise ValueError(f"a model with a {head} head has no logits; expected a language model")
-    name = "embed" if spec.tied_embeddings else "head"
-    if layout is None:
-        return params[name].T if spec.tied_embeddings else params[name]
-    matrix = split_matrix(params, spec, name, layout)
-    return matrix._replace(array=matrix.array.T) if spec.tied_embeddings else matrix
-
-
-def logits(params: Params, spec: ModelSpec, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-    """Project hidden states onto the vocabulary: inputs in the dtype of `hidden`, sums in float32.
-
-    With a soft-cap c the product z becomes c·tanh(z/c), in float32 (Gemma 2,
-    https://arxiv.org/abs/2408.00118, section 2). Those of tokens that stand for images alone are
-    `NEVER`.
-
-    Args:
-        params: Parameters nested as `declare(spec)`.
-        spec: The model.
-        hidden: Hidden states after the final norm.
-
-    Returns:
-        Logits in float32.
-
-    >>> spec = tiny_spec()
-    >>> logits({"embed": jnp.ones((8, 4))}, spec, jnp.ones((2, 4), jnp.bfloat16)).dtype
-    dtype('float32')
-    """
-    head: Any = head_matrix(params, spec)
-    z = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    cap = spec.logit_softcap
-    z = z if cap is None else cap * jnp.tanh(z / cap)
-    if spec.vision is None:
-        return z
-    # a comparison splits over a sharded vocabulary; a scatter would gather the logits
-    words = jnp.arange(z.shape[-1])[:, None]
-    return jnp.where((words == jnp.array(spec.vision.never_sampled)).any(axis=1), NEVER, z)
-
-
-def token_values(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
-    r"""Compute the value of each token's state from its hidden state, $v = h \cdot w + b$.
-
-    The critic of PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), as a linear head on
-    the decoder. It is computed in float32 whatever the dtype of `hidden`.
-
-    Args:
-        params: Parameters nested as `declare(spec)`, where `spec.value_head` is True.
-        hidden: Hidden states after the final norm, usually [R L D].
-
-    Returns:
-        Values in float32. The one at index t has seen tokens 0 to t.
-
-    Raises:
-        KeyError: The parameters have no `score`.
-
-    >>> head = {"score": jnp.array([[2.0], [3.0]]), "score_bias": jnp.array([0.5])}
-    >>> token_values(head, jnp.array([[[1.0, 0.0], [1.0, 1.0]]])).tolist()
-    [[2.5, 5.5]]
-    """
-    return _scores(params, hidden) + params["score_bias"].astype(jnp.float32)[0]
-
-
-def sequence_scores(
-    params: Params,
-    hidden: Float[Array, "R L D"],
-    row: Int[Array, " B"],
-    start: Int[Array, " B"],
-    size: Int[Array, " B"],
-) -> Float32[Array, " B"]:
-    r"""Compute the score of each sequence from its last token's hidden state, $r = h_T \cdot w$.
-
-    The reward model of Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155, section 3.5), as
-    `transformers` has it in its `…ForSequenceClassification`: no bias, and the last token that is
-    not padding. It is computed in float32 whatever the dtype of `hidden`.
-
-    Args:
-        params: Parameters nested as `declare(spec)`, where `spec.reward_head` is True.
-        hidden: Hidden states of packed rows after the final norm.
-        row: The row that holds each sequence.
-        start: Index of each sequence's first token in its row.
-        size: Number of tokens of each sequence; one of 0 tokens scores 0.
-
-    Returns:
-        Scores in float32.
-
-    Raises:
-        KeyError: The parameters have no `score`.
-
-    >>> hidden, ones = jnp.array([[[1.0], [2.0], [5.0]]]), jnp.array([1, 1])
-    >>> head = {"score": jnp.array([[3.0]])}
-    >>> sequence_scores(head, hidden, 0 * ones, ones - 1, ones + 1).tolist()
-    [6.0, 6.0]
-    """
-    last = hidden[row, jnp.maximum(start + size - 1, 0)]
-    return jnp.where(size > 0, _scores(params, last), 0.0)
-
-
-def _scores(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
-    wide, weights = hidden.astype(jnp.float32), params["score"].astype(jnp.float32)
-    return jnp.matmul(wide, weights, precision=jax.lax.Precision.HIGHEST)[..., 0]
 
 
 def with_value_head(params: Params, spec: ModelSpec) -> tuple[Params, ModelSpec]:
@@ -253,6 +146,11 @@ def with_reward_head(
     body = {name: arrays for name, arrays in params.items() if name != "head"}
     draw = spec.init_std * jax.random.normal(key, (spec.hidden_size, 1), dtype)
     return {"score": draw} | body, dataclasses.replace(spec, reward_head=True)
+
+
+def _scores(params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
+    wide, weights = hidden.astype(jnp.float32), params["score"].astype(jnp.float32)
+    return jnp.matmul(wide, weights, precision=jax.lax.Precision.HIGHEST)[..., 0]
 
 
 Step = Callable[[Array, Any, Any], tuple[Array, Any]]
@@ -356,20 +254,10 @@ def embed(
     return x * jnp.asarray(spec.hidden_size**0.5, dtype) if spec.scaled_embeddings else x
 
 
-def final_norm(params: Params, spec: ModelSpec, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Norm the residual stream after the last layer.
-
-    >>> spec = tiny_spec(hidden_size=2)
-    >>> final_norm({"final_norm": jnp.ones(2)}, spec, jnp.array([3.0, -3.0])).round(5).tolist()
-    [1.0, -1.0]
-    """
-    return norm_of(spec, x, params["final_norm"])
-
-
 class _Row(NamedTuple):
     """What layers know of a row besides its residual stream."""
 
-    by: Rotations
+    rope: Rotations
     segment_ids: Array
     routes: Array | None
     deep: VisualTokens | None = None
@@ -380,174 +268,6 @@ class _Row(NamedTuple):
         if self.routes is None or layer.routed is None:
             return None
         return jax.lax.dynamic_index_in_dim(self.routes, layer.routed, axis=2, keepdims=False)
-
-
-def forward(
-    params: Params,
-    spec: ModelSpec,
-    tokens: Int[Array, "R L"],
-    positions: Int[Array, "R L"],
-    segment_ids: Int[Array, "R L"],
-    *,
-    dtype: DTypeLike = jnp.float32,
-    remat: str = "none",
-    layout: Layout | None = None,
-) -> Float[Array, "R L D"]:
-    """Run the decoder over packed rows.
-
-    Args:
-        params: Parameters nested as `declare(spec)`.
-        spec: The model.
-        tokens: Token ids.
-        positions: Index of each token within its own sequence.
-        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
-        dtype: Of the computation, whatever the parameters' dtype.
-        remat: Policy of `models.layers`: what of a layer is stored for the backward pass.
-        layout: How activations are split over a mesh. With sharded parameters it must be given:
-            left to itself, the compiler may copy activations to all devices rather than gather
-            weights. Where several devices share a row, the rows given are its pieces, as
-            `Layout.split_context` makes them. None leaves everything to the compiler.
-
-    Returns:
-        Hidden states after the final norm, in `dtype`; meaningless at padding.
-
-    >>> from jaxrl_llm.models.parameters import init_params
-    >>> spec = tiny_spec()
-    >>> params = init_params(spec, key=jax.random.key(0))
-    >>> tokens, positions = jnp.array([[3, 5, 2, 7]]), jnp.array([[0, 1, 0, 1]])
-    >>> forward(params, spec, tokens, positions, jnp.array([[1, 1, 2, 2]])).shape
-    (1, 4, 4)
-    """
-    hidden, _ = forward_with_router(
-        params,
-        spec,
-        tokens,
-        positions,
-        segment_ids,
-        dtype=dtype,
-        remat=remat,
-        layout=layout,
-    )
-    return hidden
-
-
-def forward_with_router(
-    params: Params,
-    spec: ModelSpec,
-    tokens: Int[Array, "R L"],
-    positions: Int[Array, "R L"],
-    segment_ids: Int[Array, "R L"],
-    *,
-    dtype: DTypeLike = jnp.float32,
-    remat: str = "none",
-    layout: Layout | None = None,
-) -> tuple[Float[Array, "R L D"], Router]:
-    """Run the decoder over packed rows and return what the experts of its layers report too.
-
-    Args:
-        params: As `forward`.
-        spec: As `forward`.
-        tokens: As `forward`.
-        positions: As `forward`.
-        segment_ids: As `forward`.
-        dtype: As `forward`.
-        remat: As `forward`.
-        layout: As `forward`.
-
-    Returns:
-        The hidden states of `forward`, and the reports of `feed_forward`, stacked over the layers
-        that have experts; an empty dict for a model without.
-
-    >>> from jaxrl_llm.models.parameters import init_params
-    >>> spec = tiny_spec()
-    >>> row = jnp.ones((1, 4), jnp.int32)
-    >>> forward_with_router(init_params(spec, key=jax.random.key(0)), spec, row, row, row)[1]
-    {}
-    """
-    rows = PackedTokens(tokens, positions, segment_ids)
-    return forward_rows(params, spec, rows, dtype=dtype, remat=remat, layout=layout)
-
-
-def forward_rows(
-    params: Params,
-    spec: ModelSpec,
-    packed: PackedTokens,
-    *,
-    dtype: DTypeLike = jnp.float32,
-    remat: str = "none",
-    layout: Layout | None = None,
-) -> tuple[Float[Array, "R L D"], Router]:
-    """Run the decoder as `forward_with_router`, by recorded choices of experts where there are any.
-
-    Args:
-        params: As `forward`.
-        spec: As `forward`.
-        packed: The rows.
-        dtype: As `forward`.
-        remat: As `forward`.
-        layout: As `forward`. Where several devices share a row, the features are of whole rows.
-
-    Returns:
-        As `forward_with_router`; with routes also `experts` [M R L top], where tokens went, unless
-        stages hold the layers.
-
-    >>> from jaxrl_llm.models.inputs import RowInputs
-    >>> from jaxrl_llm.models.moe.spec import MoeSpec
-    >>> from jaxrl_llm.models.parameters import init_params
-    >>> spec = tiny_spec(moe=MoeSpec(experts=4, experts_per_token=1, ff_width=6))
-    >>> row, routes = jnp.ones((1, 2), jnp.int32), jnp.array([[[[3]], [[0]]]])
-    >>> packed = PackedTokens(row, row, row, RowInputs(routes))
-    >>> forward_rows(init_params(spec, key=jax.random.key(0)), spec, packed)[1]["experts"].tolist()
-    [[[[3], [0]]]]
-    """
-    if layout and layout.stages > 1:
-        _check_stages(spec, layout.stages)
-    x, rows = _embedded(params, spec, packed, dtype, layout)
-    stacks = stacked_layers(
-        params, spec, replays=packed.inputs.routes is not None, deepens=rows.deep is not None
-    )
-    reports = list[Router]()
-    used = dict.fromkeys(stacks, 0)
-    for block in spec.blocks:
-        in_stages = layout is not None and layout.stages > 1 and block.repeats > 1
-        held, steps = dict[str, _Layers](), dict[str, _Step]()
-        for name in dict(block.runs):
-            held[name], looked_up = _of_block(stacks[name], block, name, used, in_stages)
-            steps[name] = _layer_step(spec, dtype, remat, layout, looked_up)
-        repeat = functools.partial(_run_block, steps, block)
-        if in_stages:
-            assert layout is not None  # for pyright
-            x, router = run_stages(repeat, x, rows, held, layout)
-        else:
-            x, router = jax.lax.scan(functools.partial(_repeat_scanned, repeat, rows), x, held)
-        reports += [jax.tree.map(lambda report: jax.lax.collapse(report, 0, 2), router)]
-    joined = [report for report in reports if report]
-    if len(joined) > 1:
-        joined = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)]
-    return final_norm(params, spec, x), joined[0] if joined else {}
-
-
-def _embedded(
-    params: Params, spec: ModelSpec, packed: PackedTokens, dtype: DTypeLike, layout: Layout | None
-) -> tuple[Float[Array, "P l D"], _Row]:
-    """Return what enters the first layer, and what layers know besides."""
-    routes, visual, rotary = packed.inputs
-    x = embed(params, spec, packed.tokens, dtype=dtype, layout=layout)
-    rows = _Row(
-        rotations(spec, packed.positions if rotary is None else rotary), packed.segment_ids, routes
-    )
-    if visual is not None:
-        x = with_features(x, visual, layout)
-        ahead = rest_of_image(visual.feature) if spec.attends_within_images else None
-        rows = rows._replace(deep=None if visual.given.deep is None else visual, ahead=ahead)
-    if layout is None:
-        return x, rows
-    if rows.deep is not None and layout.pieces > 1 and layout.stages > 1:
-        raise ValueError(
-            "rows with features for several layers (DeepStack) can't be split by both "
-            f"context={layout.pieces} and stage={layout.stages}; expected one of them to be 1"
-        )
-    return layout.constrain(x), rows
 
 
 def _check_stages(spec: ModelSpec, stages: int) -> None:
@@ -591,10 +311,6 @@ def _of_block(
     return (numbers, jax.tree.map(taken, stack[1])), stack[0]
 
 
-def _repeat_scanned(repeat: Callable[..., Any], rows: _Row, x: Array, held: Any) -> Any:
-    return repeat(x, rows, held)
-
-
 def _run_block(
     steps: dict[str, _Step],
     block: Block,
@@ -619,53 +335,6 @@ def _run_block(
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
 
-def _layer_step(
-    spec: ModelSpec,
-    dtype: DTypeLike,
-    remat: str,
-    layout: Layout | None,
-    looked_up: Params | None = None,
-) -> _Step:
-    """Return the body of the scan over layers: `(x, rows, layer) -> (x, router)`.
-
-    The weights of a layer are given, or their number in the arrays in which they are looked up.
-    """
-    constrain = layout.constrain if layout else lambda x: x
-    attention = functools.partial(attend_pieces, layout=layout) if layout else attend
-    gather = (
-        layer_gatherer(spec, dtype, layout, keep=remat != "none")
-        if layout
-        else lambda weights: weights
-    )
-
-    def body(x: Array, rows: _Row, of_layer: _Layers) -> tuple[Array, Router]:
-        weights, layer = of_layer
-        if looked_up is not None:
-            weights = jax.tree.map(lambda array: _layer_of(array, of_layer[0]), looked_up)
-        weights = gather(weights)
-        options = attending(spec, layer, weights)._replace(ahead=rows.ahead)
-        x, _, router = decoder_layer(
-            weights,
-            spec,
-            x,
-            rows.by.of(layer),
-            Mixers(
-                lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
-                lambda mix: (mix(rows.segment_ids)[0], None),
-            ),
-            rows.segment_ids != 0,
-            layout,
-            rows.routes_in(layer),
-        )
-        if rows.deep is not None and layer.number is not None:
-            x = deepened(x, rows.deep, layer.number, layout)
-        if rows.routes is None or (layout and layout.stages > 1):
-            router.pop("experts", None)  # what stages report is added up
-        return constrain(x), router
-
-    return rematerialize(body, remat, looks_up=looked_up is not None)
-
-
 def _layer_of(stack: Array, number: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
@@ -683,66 +352,6 @@ def _layers(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, Layer]]:
         kinds = (spec.windowed_layers, spec.rotary_layers)
         windowed, rotary = (flags[number] if flags else None for flags in kinds)
         yield weights, Layer(windowed, rotary)
-
-
-def extend(
-    params: Params,
-    spec: ModelSpec,
-    cache: Cache,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    *,
-    dtype: DTypeLike = jnp.float32,
-    layout: Layout | None = None,
-    inputs: RowInputs = NO_INPUTS,
-) -> tuple[Float[Array, "B T D"], Cache]:
-    """Run the next T tokens of each row, writing their slots and attending up to them.
-
-    With T = 1 it is a step of decoding, with more it reads a piece of a prompt.
-
-    Args:
-        params: Parameters nested as `declare(spec)`, stacked or `by_layer`.
-        spec: The model.
-        cache: Filled below `positions`; donate it under `jax.jit`, it is updated in place.
-        tokens: The rows' next tokens.
-        positions: Their positions, in order and without a gap, each below S. Of a token at S or
-            more nothing is written, and its result means nothing: so rows are padded.
-        dtype: Of the computation.
-        layout: How rows are split over a mesh; None leaves it to the compiler.
-        inputs: What else the rows have; routes are not replayed here.
-
-    Returns:
-        Hidden states after the final norm, and the cache with the tokens' keys and values.
-
-    >>> from jaxrl_llm.models.cache import init_cache
-    >>> from jaxrl_llm.models.parameters import init_params
-    >>> spec = tiny_spec()
-    >>> params = init_params(spec, key=jax.random.key(0))
-    >>> prompt, positions = jnp.array([[3, 5, 2]]), jnp.array([[0, 1, 2]])
-    >>> hidden, cache = extend(params, spec, init_cache(spec, 1, 8), prompt, positions)
-    >>> hidden.shape
-    (1, 3, 4)
-    """
-    rows, every = jnp.arange(tokens.shape[0])[:, None], slice(None)
-    at = (rows, every, every, positions), (rows, every, positions)
-    real = positions < cache.keys[0].shape[3]
-
-    def attention(
-        number: int, options: Attending, q: Array, k: Array, v: Array
-    ) -> tuple[Array, LayerCache]:
-        layer = write_kept(spec, cache.layer(number), k, v, at)
-        mixed_in, of_values = layer.values, layer.value_scales
-        if keys_are_values(spec):
-            mixed_in, of_values = layer.keys.swapaxes(2, 3), None
-        if layer.key_scales is None:
-            return attend_cache(q, layer.keys, mixed_in, positions, options), layer
-        scales = make_scales(layer.key_scales, of_values)
-        mixed_in = mixed_in[..., : scaled_widths(spec)[0]]
-        return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
-
-    rows_before = _Rows(tokens, positions, real, cache.states, inputs.visual, inputs.rotary)
-    hidden, kept, experts = _run(params, spec, attention, rows_before, dtype=dtype, layout=layout)
-    return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
 
 class _Rows(NamedTuple):
@@ -771,18 +380,18 @@ class _Rows(NamedTuple):
 def _run(
     params: Params,
     spec: ModelSpec,
-    attention: Callable[..., tuple[Array, LayerCache]],
+    attend: Callable[..., tuple[Array, LayerCache]],
     rows: _Rows,
     *,
     dtype: DTypeLike,
     layout: Layout | None,
 ) -> tuple[Float[Array, "B T D"], Cache, list[Int[Array, "B T top"]]]:
-    """Run all layers.
+    """Run all layers over a cache.
 
     Those with attention attend by `(number, options, q, k, v) -> (mixed, its cache)`. The last that
     is returned is where tokens went in each layer with experts.
     """
-    by = rotations(spec, rows.positions if rows.rotary is None else rows.rotary)
+    rope = rotations(spec, rows.positions if rows.rotary is None else rows.rotary)
     segment_ids = rows.real.astype(jnp.int32)
     constrain = layout.constrain if layout else lambda x: x
     x = embed(params, spec, rows.tokens, dtype=dtype)
@@ -794,12 +403,16 @@ def _run(
     kept, states = list[LayerCache](), list[DeltaState]()
     experts: list[Array] = []
     for number, (weights, layer) in enumerate(_layers(params, spec)):
-        options = attending(spec, layer, weights)._replace(ahead=ahead)
-        mixers = Mixers(
-            functools.partial(attention, len(kept), options),
-            lambda mix: mix(segment_ids, rows.state(len(states))),
+        options = attention_options(spec, layer, weights)._replace(ahead=ahead)
+        x, after, router = Decoder(spec).layer(
+            weights,
+            x,
+            rope.of(layer),
+            functools.partial(attend, len(kept), options),
+            segment_ids,
+            state=rows.state(len(states)) if "delta_output" in weights else None,
+            layout=layout,
         )
-        x, after, router = decoder_layer(weights, spec, x, by.of(layer), mixers, layout=layout)
         x = constrain(x if rows.visual is None else deepened(x, rows.visual, number))
         if isinstance(after, DeltaState):
             states.append(after)
@@ -808,76 +421,8 @@ def _run(
         experts += [router["experts"]] if router else []
     fields = zip(LayerCache._fields, zip(*kept, strict=True), strict=True)
     held: dict[str, Any] = {name: () if arrays[0] is None else arrays for name, arrays in fields}
-    return final_norm(params, spec, x), Cache(**held, states=tuple(states)), experts
-
-
-class NextTokens(NamedTuple):
-    """The next token of each row.
-
-    Attributes:
-        tokens: Their ids.
-        positions: Their positions; negative in an empty row, of which nothing is written.
-        rotary: By which queries and keys are rotated, where that is not the position: after
-            images, for a model with `mrope_sections`.
-    """
-
-    tokens: Int[Array, " B"]
-    positions: Int[Array, " B"]
-    rotary: Int[Array, " B"] | None = None
-
-
-def extend_pages(
-    params: Params,
-    spec: ModelSpec,
-    pool: Cache,
-    tables: PageTables,
-    following: NextTokens,
-    *,
-    dtype: DTypeLike = jnp.float32,
-    layout: Layout | None = None,
-) -> tuple[Float[Array, "B D"], Cache]:
-    """Run the next token of each row as `extend` does, but over the pages of a pool in place.
-
-    A token's keys and values are written into its page, which nobody else may read or write.
-
-    Args:
-        params: As `extend`.
-        spec: The model.
-        pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
-            belong to the parts in order, as many to each. Its `states` are those of the rows.
-        tables: The pages of each row, within its part.
-        following: The rows' next tokens.
-        dtype: Of the computation.
-        layout: How rows, and parts of the pool, are split over a mesh; None: there is one part.
-
-    Returns:
-        Hidden states after the final norm, and the pool with the tokens' keys and values.
-
-    Raises:
-        ValueError: There is no layout for several parts.
-    """
-    if layout is None and pool.keys[0].shape[0] != 1:
-        raise ValueError(f"expected a pool of one part without a layout, got {len(pool.keys[0])}")
-
-    def attention(
-        number: int, options: Attending, q: Array, k: Array, v: Array
-    ) -> tuple[Array, LayerCache]:
-        def on_device(sinks: Any, *arrays: Any) -> tuple[Array, LayerCache]:
-            own = options._replace(sinks=sinks)
-            return _attend_part(spec, tables.kernel, own, *arrays)
-
-        heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
-        where = (pool.layer(number), tables.table, following.positions)
-        mixed, layer = _on_each(layout, on_device, heads, *where)
-        return mixed[:, None], layer
-
-    tokens, positions = following.tokens[:, None], following.positions
-    rotary = None if following.rotary is None else following.rotary[:, None]
-    real = positions[:, None] >= 0
-    rows = _Rows(tokens, positions[:, None], real, pool.states, rotary=rotary)
-    hidden, kept, experts = _run(params, spec, attention, rows, dtype=dtype, layout=layout)
-    routes = record_in_pages(pool.routes, experts, tables.table, positions)
-    return hidden[:, 0], kept._replace(routes=routes)
+    x = norm_of(spec, x, params["final_norm"])
+    return x, Cache(**held, states=tuple(states)), experts
 
 
 def _on_each(
@@ -932,7 +477,7 @@ def _attend_part(
 
 @dataclass(frozen=True)
 class Decoder:
-    """The decoder that a `ModelSpec` describes, by the functions of `models`.
+    """The decoder that a `ModelSpec` describes, as a `models.model.Model`.
 
     It decodes by `ModelSpec.for_decoding`, whose parameters are the same.
 
@@ -1038,35 +583,70 @@ class Decoder:
         """See `models.quantization.declare_quantized`."""
         return quantization.declare_quantized(self.spec)
 
-    def hidden_states(
-        self,
-        params: Params,
-        tokens: Int[Array, "R L"],
-        positions: Int[Array, "R L"],
-        segment_ids: Int[Array, "R L"],
-        *,
-        dtype: DTypeLike,
-        remat: str,
-        layout: Layout | None,
-        inputs: RowInputs = NO_INPUTS,
-    ) -> tuple[Float[Array, "R L D"], Router]:
-        """See `models.decoder.forward_rows`."""
-        rows = PackedTokens(tokens, positions, segment_ids, inputs)
-        return forward_rows(params, self.spec, rows, dtype=dtype, remat=remat, layout=layout)
-
     def head_matrix(
         self, params: Params, layout: Layout | None = None
     ) -> Float[Array, "D V"] | SplitMatrix:
-        """See `models.decoder.head_matrix`."""
-        return head_matrix(params, self.spec, layout)
+        """Return the output projection: the transposed embedding when tied, else its own array.
+
+        Args:
+            params: Parameters nested as `declare()`.
+            layout: How activations are split over a mesh. The devices that split tokens may then
+                hold parts of the matrix.
+
+        Raises:
+            ValueError: The model ends in a value head or in a reward head.
+
+        >>> Decoder(tiny_spec()).head_matrix({"embed": jnp.ones((8, 4))}).shape
+        (4, 8)
+        """
+        spec = self.spec
+        if spec.value_head or spec.reward_head:
+            head = "value" if spec.value_head else "reward"
+            raise ValueError(f"a model with a {head} head has no logits; expected a language model")
+        name = "embed" if spec.tied_embeddings else "head"
+        if layout is None:
+            return params[name].T if spec.tied_embeddings else params[name]
+        matrix = split_matrix(params, spec, name, layout)
+        return matrix._replace(array=matrix.array.T) if spec.tied_embeddings else matrix
 
     def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        """See `models.decoder.logits`."""
-        return logits(params, self.spec, hidden)
+        """Project onto the vocabulary: inputs in the dtype of `hidden`, sums in float32.
+
+        With a soft-cap c the product z becomes c·tanh(z/c), in float32 (Gemma 2,
+        https://arxiv.org/abs/2408.00118, section 2). Those of tokens that stand for images alone
+        are `NEVER`.
+
+        >>> hidden = jnp.ones((2, 4), jnp.bfloat16)
+        >>> Decoder(tiny_spec()).logits({"embed": jnp.ones((8, 4))}, hidden).dtype
+        dtype('float32')
+        """
+        head: Any = self.head_matrix(params)
+        z = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        cap = self.spec.logit_softcap
+        z = z if cap is None else cap * jnp.tanh(z / cap)
+        if self.spec.vision is None:
+            return z
+        # a comparison splits over a sharded vocabulary; a scatter would gather the logits
+        words = jnp.arange(z.shape[-1])[:, None]
+        never = jnp.array(self.spec.vision.never_sampled)
+        return jnp.where((words == never).any(axis=1), NEVER, z)
 
     def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
-        """See `models.decoder.token_values`."""
-        return token_values(params, hidden)
+        r"""Compute the value of each token's state from its hidden state, $v = h \cdot w + b$.
+
+        The critic of PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), as a linear head
+        on the decoder. It is computed in float32 whatever the dtype of `hidden`. The value at index
+        t has seen tokens 0 to t.
+
+        Raises:
+            KeyError: The parameters have no `score`.
+
+        >>> head = {"score": jnp.array([[2.0], [3.0]]), "score_bias": jnp.array([0.5])}
+        >>> critic = Decoder(tiny_spec(value_head=True))
+        >>> critic.token_values(head, jnp.array([[[1.0, 0.0], [1.0, 1.0]]])).tolist()
+        [[2.5, 5.5]]
+        """
+        return _scores(params, hidden) + params["score_bias"].astype(jnp.float32)[0]
 
     def sequence_scores(
         self,
@@ -1076,13 +656,226 @@ class Decoder:
         start: Int[Array, " B"],
         size: Int[Array, " B"],
     ) -> Float32[Array, " B"]:
-        """See `models.decoder.sequence_scores`."""
-        return sequence_scores(params, hidden, row, start, size)
+        r"""Compute each sequence's score from its last token's hidden state, $r = h_T \cdot w$.
+
+        The reward model of Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155, section 3.5), as
+        `transformers` has it in its `…ForSequenceClassification`: no bias, and the last token that
+        is not padding. It is computed in float32 whatever the dtype of `hidden`.
+
+        Args:
+            params: Parameters nested as `declare()`.
+            hidden: Hidden states of packed rows after the final norm.
+            row: The row that holds each sequence.
+            start: Index of each sequence's first token in its row.
+            size: Number of tokens of each sequence; one of 0 tokens scores 0.
+
+        Raises:
+            KeyError: The parameters have no `score`.
+
+        >>> hidden, ones = jnp.array([[[1.0], [2.0], [5.0]]]), jnp.array([1, 1])
+        >>> head, scorer = {"score": jnp.array([[3.0]])}, Decoder(tiny_spec(reward_head=True))
+        >>> scorer.sequence_scores(head, hidden, 0 * ones, ones - 1, ones + 1).tolist()
+        [6.0, 6.0]
+        """
+        last = hidden[row, jnp.maximum(start + size - 1, 0)]
+        return jnp.where(size > 0, _scores(params, last), 0.0)
+
+    def layer(
+        self,
+        weights: Params,
+        x: Float[Array, "R L D"],
+        rope: Rotation,
+        attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+        segment_ids: Int[Array, "R L"],
+        *,
+        state: DeltaState | None = None,
+        layout: Layout | None = None,
+        routes: Int[Array, "R L top"] | None = None,
+    ) -> tuple[Float[Array, "R L D"], Any, Router]:
+        """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
+
+        What mixes tokens is attention, or a DeltaNet in a layer that has its arrays. With
+        `spec.post_norms` what is added is normed too, or, without `spec.pre_norms`, instead.
+        Training and decoding differ in `attend` and `state` alone.
+
+        Args:
+            weights: One layer's arrays, without the leading `layers` axis.
+            x: Residual stream; its dtype is the compute dtype.
+            rope: Rotations for the rows' positions.
+            attend: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
+                attends within the row; decoding writes into a cache and returns it as the state.
+            segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
+            state: Of a DeltaNet before the rows; None: they begin their sequences.
+            layout: How activations are split over a mesh.
+            routes: As for `feed_forward`.
+
+        Returns:
+            The residual stream, the state after the rows, and what the experts report.
+        """
+        spec, latent, output = self.spec, self.spec.latent, "output"
+
+        def norm(x: Array, name: str, applies: bool) -> Array:
+            return norm_of(spec, x, weights[name]) if applies else x
+
+        def project(name: str, x: Array) -> Array:
+            return linear(weights, spec, name, x)
+
+        def latent_norm(name: str, x: Array) -> Array:
+            return rms_norm(x, weights[name], eps=LATENT_NORM_EPS)
+
+        h = norm(x, "attention_norm", spec.pre_norms)
+        if spec.delta is not None and "delta_output" in weights:
+            rms = functools.partial(rms_norm, eps=spec.norm_eps)
+            functions = LayerFunctions(project, rms, ACTIVATION_FUNCTIONS[spec.activation])
+            mixed, state = delta_mix(spec.delta, weights, functions, h, segment_ids, state, layout)
+            output = "delta_output"
+        else:
+            kv_b = None
+            if latent is not None:  # multi-head latent attention rotates a part of its heads
+                kv_b = adapted_matrix(weights, spec, "kv_b") if latent.absorbed else None
+                with jax.named_scope("qkv"):
+                    q, k, v = latent_heads(latent, h, rope, project, latent_norm, kv_b)
+            else:
+                with jax.named_scope("qkv"):
+                    q, k, v = project_heads(weights, spec, h)
+                with jax.named_scope("rope"):
+                    q, k = rotate(q, rope), rotate(k, rope)
+            with jax.named_scope("attention"):
+                mixed, state = attend(q, k, v)
+            if latent is not None:
+                mixed = mixed_values(latent, mixed, kv_b)
+            if spec.gated_attention:
+                mixed = mixed * jax.nn.sigmoid(project("attention_gate", h))
+        with jax.named_scope("out"):
+            out = linear(weights, spec, output, mixed, inputs=2)
+        x = x + norm(out, "attention_post_norm", spec.post_norms)
+        with jax.named_scope("mlp"):
+            h = norm(x, "mlp_norm", spec.pre_norms)
+            out, router = feed_forward(weights, spec, h, segment_ids != 0, layout, routes)
+        return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
+
+    def hidden_states(
+        self,
+        params: Params,
+        tokens: Int[Array, "R L"],
+        positions: Int[Array, "R L"],
+        segment_ids: Int[Array, "R L"],
+        *,
+        dtype: DTypeLike = jnp.float32,
+        remat: str = "none",
+        layout: Layout | None = None,
+        inputs: RowInputs = NO_INPUTS,
+    ) -> tuple[Float[Array, "R L D"], Router]:
+        """Run the decoder over packed rows, by recorded choices of experts where there are any.
+
+        Args:
+            params: Parameters nested as `declare()`.
+            tokens: Token ids.
+            positions: Index of each token within its own sequence.
+            segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
+            dtype: Of the computation, whatever the parameters' dtype.
+            remat: Policy of `models.layers`: what of a layer is stored for the backward pass.
+            layout: How activations are split over a mesh. With sharded parameters it must be given:
+                left to itself, the compiler may copy activations to all devices rather than gather
+                weights. Where several devices share a row, the rows given are its pieces, as
+                `Layout.split_context` makes them; features are of whole rows. None leaves
+                everything to the compiler.
+            inputs: What else the rows have.
+
+        Returns:
+            Hidden states after the final norm, in `dtype`, meaningless at padding; and the reports
+            of `feed_forward`, stacked over the layers that have experts, an empty dict for a model
+            without. With routes these have `experts` [M R L top], where tokens went, unless stages
+            hold the layers.
+
+        >>> decoder = Decoder(tiny_spec())
+        >>> params = decoder.init_params(jax.random.key(0))
+        >>> tokens, positions = jnp.array([[3, 5, 2, 7]]), jnp.array([[0, 1, 0, 1]])
+        >>> decoder.hidden_states(params, tokens, positions, jnp.array([[1, 1, 2, 2]]))[0].shape
+        (1, 4, 4)
+        """
+        spec, replays = self.spec, inputs.routes is not None
+        if layout and layout.stages > 1:
+            _check_stages(spec, layout.stages)
+        x = embed(params, spec, tokens, dtype=dtype, layout=layout)
+        turned_by = positions if inputs.rotary is None else inputs.rotary
+        rows = _Row(rotations(spec, turned_by), segment_ids, inputs.routes)
+        if (visual := inputs.visual) is not None:
+            x = with_features(x, visual, layout)
+            ahead = rest_of_image(visual.feature) if spec.attends_within_images else None
+            rows = rows._replace(deep=None if visual.given.deep is None else visual, ahead=ahead)
+        if layout is not None:
+            if rows.deep is not None and layout.pieces > 1 and layout.stages > 1:
+                raise ValueError(
+                    "rows with features for several layers (DeepStack) can't be split by both "
+                    f"context={layout.pieces} and stage={layout.stages}; expected one of them to "
+                    "be 1"
+                )
+            x = layout.constrain(x)
+        stacks = stacked_layers(params, spec, replays=replays, deepens=rows.deep is not None)
+        reports = list[Router]()
+        used = dict.fromkeys(stacks, 0)
+        for block in spec.blocks:
+            in_stages = layout is not None and layout.stages > 1 and block.repeats > 1
+            held, steps = dict[str, _Layers](), dict[str, _Step]()
+            for name in dict(block.runs):
+                held[name], looked_up = _of_block(stacks[name], block, name, used, in_stages)
+                steps[name] = self._layer_step(dtype, remat, layout, looked_up)
+            repeat = functools.partial(_run_block, steps, block)
+            if in_stages:
+                assert layout is not None  # for pyright
+                x, router = run_stages(repeat, x, rows, held, layout)
+            else:
+                x, router = jax.lax.scan(lambda x, held, f=repeat: f(x, rows, held), x, held)
+            reports += [jax.tree.map(lambda report: jax.lax.collapse(report, 0, 2), router)]
+        joined = [report for report in reports if report]
+        if len(joined) > 1:
+            joined = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)]
+        return norm_of(spec, x, params["final_norm"]), joined[0] if joined else {}
+
+    def _layer_step(
+        self, dtype: DTypeLike, remat: str, layout: Layout | None, looked_up: Params | None
+    ) -> _Step:
+        """Return the body of the scan over layers: `(x, rows, layer) -> (x, router)`.
+
+        The weights of a layer are given, or their number in the arrays in which they are looked up.
+        """
+        spec = self.spec
+        constrain = layout.constrain if layout else lambda x: x
+        attention = functools.partial(attend_pieces, layout=layout) if layout else attend
+        gather = (
+            layer_gatherer(spec, dtype, layout, keep=remat != "none")
+            if layout
+            else lambda weights: weights
+        )
+
+        def body(x: Array, rows: _Row, of_layer: _Layers) -> tuple[Array, Router]:
+            weights, layer = of_layer
+            if looked_up is not None:
+                weights = jax.tree.map(lambda array: _layer_of(array, of_layer[0]), looked_up)
+            weights = gather(weights)
+            options = attention_options(spec, layer, weights)._replace(ahead=rows.ahead)
+            x, _, router = self.layer(
+                weights,
+                x,
+                rows.rope.of(layer),
+                lambda q, k, v: (attention(q, k, v, rows.segment_ids, options), None),
+                rows.segment_ids,
+                layout=layout,
+                routes=rows.routes_in(layer),
+            )
+            if rows.deep is not None and layer.number is not None:
+                x = deepened(x, rows.deep, layer.number, layout)
+            if rows.routes is None or (layout and layout.stages > 1):
+                router.pop("experts", None)  # what stages report is added up
+            return constrain(x), router
+
+        return rematerialize(body, remat, looks_up=looked_up is not None)
 
     def init_cache(
         self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str = "auto"
     ) -> Cache:
-        """See `models.cache.init_cache`."""
+        """Make an empty cache for `ModelSpec.for_decoding`; see `models.cache.init_cache`."""
         spec = self.spec.for_decoding
         return init_cache(spec, batch, length, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
@@ -1093,15 +886,55 @@ class Decoder:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         *,
-        dtype: DTypeLike,
-        layout: Layout | None,
+        dtype: DTypeLike = jnp.float32,
+        layout: Layout | None = None,
         inputs: RowInputs = NO_INPUTS,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """See `models.decoder.extend`."""
+        """Run the next T tokens of each row, writing their slots and attending up to them.
+
+        With T = 1 it is a step of decoding, with more it reads a piece of a prompt.
+
+        Args:
+            params: Parameters nested as `declare()`, stacked or `by_layer`.
+            cache: Filled below `positions`; donate it under `jax.jit`, it is updated in place.
+            tokens: The rows' next tokens.
+            positions: Their positions, in order and without a gap, each below S. Of a token at S or
+                more nothing is written, and its result means nothing: so rows are padded.
+            dtype: Of the computation.
+            layout: How rows are split over a mesh; None leaves it to the compiler.
+            inputs: What else the rows have; routes are not replayed here.
+
+        Returns:
+            Hidden states after the final norm, and the cache with the tokens' keys and values.
+
+        >>> decoder = Decoder(tiny_spec())
+        >>> params = decoder.init_params(jax.random.key(0))
+        >>> cache = decoder.init_cache(1, 8, dtype="float32")
+        >>> decoder.extend(params, cache, jnp.array([[3, 5, 2]]), jnp.array([[0, 1, 2]]))[0].shape
+        (1, 3, 4)
+        """
         spec = self.spec.for_decoding
-        return extend(
-            params, spec, cache, tokens, positions, dtype=dtype, layout=layout, inputs=inputs
-        )
+        rows, every = jnp.arange(tokens.shape[0])[:, None], slice(None)
+        at = (rows, every, every, positions), (rows, every, positions)
+        real = positions < cache.keys[0].shape[3]
+
+        def attend(
+            number: int, options: Attending, q: Array, k: Array, v: Array
+        ) -> tuple[Array, LayerCache]:
+            layer = write_kept(spec, cache.layer(number), k, v, at)
+            mixed_in, of_values = layer.values, layer.value_scales
+            if keys_are_values(spec):
+                mixed_in, of_values = layer.keys.swapaxes(2, 3), None
+            if layer.key_scales is None:
+                return attend_cache(q, layer.keys, mixed_in, positions, options), layer
+            scales = make_scales(layer.key_scales, of_values)
+            mixed_in = mixed_in[..., : scaled_widths(spec)[0]]
+            return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
+
+        _, visual, rotary = inputs
+        given = _Rows(tokens, positions, real, cache.states, visual, rotary)
+        hidden, kept, experts = _run(params, spec, attend, given, dtype=dtype, layout=layout)
+        return hidden, kept._replace(routes=record_in_rows(cache.routes, experts, positions))
 
     def extend_pages(
         self,
@@ -1111,11 +944,52 @@ class Decoder:
         tokens: Int[Array, " B"],
         positions: Int[Array, " B"],
         *,
-        dtype: DTypeLike,
-        layout: Layout | None,
+        dtype: DTypeLike = jnp.float32,
+        layout: Layout | None = None,
         rotary: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B D"], Cache]:
-        """See `models.decoder.extend_pages`."""
+        """Run the next token of each row as `extend` does, but over the pages of a pool in place.
+
+        A token's keys and values are written into its page, which nobody else may read or write.
+
+        Args:
+            params: As for `extend`.
+            pool: A cache of pages [parts, pages, …] for each layer; donate it under `jax.jit`. Rows
+                belong to the parts in order, as many to each. Its `states` are those of the rows.
+            tables: The pages of each row, within its part, and what attends over them.
+            tokens: The rows' next tokens.
+            positions: Their positions; negative in an empty row, of which nothing is written.
+            dtype: Of the computation.
+            layout: How rows, and parts of the pool, are split over a mesh; None: there is one part.
+            rotary: By which queries and keys are rotated, where that is not the position: after
+                images, for a model with `mrope_sections`.
+
+        Returns:
+            Hidden states after the final norm, and the pool with the tokens' keys and values.
+
+        Raises:
+            ValueError: There is no layout for several parts.
+        """
         spec = self.spec.for_decoding
-        following = NextTokens(tokens, positions, rotary)
-        return extend_pages(params, spec, pool, tables, following, dtype=dtype, layout=layout)
+        if layout is None and pool.keys[0].shape[0] != 1:
+            parts = len(pool.keys[0])
+            raise ValueError(f"expected a pool of one part without a layout, got {parts}")
+
+        def attend(
+            number: int, options: Attending, q: Array, k: Array, v: Array
+        ) -> tuple[Array, LayerCache]:
+            def on_device(sinks: Any, *arrays: Any) -> tuple[Array, LayerCache]:
+                own = options._replace(sinks=sinks)
+                return _attend_part(spec, tables.kernel, own, *arrays)
+
+            heads = options.sinks, q[:, 0], k[:, 0], v[:, 0]
+            where = (pool.layer(number), tables.table, positions)
+            mixed, layer = _on_each(layout, on_device, heads, *where)
+            return mixed[:, None], layer
+
+        turned_by = None if rotary is None else rotary[:, None]
+        at = positions[:, None]
+        rows = _Rows(tokens[:, None], at, at >= 0, pool.states, rotary=turned_by)
+        hidden, kept, experts = _run(params, spec, attend, rows, dtype=dtype, layout=layout)
+        routes = record_in_pages(pool.routes, experts, tables.table, positions)
+        return hidden[:, 0], kept._replace(routes=routes)

@@ -87,22 +87,6 @@ class RowInputs(NamedTuple):
 NO_INPUTS = RowInputs()
 
 
-class PackedTokens(NamedTuple):
-    """Rows of packed tokens.
-
-    Attributes:
-        tokens: Token ids.
-        positions: Index of each token within its own sequence.
-        segment_ids: 1, 2, … for the sequences of a row, 0 for padding.
-        inputs: What else the rows have.
-    """
-
-    tokens: Int[Array, "R L"]
-    positions: Int[Array, "R L"]
-    segment_ids: Int[Array, "R L"]
-    inputs: RowInputs = NO_INPUTS
-
-
 class PatchRows(NamedTuple):
     """Rows of packed patches, each array with the rows first, of numpy or JAX.
 

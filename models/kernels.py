@@ -1,4 +1,4 @@
-"""Attention over packed rows by cuDNN's fused kernel, and whether a model may use it.
+"""Attention over packed rows by cuDNN's fused kernel, and how kernels are chosen.
 
 `models.attention.attend` computes every score of a row. cuDNN's kernel keeps scores on the chip and
 visits only those of a segment with itself. It is told where segments begin and how long they are,
@@ -206,17 +206,75 @@ class Heads(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """How attention is computed in a run.
+    """How a part of a model is computed in a run.
 
     Attributes:
-        name: cudnn or xla.
+        name: xla, or the kernel: cudnn or triton.
         reason: Why, in words.
-        kernel: What computes it; None: `models.attention.attend`.
+        kernel: What computes it; None: XLA.
     """
 
-    name: Literal["cudnn", "xla"]
+    name: Literal["cudnn", "triton", "xla"]
     reason: str
-    kernel: Kernel | None = None
+    kernel: Any = None
+
+
+def device_objection(
+    device: DeviceInfo, least: tuple[int, ...], generation: str, *, verb: str = "it needs"
+) -> str | None:
+    """Return why a kernel can't run on a device, or None.
+
+    >>> device_objection(DeviceInfo("cuda", (7, 5), (0, 11, 2)), (8, 0), "Ampere")
+    'compute capability 7.5, it needs 8.0 (Ampere) or later'
+    """
+    if device.platform != "cuda":
+        return f"the devices are {device.platform}, not cuda"
+    if device.capability < least:
+        own, needed = (".".join(map(str, numbers)) for numbers in (device.capability, least))
+        return f"compute capability {own}, {verb} {needed} ({generation}) or later"
+    return None
+
+
+class Trial(NamedTuple):
+    """How far a kernel may be off, and what its messages call it and its results."""
+
+    tolerance: float
+    kernel: str = "the kernel"
+    results: str = "its results"
+    unit: str = "a token's"
+    passes: str = ", forward or backward"
+
+
+def try_kernel(
+    name: Literal["cudnn", "triton"],
+    load: Callable[[], Any],
+    difference: Callable[[Any], float],
+    trial: Trial,
+    *,
+    untried: str | None = None,
+) -> KernelChoice:
+    """Take a kernel if it agrees with XLA.
+
+    Args:
+        name: Of the kernel.
+        load: Returns it; where it can't be imported, that speaks against it.
+        difference: How far its results are off.
+        trial: What is allowed.
+        untried: Why it is taken without a trial; None: it is tried.
+    """
+    try:
+        kernel = load()
+        if untried is not None:
+            return KernelChoice(name, untried, kernel)
+        off = difference(kernel)
+    except Exception as error:  # whatever stops a kernel speaks against it
+        message = (str(error).strip() or "no message").splitlines()[0]
+        return KernelChoice("xla", f"{trial.kernel} failed: {type(error).__name__}: {message}")
+    by = f"{trial.results} differ from XLA's in float32 by up to {off:.2%} of {trial.unit}"
+    if not off <= trial.tolerance:
+        rounding = f"{trial.passes}; at most {trial.tolerance:.0%} is rounding"
+        return KernelChoice("xla", by + rounding)
+    return KernelChoice(name, by, kernel)
 
 
 def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
@@ -253,15 +311,12 @@ def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     'the devices are cpu, not cuda'
     >>> objection(heads, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 11, 2)))
     """
-    capability, version = (".".join(map(str, x)) for x in (device.capability, device.jax))
-    least_capability, least_jax = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, LEAST_JAX))
+    if against := device_objection(device, LEAST_CAPABILITY, "Hopper"):
+        return against
+    version, least = (".".join(map(str, numbers)) for numbers in (device.jax, LEAST_JAX))
     options = heads.options
     reasons = {
-        f"the devices are {device.platform}, not cuda": device.platform != "cuda",
-        f"compute capability {capability}, it needs {least_capability} (Hopper) or later": (
-            device.capability < LEAST_CAPABILITY
-        ),
-        f"jax {version}, it needs {least_jax} or later": device.jax < LEAST_JAX,
+        f"jax {version}, it needs {least} or later": device.jax < LEAST_JAX,
         f"the compute dtype is {jnp.dtype(dtype)}, it needs bfloat16 or float16": (
             jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16)
         ),
@@ -333,22 +388,20 @@ def _furthest(
 
 def choose_kernel(
     asked: str,
-    spec: ModelSpec,
-    layout: Layout,
+    heads: Heads | str,
     dtype: DTypeLike,
     *,
     device: DeviceInfo,
     kernel: Kernel = attend_cudnn,
 ) -> KernelChoice:
-    """Decide how a model attends to packed rows.
+    """Decide how a model, or its vision tower, attends to packed rows.
 
     cuDNN's kernel is taken where nothing speaks against it and it has just agreed with `attend` on
     this device, with this model's heads.
 
     Args:
         asked: xla, cudnn, or auto: cudnn where it is possible.
-        spec: The model.
-        layout: Where it runs.
+        heads: What a device is asked to do, or why a kernel can't do it, as `heads_on`.
         dtype: Of the computation.
         device: The devices.
         kernel: What is tried.
@@ -356,42 +409,22 @@ def choose_kernel(
     Raises:
         ValueError: cudnn is asked for and not possible.
 
-    >>> from jaxrl_llm.sharding.layout import make_mesh
-    >>> spec = tiny_spec(head_dim=8)
-    >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
-    >>> choose_kernel("auto", spec, layout, "float32", device=DeviceInfo("cpu", (), (0, 11, 2)))
+    >>> heads, cpu = Heads(16, 8, 128, PLAIN), DeviceInfo("cpu", (), (0, 11, 2))
+    >>> choose_kernel("auto", heads, "float32", device=cpu)
     KernelChoice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
     """
     if asked == "xla":
         return KernelChoice("xla", "it was asked for")
-    choice = choose_for_heads(heads_on(spec, layout), dtype, device=device, kernel=kernel)
+    against = heads if isinstance(heads, str) else objection(heads, dtype, device)
+    if against is None and isinstance(heads, Heads):
+        trial = Trial(TOLERANCE, kernel="cuDNN's packed kernel")
+        choice = try_kernel(
+            "cudnn", lambda: kernel, lambda kernel: difference(kernel, heads, dtype), trial
+        )
+    else:
+        choice = KernelChoice("xla", against or "")
     if asked == "cudnn" and choice.name != "cudnn":
         raise ValueError(
             f"cuDNN's packed kernel can't be used: {choice.reason}; expected auto or xla"
         )
     return choice
-
-
-def choose_for_heads(
-    heads: Heads | str, dtype: DTypeLike, *, device: DeviceInfo, kernel: Kernel
-) -> KernelChoice:
-    """Decide as `choose_kernel` for what a device is asked, or told why a kernel can't do it."""
-    against, agreed = heads if isinstance(heads, str) else objection(heads, dtype, device), ""
-    if against is None and isinstance(heads, Heads):
-        against, agreed = _try_kernel(kernel, heads, dtype)
-    if against is None:
-        return KernelChoice("cudnn", agreed, kernel)
-    return KernelChoice("xla", against)
-
-
-def _try_kernel(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> tuple[str | None, str]:
-    """Return what speaks against a kernel once it has run, or else what speaks for it."""
-    try:
-        off = difference(kernel, heads, dtype)
-    except Exception as error:  # whatever stops a kernel speaks against it
-        message = (str(error).strip() or "no message").splitlines()[0]
-        return f"cuDNN's packed kernel failed: {type(error).__name__}: {message}", ""
-    by = f"its results differ from XLA's in float32 by up to {off:.2%} of a token's"
-    if not off <= TOLERANCE:
-        return f"{by}, forward or backward; at most {TOLERANCE:.0%} is rounding", ""
-    return None, by

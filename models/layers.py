@@ -1,4 +1,4 @@
-"""One layer of the decoder as free functions: norms, attention's inputs, feed-forward, their sum.
+"""Parts of a layer as free functions: norms, rotations, attention's inputs, feed-forward, remat.
 
 Parameters may be float32 master weights: matrices are cast to the compute dtype where they are
 used. RMS norms and rotations are computed in float32.
@@ -14,11 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.delta import DeltaState, LayerFunctions, delta_mix
-from jaxrl_llm.models.linear import adapted_matrix, linear
-from jaxrl_llm.models.mla import LATENT_NORM_EPS, absorb, expand, mixed_values
+from jaxrl_llm.models.linear import linear
 from jaxrl_llm.models.moe.mixture import mixture
-from jaxrl_llm.models.rope import Rotation, rotate, rotation, turning_axes
+from jaxrl_llm.models.rope import Rotation, rotation, turning_axes
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout
 
@@ -85,11 +83,11 @@ class Rotations(NamedTuple):
 
     def of(self, layer: Layer) -> Rotation:
         """Return the rotation of one layer; by no angle, where it has none."""
-        by = self._of_window(layer.windowed)
+        rope = self._of_window(layer.windowed)
         if layer.rotary is None:
-            return by
+            return rope
         return Rotation(
-            *(jnp.where(layer.rotary, x, y) for x, y in zip(by, (1.0, 0.0), strict=True))
+            *(jnp.where(layer.rotary, x, y) for x, y in zip(rope, (1.0, 0.0), strict=True))
         )
 
     def _of_window(self, windowed: Array | bool | None) -> Rotation:
@@ -159,11 +157,11 @@ def stacked_layers(
     }
 
 
-def attending(spec: ModelSpec, layer: Layer, weights: Params) -> Attending:
+def attention_options(spec: ModelSpec, layer: Layer, weights: Params) -> Attending:
     """Return how one layer attends: the scale of its scores, its window, soft-cap and sinks.
 
     >>> spec = tiny_spec(head_dim=4)
-    >>> attending(spec, Layer(None), {}).scale
+    >>> attention_options(spec, Layer(None), {}).scale
     0.5
     """
     window = spec.window
@@ -241,141 +239,26 @@ def _gated(x: Float[Array, "R L D"], gate: Float[Array, "R L 1"]) -> Float[Array
     return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
 
 
-def queries_keys_values(
-    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation
+def project_heads(
+    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"]
 ) -> tuple[Float[Array, "R L N H"], Float[Array, "R L K H"], Float[Array, "R L K H"]]:
-    """Compute what a layer's attention takes: queries and keys, both rotated, and values.
-
-    Args:
-        weights: One layer's arrays.
-        spec: The model.
-        h: Normed residual stream.
-        by: Rotations for the rows' positions.
-
-    Returns:
-        q, k and v; with latent attention those of `models.mla`.
+    """Compute a layer's queries, keys and values; the first two are normed with `spec.qk_norm`.
 
     >>> spec = tiny_spec(hidden_size=1, ff_width=1, qk_norm=False)
     >>> weights = {name: jnp.ones((1, n, 2)) for name, n in dict(query=2, key=1, value=1).items()}
-    >>> by = rotations(spec, jnp.array([[0]])).main
-    >>> queries_keys_values(weights, spec, jnp.ones((1, 1, 1)), by)[0].tolist()
+    >>> project_heads(weights, spec, jnp.ones((1, 1, 1)))[0].tolist()
     [[[[1.0, 1.0], [1.0, 1.0]]]]
     """
 
-    def apply(name: str, x: Array) -> Array:
-        return linear(weights, spec, name, x)
+    def norm(x: Array, scale: Array) -> Array:
+        if not spec.whole_qk_norm:
+            return norm_of(spec, x, scale)
+        return norm_of(spec, x.reshape(*x.shape[:2], -1), scale).reshape(x.shape)
 
-    def latent_norm(name: str, x: Array) -> Array:
-        return rms_norm(x, weights[name], eps=LATENT_NORM_EPS)
-
-    if spec.latent is not None and spec.latent.absorbed:
-        kv_b = adapted_matrix(weights, spec, "kv_b")
-        return absorb(spec.latent, h, by, apply, latent_norm, kv_b)
-    if spec.latent is not None:
-        return expand(spec.latent, h, by, apply, latent_norm)
-    q, k, v = (apply(name, h) for name in ("query", "key", "value"))
+    q, k, v = (linear(weights, spec, name, h) for name in ("query", "key", "value"))
     if spec.qk_norm:
-        q, k = (
-            _qk_norm(spec, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key"))
-        )
-    return rotate(q, by), rotate(k, by), v
-
-
-def _qk_norm(spec: ModelSpec, x: Float[Array, "R L N H"], scale: Array) -> Array:
-    if not spec.whole_qk_norm:
-        return norm_of(spec, x, scale)
-    return norm_of(spec, x.reshape(*x.shape[:2], -1), scale).reshape(x.shape)
-
-
-class Mixers(NamedTuple):
-    """How the tokens of a row reach each other in a layer; only the one that it has is called.
-
-    Attributes:
-        attention: `(q [R L N H], k [R L K H], v [R L K H]) -> (mixed [R L N H], state)`. Training
-            attends within the row; decoding writes into a cache and returns it as the state.
-        delta: `(mix) -> (mixed [R L N W], state)`, where `mix(segment_ids, state)` is `delta_mix`.
-    """
-
-    attention: Callable[[Array, Array, Array], tuple[Array, Any]]
-    delta: Callable[[Callable[..., tuple[Array, DeltaState]]], tuple[Array, Any]]
-
-
-def decoder_layer(
-    weights: Params,
-    spec: ModelSpec,
-    x: Float[Array, "R L D"],
-    by: Rotation,
-    mixers: Mixers,
-    real: Bool[Array, "R L"] | None = None,
-    layout: Layout | None = None,
-    routes: Int[Array, "R L top"] | None = None,
-) -> tuple[Float[Array, "R L D"], Any, Router]:
-    """Apply one layer: x += mixed(norm(x)), then x += feed_forward(norm(x)).
-
-    What mixes tokens is attention, or a DeltaNet in a layer that has its arrays. With
-    `spec.post_norms` what is added is normed too, or, without `spec.pre_norms`, instead.
-
-    Args:
-        weights: One layer's arrays, without the leading `layers` axis.
-        spec: The model.
-        x: Residual stream; its dtype is the compute dtype.
-        by: Rotations for the rows' positions.
-        mixers: What mixes the tokens.
-        real: Which positions are not padding; None means all.
-        layout: How activations are split over a mesh.
-        routes: As for `feed_forward`.
-
-    Returns:
-        The residual stream, the state that the mixer returned, and what the experts report.
-    """
-
-    def norm(x: Array, name: str, applies: bool) -> Array:
-        return norm_of(spec, x, weights[name]) if applies else x
-
-    h = norm(x, "attention_norm", spec.pre_norms)
-    if "delta_output" in weights:
-        out, state = _delta_output(weights, spec, h, mixers, layout)
-    else:
-        out, state = _attention_output(weights, spec, h, by, mixers)
-    x = x + norm(out, "attention_post_norm", spec.post_norms)
-    h = norm(x, "mlp_norm", spec.pre_norms)
-    out, router = feed_forward(weights, spec, h, real, layout, routes)
-    return x + norm(out, "mlp_post_norm", spec.post_norms), state, router
-
-
-def _attention_output(
-    weights: Params, spec: ModelSpec, h: Float[Array, "R L D"], by: Rotation, mixers: Mixers
-) -> tuple[Float[Array, "R L D"], Any]:
-    q, k, v = queries_keys_values(weights, spec, h, by)
-    mixed, state = mixers.attention(q, k, v)
-    if spec.latent is not None:
-        kv_b = adapted_matrix(weights, spec, "kv_b") if spec.latent.absorbed else None
-        mixed = mixed_values(spec.latent, mixed, kv_b)
-    if spec.gated_attention:
-        mixed = mixed * jax.nn.sigmoid(linear(weights, spec, "attention_gate", h))
-    return linear(weights, spec, "output", mixed, inputs=2), state
-
-
-def _delta_output(
-    weights: Params,
-    spec: ModelSpec,
-    h: Float[Array, "R L D"],
-    mixers: Mixers,
-    layout: Layout | None,
-) -> tuple[Float[Array, "R L D"], Any]:
-    delta = spec.delta
-    assert delta is not None
-    functions = LayerFunctions(
-        apply=lambda name, x: linear(weights, spec, name, x),
-        norm=functools.partial(rms_norm, eps=spec.norm_eps),
-        activation=ACTIVATION_FUNCTIONS[spec.activation],
-    )
-    mixed, state = mixers.delta(
-        lambda segment_ids, state=None: delta_mix(
-            delta, weights, functions, h, segment_ids, state, layout
-        )
-    )
-    return linear(weights, spec, "delta_output", mixed, inputs=2), state
+        q, k = norm(q, weights["query_norm"]), norm(k, weights["key_norm"])
+    return q, k, v
 
 
 def norm_of(

@@ -158,7 +158,7 @@ def layer_gatherer(
     """Return a function from one layer's weights to the same, ready to be used on a mesh.
 
     Matrices are gathered by the products that take them, and those of experts by
-    `models.moe.expert_parallel`. What else there is, a row per layer, is cast and gathered at once.
+    `models.moe.mixture`. What else there is, a row per layer, is cast and gathered at once.
 
     Args:
         spec: The model.

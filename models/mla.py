@@ -36,7 +36,7 @@ class LatentSpec:
         value_width: Width of a head's value, at most that of its key.
         interleaved: Whether rotated pairs are neighbours (2i, 2i + 1), as published, and not the
             two halves (i, i + half).
-        absorbed: Whether queries, keys and values are those of `absorb` and not of `expand`.
+        absorbed: Whether `latent_heads` absorbs the expansion into queries: a cache holds latents.
 
     Raises:
         ValueError: A size is not positive, `rope_width` is odd, or values are wider than keys.
@@ -76,88 +76,76 @@ class LatentSpec:
         return self.kv_rank + self.rope_width if self.absorbed else self.key_width
 
 
-def expand(
+def latent_heads(
     spec: LatentSpec,
     h: Float[Array, "R L D"],
-    by: Rotation,
+    rope: Rotation,
     linear: Linear,
     norm: Norm,
-) -> tuple[Float[Array, "R L N H"], Float[Array, "R L N H"], Float[Array, "R L N H"]]:
-    r"""Compute the queries, keys and values of all heads.
+    kv_b: Float[Array, "rank N key_value"] | None = None,
+) -> tuple[Float[Array, "R L N H"], Float[Array, "R L K H"], Float[Array, "R L K H"]]:
+    r"""Compute queries, keys and values: of all heads, or with `kv_b` in the absorbed form.
 
     $c = \mathrm{norm}(W^{DKV} h)$, $[k^C; v] = W^{UKV} c$ and $k = [k^C;
     \mathrm{rope}(W^{KR} h)]$; $q = W^{UQ} \mathrm{norm}(W^{DQ} h)$ with its last `rope_width`
     dimensions rotated. DeepSeek-V2, eqs. 37-47, appendix C (https://arxiv.org/abs/2405.04434).
 
+    Absorbed (section 2.1.2), $q^C \cdot W^{UK} c = (W^{UK\top} q^C) \cdot c$, so a head's query is
+    $[W^{UK\top} q^C; q^R]$, the one key that all heads share is $[c; k^R]$ and so is the value.
+    Scores, softmax and mixture are the same, in another order of sums.
+
     Args:
         spec: The attention.
         h: Normed residual stream.
-        by: Rotations of the rows' positions, of `rope_width` dimensions.
+        rope: Rotations of the rows' positions, of `rope_width` dimensions.
         linear: `(name, x) -> x @ matrix` of the layer's `query`, or `query_a` and `query_b`,
             `kv_a` [D, kv_rank + rope_width] and `kv_b` [kv_rank, N, nope_width + value_width].
         norm: `(name, x) -> x` normed over its last axis, for `query_a_norm` and `kv_a_norm`.
+        kv_b: The matrix that expands latents, to be absorbed; None: they are expanded.
 
     Returns:
-        q, k and v, the values filled up with zeros to the width H of the keys; `mixed_values`
-        takes them off again.
+        q, k and v. Values are filled up with zeros to the width H of the keys; `mixed_values`
+        takes them off again. Absorbed, H is kv_rank + rope_width.
 
     >>> spec = LatentSpec(query_rank=None, kv_rank=8, nope_width=4, rope_width=2, value_width=4)
     >>> shapes = {"query": (3, 6), "kv_a": (10,), "kv_b": (3, 8)}
-    >>> by = Rotation(jnp.ones((1, 5, 1)), jnp.zeros((1, 5, 1)))
-    >>> q, k, v = expand(spec, jnp.ones((1, 5, 7)), by, norm=lambda name, x: x,
-    ...                  linear=lambda name, x: jnp.ones((1, 5, *shapes[name])))
+    >>> rope = Rotation(jnp.ones((1, 5, 1)), jnp.zeros((1, 5, 1)))
+    >>> given = spec, jnp.ones((1, 5, 7)), rope, lambda name, x: jnp.ones((1, 5, *shapes[name]))
+    >>> q, k, v = latent_heads(*given, norm=lambda name, x: x)
     >>> q.shape, k.shape, v[0, 0, 0].tolist()
     ((1, 5, 3, 6), (1, 5, 3, 6), [1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
-    """
-    latent, k_rope = _latents(spec, h, by, linear, norm)
-    k, v = jnp.split(linear("kv_b", latent), [spec.nope_width], axis=-1)
-    shared = jnp.broadcast_to(k_rope, (*k.shape[:3], spec.rope_width))
-    q = jnp.concatenate(_queries(spec, h, by, linear, norm), axis=-1)
-    k = jnp.concatenate([k, shared], axis=-1)
-    room = ((0, 0), (0, 0), (0, 0), (0, spec.key_width - spec.value_width))
-    return q, k, jnp.pad(v, room)
-
-
-def absorb(
-    spec: LatentSpec,
-    h: Float[Array, "R L D"],
-    by: Rotation,
-    linear: Linear,
-    norm: Norm,
-    kv_b: Float[Array, "rank N key_value"],
-) -> tuple[Float[Array, "R L N H"], Float[Array, "R L 1 H"], Float[Array, "R L 1 H"]]:
-    r"""Compute queries over the latent, and the one key that all heads share.
-
-    $q^C \cdot W^{UK} c = (W^{UK\top} q^C) \cdot c$, so a head's query is $[W^{UK\top} q^C; q^R]$,
-    the key is $[c; k^R]$ and so is the value. Scores, softmax and mixture are those of `expand`, in
-    another order of sums. DeepSeek-V2, section 2.1.2 (https://arxiv.org/abs/2405.04434).
-
-    Args:
-        spec: The attention.
-        h: Normed residual stream.
-        by: Rotations of the rows' positions, of `rope_width` dimensions.
-        linear: As for `expand`; it is not asked for `kv_b`.
-        norm: As for `expand`.
-        kv_b: The matrix that `expand` applies as `kv_b`.
-
-    Returns:
-        q, k and v, where H is kv_rank + rope_width.
-
-    >>> spec = LatentSpec(query_rank=None, kv_rank=8, nope_width=4, rope_width=2, value_width=4)
-    >>> shapes = {"query": (3, 6), "kv_a": (10,)}
-    >>> by = Rotation(jnp.ones((1, 5, 1)), jnp.zeros((1, 5, 1)))
-    >>> q, k, v = absorb(spec, jnp.ones((1, 5, 7)), by, norm=lambda name, x: x,
-    ...                  linear=lambda name, x: jnp.ones((1, 5, *shapes[name])),
-    ...                  kv_b=jnp.ones((8, 3, 8)))
+    >>> q, k, v = latent_heads(*given, norm=lambda name, x: x, kv_b=jnp.ones((8, 3, 8)))
     >>> q.shape, k.shape
     ((1, 5, 3, 10), (1, 5, 1, 10))
     """
-    latent, k_rope = _latents(spec, h, by, linear, norm)
-    q_nope, q_rope = _queries(spec, h, by, linear, norm)
-    up = kv_b[:, :, : spec.nope_width].astype(h.dtype)
-    q = jnp.concatenate([jnp.einsum("rlnh,cnh->rlnc", q_nope, up), q_rope], axis=-1)
-    k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)
-    return q, k, k
+
+    def rotated(x: Array) -> Array:
+        if spec.interleaved:  # queries and keys are reordered alike, which their products don't see
+            x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(x, rope)
+
+    def queries() -> tuple[Array, Array]:
+        if spec.query_rank is None:
+            q = linear("query", h)
+        else:
+            q = linear("query_b", norm("query_a_norm", linear("query_a", h)))
+        nope, rotary = jnp.split(q, [spec.nope_width], axis=-1)
+        return nope, rotated(rotary)
+
+    latent, k_rope = jnp.split(linear("kv_a", h), [spec.kv_rank], axis=-1)
+    latent, k_rope = norm("kv_a_norm", latent), rotated(k_rope[:, :, None])
+    if kv_b is not None:
+        q_nope, q_rope = queries()
+        up = kv_b[:, :, : spec.nope_width].astype(h.dtype)
+        q = jnp.concatenate([jnp.einsum("rlnh,cnh->rlnc", q_nope, up), q_rope], axis=-1)
+        k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)
+        return q, k, k
+    k, v = jnp.split(linear("kv_b", latent), [spec.nope_width], axis=-1)
+    shared = jnp.broadcast_to(k_rope, (*k.shape[:3], spec.rope_width))
+    q = jnp.concatenate(queries(), axis=-1)
+    k = jnp.concatenate([k, shared], axis=-1)
+    room = ((0, 0), (0, 0), (0, 0), (0, spec.key_width - spec.value_width))
+    return q, k, jnp.pad(v, room)
 
 
 def mixed_values(
@@ -165,8 +153,8 @@ def mixed_values(
 ) -> Float[Array, "R L N value"]:
     """Turn what attention mixed into the values of the heads.
 
-    Of `expand`'s values it takes off the zeros; mixed latents of `absorb` it multiplies by the
-    values' part of the matrix.
+    It takes off the zeros of expanded values; mixed latents it multiplies by the values' part of
+    the matrix.
 
     Args:
         spec: The attention.
@@ -184,27 +172,3 @@ def mixed_values(
         return mixed[..., : spec.value_width]
     up = kv_b[:, :, spec.nope_width :].astype(mixed.dtype)
     return jnp.einsum("rlnc,cnh->rlnh", mixed[..., : spec.kv_rank], up)
-
-
-def _queries(
-    spec: LatentSpec, h: Array, by: Rotation, linear: Linear, norm: Norm
-) -> tuple[Array, Array]:
-    if spec.query_rank is None:
-        q = linear("query", h)
-    else:
-        q = linear("query_b", norm("query_a_norm", linear("query_a", h)))
-    nope, rope = jnp.split(q, [spec.nope_width], axis=-1)
-    return nope, _rotate(spec, rope, by)
-
-
-def _latents(
-    spec: LatentSpec, h: Array, by: Rotation, linear: Linear, norm: Norm
-) -> tuple[Array, Array]:
-    latent, rope = jnp.split(linear("kv_a", h), [spec.kv_rank], axis=-1)
-    return norm("kv_a_norm", latent), _rotate(spec, rope[:, :, None], by)
-
-
-def _rotate(spec: LatentSpec, x: Array, by: Rotation) -> Array:
-    if spec.interleaved:  # queries and keys are reordered alike, which their products do not see
-        x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-    return rotate(x, by)

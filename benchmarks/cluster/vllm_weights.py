@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.decoder import forward, logits
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import compute_dtypes, init_params
@@ -128,8 +128,9 @@ def differences(
     @jax.jit
     def logprobs(tokens: Any, temperature: Any) -> Any:
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden = forward(own, spec, tokens, place, jnp.ones_like(tokens))
-        scores = logits(own, spec, hidden).astype(jnp.float32) / temperature
+        decoder = Decoder(spec)
+        hidden, _ = decoder.hidden_states(own, tokens, place, jnp.ones_like(tokens))
+        scores = decoder.logits(own, hidden).astype(jnp.float32) / temperature
         chosen = jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], 2)[..., 0]
         return chosen - jax.nn.logsumexp(scores[:, :-1], axis=-1)
 

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.models.decoder import forward, logits
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
@@ -63,9 +63,10 @@ def differences(
     @jax.jit
     def run(params: Any, row: jax.Array) -> jax.Array:
         positions = jnp.arange(row.size)[None]
-        hidden = forward(params, spec, row[None], positions, jnp.ones_like(positions))[0]
+        ones = jnp.ones_like(positions)
+        hidden = Decoder(spec).hidden_states(params, row[None], positions, ones)[0][0]
         start = len(requests[0].prompt) - 1
-        after = jax.nn.log_softmax(logits(params, spec, hidden[start:-1]))
+        after = jax.nn.log_softmax(Decoder(spec).logits(params, hidden[start:-1]))
         return jnp.take_along_axis(after, row[start + 1 :, None], axis=1)[:, 0]
 
     off = []

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.tables import describe_run, markdown_table, parser_of
-from jaxrl_llm.models.decoder import forward_rows, logits
-from jaxrl_llm.models.inputs import PackedTokens, RowInputs
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
@@ -105,9 +105,9 @@ def compare(
     def run(params: Any, row: jax.Array, routes: jax.Array) -> tuple[jax.Array, jax.Array]:
         positions = jnp.arange(row.size)[None]
         segments, replayed = jnp.ones_like(positions), RowInputs(routes[None])
-        packed = PackedTokens(row[None], positions, segments, replayed)
-        hidden, router = forward_rows(params, spec, packed)
-        after = jax.nn.log_softmax(logits(params, spec, hidden[0, PROMPT - 1 : -1]))
+        decoder, rows = Decoder(spec), (row[None], positions, segments)
+        hidden, router = decoder.hidden_states(params, *rows, inputs=replayed)
+        after = jax.nn.log_softmax(decoder.logits(params, hidden[0, PROMPT - 1 : -1]))
         drawn = jnp.take_along_axis(after, row[PROMPT:, None], axis=1)[:, 0]
         return drawn, jnp.moveaxis(router["experts"][:, 0], 0, 1)
 

@@ -36,6 +36,7 @@ from jaxrl_llm.models.kernels import (
     attend_cudnn,
     choose_kernel,
     difference,
+    heads_on,
     objection,
     this_device,
 )
@@ -123,7 +124,8 @@ def build_learner(job: dict[str, Any], layout: Layout, kernel: Any, params_like:
 def learner_of(job: dict[str, Any]) -> tuple[Any, Any, KernelChoice]:
     """Return a learner of the library, its state, and how it attends."""
     spec, layout = spec_of(job["shape"]), layout_of()
-    choice = choose_kernel(job["attention"], spec, layout, "bfloat16", device=this_device())
+    heads = heads_on(spec, layout)
+    choice = choose_kernel(job["attention"], heads, "bfloat16", device=this_device())
     params = draw_params(spec, layout)
     like = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params

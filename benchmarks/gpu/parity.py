@@ -28,7 +28,7 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.kernels import choose_kernel, this_device
+from jaxrl_llm.models.kernels import choose_kernel, heads_on, this_device
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import Request, SamplingParams
@@ -116,7 +116,8 @@ def by_trainer(job: dict[str, Any], tokens: np.ndarray) -> Parity:
     """Score tokens as a run does, in packed rows, and take one step of gradient descent."""
     spec, layout = spec_of(job["shape"]), layout_of()
     params, (count, length) = weights(job["shape"]), tokens.shape
-    kernel = choose_kernel("auto", spec, layout, job["dtype"], device=this_device()).kernel
+    heads = heads_on(spec, layout)
+    kernel = choose_kernel("auto", heads, job["dtype"], device=this_device()).kernel
     model = ForwardConfig(model=model_of(spec), dtype=job["dtype"], kernel=kernel)
     shape = row_shape(2 * length, 2 * length, sequences=count)
     mask = np.broadcast_to(np.arange(length) > 0, tokens.shape)

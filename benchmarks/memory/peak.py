@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
 from jaxrl_llm.algorithms.logprobs import token_stats
-from jaxrl_llm.models.decoder import forward
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params
@@ -104,7 +104,8 @@ def print_remat(dtype: str, sizes: Sizes) -> None:
         rows = [jax.ShapeDtypeStruct(shape, jnp.int32)] * 3
 
         def total(params: Any, rows: Any, policy: str = policy) -> Any:
-            hidden = forward(params, spec, *rows, dtype=jnp.dtype(dtype), remat=policy)
+            options = {"dtype": jnp.dtype(dtype), "remat": policy}
+            hidden, _ = Decoder(spec).hidden_states(params, *rows, **options)
             return jnp.square(hidden.astype(jnp.float32)).sum()
 
         taken = scratch(jax.grad(total), params, rows)

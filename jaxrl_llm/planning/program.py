@@ -2,7 +2,7 @@
 
 XLA's own cost analysis counts the body of a loop once, and has none for a GPU that is not there.
 Here every computation is counted as often as it is called: a loop as often as its known trip count
-says, a loop without one once, and the rounds of `models.moe.expert_parallel` after the first never:
+says, a loop without one once, and the rounds of `models.moe.mixture` after the first never:
 balanced experts need none. Of a conditional the costlier branch counts, and inside a loop it does
 in one iteration, the cheaper one in the others.
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
+from jaxrl_llm.models.moe.mixture import FURTHER_ROUNDS
 
 BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2}
 BYTES |= {"s16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1}

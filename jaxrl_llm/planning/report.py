@@ -173,7 +173,8 @@ def describe_run(shapes: RunShapes) -> list[str]:
     running = shapes.config.rollout.max_running_sequences
     slots = f"{running} slots for {shapes.config.longest_sequence} tokens at most"
     lines.append(f"{'engine':10}{sizes(shapes.layouts.rollout)}; {slots}")
-    return [*lines, f"{'':10}{shapes.engine.choice}"]
+    how = "pages in place" if shapes.engine.choice.kernel else "rows gathered from pages"
+    return [*lines, f"{'':10}{how}: {shapes.engine.choice.reason}"]
 
 
 def describe_compiler(gpu: str | None) -> list[str]:

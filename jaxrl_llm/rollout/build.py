@@ -14,8 +14,8 @@ from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.kernel_choice import choose_cache_kernel, choose_experts
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.functional import FunctionalModel
+from jaxrl_llm.models.kernels import KernelChoice
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
-from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
@@ -65,7 +65,7 @@ def local_engine(config: TrainConfig, model: Model, layout: Layout, folder: Path
 
 
 def native_engine(
-    config: TrainConfig, model: Model, layout: Layout, *, choice: PagedChoice | None = None
+    config: TrainConfig, model: Model, layout: Layout, *, choice: KernelChoice | None = None
 ) -> NativeEngine:
     """Build the native engine for the longest prompt and answer of a run.
 

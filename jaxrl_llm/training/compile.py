@@ -26,11 +26,10 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.kernels import DeviceInfo, device_of
+from jaxrl_llm.models.kernels import DeviceInfo, KernelChoice, device_of
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.model import Model, is_adapted, model_of
-from jaxrl_llm.models.paged_attention import attend_in_turn
-from jaxrl_llm.models.paged_kernel import PagedChoice, choose_paged_kernel
+from jaxrl_llm.models.paged_attention import attend_in_turn, choose_paged_kernel
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import native_engine
@@ -363,7 +362,7 @@ class AbstractEngine(NamedTuple):
     weights: Any
     pages: Any
     rows: Any
-    choice: PagedChoice
+    choice: KernelChoice
     prefill_tokens: int
 
 
@@ -401,7 +400,7 @@ def plan_engine(
 
 def planned_choice(
     config: TrainConfig, spec: ModelSpec, layout: Layout, gpu: DeviceInfo
-) -> PagedChoice:
+) -> KernelChoice:
     """Decide how an engine on a GPU would read its cache, if the kernel over pages agrees there.
 
     In programs for CPU devices `attend_in_turn` stands for the kernel.

@@ -43,7 +43,7 @@ class ForwardConfig:
     update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
     (`sharding.layout.Layout`), `kernel` what computes it (`models.kernels.choose_kernel`; None:
     XLA), `grouped_kernels` what multiplies rows of experts
-    (`models.moe.grouped_kernel.choose_grouped_kernels`; None: XLA), `rules` how a model of the
+    (`models.moe.grouped.choose_grouped_kernels`; None: XLA), `rules` how a model of the
     user's own splits its logical axes, and `longest` is the most tokens of a sequence, where rows
     are longer. Where `router_replay`, the config's key, is not none, tokens go to the experts that
     their rows say. `visuals` packs the images and videos that the model reads; None: it reads none.

@@ -5,13 +5,31 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
+
+from jaxrl_llm.models.kernels import (
+    DeviceInfo,
+    KernelChoice,
+    Trial,
+    device_objection,
+    try_kernel,
+)
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.sharding.layout import Layout
+
+LEAST_CAPABILITY = (8, 0)  # Ampere: older GPUs have no bfloat16
+TRIED = (([3, 0, 1, 9], 3), ([150, 0, 290, 1], 71))
+"""Rows of each group, and rows after the last one, in the smallest and in the largest tiles."""
+
+TOLERANCE = 0.01
+"""Most that a row of a result may be off in 16 bits; rounding it makes at most 2^-8, 0.4 %."""
 
 
 @functools.partial(
@@ -210,3 +228,186 @@ def _group_rows_backward(
 
 
 group_rows.defvjp(_group_rows_forward, _group_rows_backward)
+
+
+class GroupedShapes(NamedTuple):
+    """The matrices by which experts multiply rows on one device.
+
+    Attributes:
+        widths: Inner width and columns of each kind of matrix.
+        is_batched: Whether the products of a stage's layers are a batch of one.
+    """
+
+    widths: tuple[tuple[int, int], ...]
+    is_batched: bool
+
+
+def grouped_shapes(spec: ModelSpec, layout: Layout) -> GroupedShapes:
+    """Return by what the experts of a model multiply on a device of a layout.
+
+    Args:
+        spec: A model with experts.
+        layout: Where it runs.
+
+    >>> from jaxrl_llm.models.moe.spec import MoeSpec
+    >>> from jaxrl_llm.sharding.layout import make_mesh
+    >>> spec = tiny_spec(hidden_size=8, moe=MoeSpec(experts=4, experts_per_token=2, ff_width=6))
+    >>> grouped_shapes(spec, Layout(make_mesh({}, jax.devices()[:1]))).widths
+    ((8, 6), (6, 8))
+    """
+    assert spec.moe is not None, "expected a model with experts"
+    embed, whole, tensor = spec.hidden_size, spec.moe.ff_width, layout.mesh.shape["tensor"]
+    width = whole // tensor if whole % tensor == 0 else whole
+    widths = [(embed, width), (width, embed)]
+    if spec.lora is not None:
+        rank, targets = spec.lora.rank, spec.lora.targets
+        if {"expert_gate", "expert_up"} & set(targets):
+            widths += [(embed, rank), (rank, width)]
+        if "expert_down" in targets:
+            widths += [(width, rank), (rank, embed)]
+    return GroupedShapes(tuple(dict.fromkeys(widths)), layout.stages > 1)
+
+
+def grouped_objection(dtype: DTypeLike, device: DeviceInfo) -> str | None:
+    """Return why the kernels can't be used, or None if nothing speaks against trying them.
+
+    >>> grouped_objection("float32", DeviceInfo("cuda", (9, 0), (0, 10, 2)))
+    'the compute dtype is float32, they need bfloat16 or float16'
+    """
+    if against := device_objection(device, LEAST_CAPABILITY, "Ampere", verb="they need"):
+        return against
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"the compute dtype is {jnp.dtype(dtype)}, they need bfloat16 or float16"
+    return None
+
+
+def grouped_difference(kernels: GroupedKernels, shapes: GroupedShapes, dtype: DTypeLike) -> float:
+    r"""Return how far kernels are off on a few groups of random rows, forward and backward.
+
+    Groups have no row, one, or several tiles of them; rows of zeros come after the last one. The
+    matrices lie after each other and interleaved. With rows $a_i$ of the products, and of both
+    gradients, and $b_i$ of XLA's in float32, it is the largest
+    $\lVert a_i - b_i \rVert / \max(\lVert b_i \rVert, \mathrm{rms}(b))$.
+
+    Args:
+        kernels: What is tried.
+        shapes: Sizes of the matrices to try them with.
+        dtype: Of the rows; XLA gets the same numbers in float32.
+
+    >>> grouped_difference(BLOCKED, GroupedShapes(((4, 6),), is_batched=False), "float32")
+    0.0
+    """
+    return max(
+        _furthest(kernels, widths, rows, after, dtype, is_batched=shapes.is_batched)
+        for widths in shapes.widths
+        for rows, after in TRIED
+    )
+
+
+def _furthest(
+    kernels: GroupedKernels,
+    widths: tuple[int, int],
+    rows: Sequence[int],
+    after: int,
+    dtype: DTypeLike,
+    *,
+    is_batched: bool,
+) -> float:
+    total, sizes = sum(rows) + after, jnp.array(rows)
+    inner, columns = widths
+    shapes = (total, inner), (total, columns), (len(rows), inner, columns)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    x, y, matrices = (
+        jax.random.normal(key, shape).astype(dtype).astype(jnp.float32)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+    x, y = (a.at[total - after :].set(0.0) for a in (x, y))
+
+    def results(kernels: GroupedKernels, dtype: DTypeLike) -> list[Float32[Array, "..."]]:
+        @jax.jit
+        def run(x: Array, y: Array, matrices: Array) -> list[Array]:
+            every = []
+            for given in (
+                matrices,
+                Interleaved(jnp.swapaxes(matrices, 0, 1), transposed=False),
+                Interleaved(jnp.moveaxis(matrices, 2, 0), transposed=True),
+            ):
+                products, back = jax.vjp(
+                    lambda x, matrices: grouped_matmul(x, matrices, sizes, kernels),
+                    x.astype(dtype),
+                    given,
+                )
+                every += [products, *jax.tree.leaves(back(y.astype(dtype)))]
+            return [a.astype(jnp.float32) for a in every]
+
+        if not is_batched:
+            return run(x, y, matrices)
+        return [a[0] for a in jax.vmap(run)(x[None], y[None], matrices[None])]
+
+    with jax.default_matmul_precision("float32"):
+        expected = results(BLOCKED, jnp.float32)
+    return max(map(_off, results(kernels, dtype), expected))
+
+
+def _off(got: Float32[Array, "... n"], expected: Float32[Array, "... n"]) -> float:
+    size, off = (jnp.sqrt(jnp.square(a).sum(-1)) for a in (expected, got - expected))
+    return float(jnp.max(off / jnp.maximum(size, jnp.sqrt(jnp.mean(jnp.square(size))))))
+
+
+def choose_grouped_kernels(
+    asked: str,
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: DTypeLike,
+    *,
+    device: DeviceInfo,
+    kernels: GroupedKernels | None = None,
+) -> KernelChoice:
+    """Decide how a model with experts multiplies their rows.
+
+    Args:
+        asked: xla, triton, or auto: triton where it is possible.
+        spec: The model.
+        layout: Where it runs.
+        dtype: Of the computation.
+        device: The devices. Where they are not here the kernels are taken untried.
+        kernels: What is tried; None: those of `models.moe.grouped_triton`.
+
+    Raises:
+        ValueError: triton is asked for and not possible.
+
+    >>> from jaxrl_llm.models.moe.spec import MoeSpec
+    >>> from jaxrl_llm.sharding.layout import make_mesh
+    >>> spec = tiny_spec(moe=MoeSpec(experts=4, experts_per_token=2, ff_width=6))
+    >>> layout, cpu = Layout(make_mesh({}, jax.devices()[:1])), DeviceInfo("cpu", (), (0, 10, 2))
+    >>> choose_grouped_kernels("auto", spec, layout, "bfloat16", device=cpu)
+    KernelChoice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
+    """
+    if asked == "xla":
+        return KernelChoice("xla", "it was asked for")
+
+    def load() -> Any:
+        if kernels is not None:
+            return kernels
+        # not above: a jax to come will have no Pallas for Triton
+        from jaxrl_llm.models.moe.grouped_triton import TRITON
+
+        return TRITON
+
+    if against := grouped_objection(dtype, device):
+        choice = KernelChoice("xla", against)
+    else:
+        untried = "compiled for devices that are not here, so not tried"
+        choice = try_kernel(
+            "triton",
+            load,
+            lambda kernels: grouped_difference(kernels, grouped_shapes(spec, layout), dtype),
+            Trial(TOLERANCE, "the kernels", "their results", "a row's"),
+            untried=None if device.is_here else untried,
+        )
+    if asked == "triton" and choice.name != "triton":
+        raise ValueError(
+            f"the kernels for products of experts can't be used: {choice.reason}; "
+            "expected auto or xla"
+        )
+    return choice

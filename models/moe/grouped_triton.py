@@ -2,7 +2,7 @@
 
 A tile of rows belongs to one group, and its program reads the group's matrix where it is, as
 MegaBlocks does (https://arxiv.org/abs/2211.15841). They are written in Pallas for Triton, which jax
-0.11 has deprecated; so `models.moe.grouped_kernel` alone imports this, where it is wanted.
+0.11 has deprecated; so `models.moe.grouped` alone imports this, where it is wanted.
 `jax.lax.ragged_dot` is no such kernel: up to jax 0.10.2 XLA multiplies, on GPUs, all rows by all
 matrices, and the gradient of the matrices remains so with cuDNN's fusions.
 """

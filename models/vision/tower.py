@@ -21,15 +21,7 @@ from jaxrl_llm.models.arrays import ArrayDecl, Params
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.context import attend_pieces
 from jaxrl_llm.models.inputs import FrameBounds, PatchRows, Visual, VisualFeatures, VisualTokens
-from jaxrl_llm.models.kernels import (
-    MOST_SEGMENTS,
-    DeviceInfo,
-    Heads,
-    Kernel,
-    KernelChoice,
-    attend_cudnn,
-    choose_for_heads,
-)
+from jaxrl_llm.models.kernels import MOST_SEGMENTS, Heads
 from jaxrl_llm.models.layers import ACTIVATION_FUNCTIONS, rematerialize, rms_norm
 from jaxrl_llm.models.linear import Sharded, project
 from jaxrl_llm.models.rope import Rotation, rotate, rotation
@@ -56,41 +48,6 @@ def tower_heads_on(spec: VisionSpec, layout: Layout) -> Heads | str:
     return Heads(heads, heads, spec.head_dim, WHOLE_FRAMES)
 
 
-def choose_tower_kernel(
-    asked: str,
-    spec: VisionSpec,
-    layout: Layout,
-    dtype: DTypeLike,
-    *,
-    device: DeviceInfo,
-    kernel: Kernel = attend_cudnn,
-) -> KernelChoice:
-    """Decide how a vision tower attends within frames, as `models.kernels.choose_kernel`.
-
-    It is decided for the tower alone: where cuDNN is asked for and can serve the decoder only, the
-    tower takes XLA.
-
-    Args:
-        asked: xla, cudnn or auto.
-        spec: The tower.
-        layout: Where it runs.
-        dtype: Of the computation.
-        device: The devices.
-        kernel: What is tried.
-
-    >>> import jax
-    >>> from jaxrl_llm.sharding.layout import make_mesh
-    >>> spec = tiny_vision(hidden_size=16)
-    >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
-    >>> cpu = DeviceInfo("cpu", (), (0, 11, 2))
-    >>> choose_tower_kernel("auto", spec, layout, "bfloat16", device=cpu).reason
-    'the devices are cpu, not cuda'
-    """
-    if asked == "xla":
-        return KernelChoice("xla", "it was asked for")
-    return choose_for_heads(tower_heads_on(spec, layout), dtype, device=device, kernel=kernel)
-
-
 _ANY = FrameBounds()
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 _exact_gelu = _recomputed(functools.partial(jax.nn.gelu, approximate=False))
@@ -113,10 +70,10 @@ def encode(
         spec: The tower.
         rows: What `patch_rows` makes.
         dtype: Of the computation, whatever the parameters' dtype.
-        layout: How rows are split over a mesh, as for `models.decoder.forward`. Rows are whole,
+        layout: How rows are split over a mesh, as for `Decoder.hidden_states`. Rows are whole,
             also where several devices share each; then its patches must be a multiple of theirs.
             A kernel in it is taken where rows have few frames, as `bounds` says; it must be one
-            that `choose_tower_kernel` has found to serve.
+            that `models.kernels.choose_kernel` has found to serve.
         remat: Policy of `models.layers`: what of a block is stored for the backward pass.
         bounds: What is known of the frames of all rows.
 

@@ -20,12 +20,12 @@ from jaxrl_llm.data.balance import (
 )
 from jaxrl_llm.data.packing import plan_microbatches, row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
-from jaxrl_llm.models.decoder import forward, head_matrix
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
+from tests.decoders import forward, head_matrix
 
 NUMBERS = st.lists(st.integers(0, 40), max_size=7)
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import export
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.train import main as train_main
 from jaxrl_llm.training import export as exporting
+from tests.decoders import forward, logits
 from tests.runs.hub_server import HubServer
 
 TOKENS = np.array([[5, 9, 77, 31, 200, 258, 3]])

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from jaxrl_llm import export
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.sft import main as sft_main
+from tests.decoders import forward, logits
 from tests.guarded import NATIVE
 
 pytestmark = pytest.mark.guards("models/", *NATIVE)

@@ -19,11 +19,12 @@ from jaxrl_llm.models.kernels import (
     attend_cudnn,
     choose_kernel,
     difference,
+    heads_on,
     objection,
     this_device,
 )
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_kernel import PagedHeads, choose_paged_kernel, paged_difference
+from jaxrl_llm.models.paged_attention import PagedHeads, choose_paged_kernel, paged_difference
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.quantization import quantize_matrix, quantized_product
@@ -245,7 +246,7 @@ def test_the_packed_kernel_agrees_on_a_long_row_of_ragged_segments():
 @pytest.mark.usefixtures("hopper")
 def test_log_probs_with_the_packed_kernel_equal_those_without():
     mesh, params, batch, _, logprobs = _sequences(jax.devices("gpu")[0], "bfloat16")
-    choice = choose_kernel("cudnn", SPEC, Layout(mesh), "bfloat16", device=this_device())
+    choice = choose_kernel("cudnn", heads_on(SPEC, Layout(mesh)), "bfloat16", device=this_device())
     settings = ForwardConfig(
         model=model_of(SPEC), dtype="bfloat16", temperature=0.8, kernel=choice.kernel
     )

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.kernels import this_device
-from jaxrl_llm.models.moe.grouped import grouped_matmul
-from jaxrl_llm.models.moe.grouped_kernel import choose_grouped_kernels
+from jaxrl_llm.models.moe.grouped import choose_grouped_kernels, grouped_matmul
 from jaxrl_llm.models.moe.grouped_triton import multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec

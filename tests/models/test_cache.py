@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.cache import Cache, init_cache
-from jaxrl_llm.models.decoder import extend, forward, logits
 from jaxrl_llm.models.rope import YarnScaling
+from tests.decoders import extend, forward, logits
 
 PROMPTS, NEW, SLOTS = np.array([1, 4, 7]), 5, 14
 

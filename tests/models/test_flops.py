@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.delta import DeltaSpec, gated_delta_rule
 from jaxrl_llm.models.flops import (
     active_parameters,
@@ -23,6 +22,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.parameters import declare_vision
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import encode
+from tests.decoders import forward, logits
 
 SPEC = ModelSpec(
     vocab_size=512,

@@ -16,8 +16,9 @@ from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe import grouped_triton
-from jaxrl_llm.models.moe.grouped import BLOCKED, GroupedKernels
-from jaxrl_llm.models.moe.grouped_kernel import (
+from jaxrl_llm.models.moe.grouped import (
+    BLOCKED,
+    GroupedKernels,
     GroupedShapes,
     choose_grouped_kernels,
     grouped_difference,
@@ -123,7 +124,7 @@ def broken(*_, **__):
 def test_kernels_are_taken_when_they_agree_and_refused_when_not(kernels, name, reason):
     choice = choose("auto", kernels)
     assert choice.name == name
-    assert choice.kernels is (kernels if name == "triton" else None)
+    assert choice.kernel is (kernels if name == "triton" else None)
     assert reason in choice.reason
     assert "\n" not in choice.reason
 
@@ -152,7 +153,7 @@ def test_xla_is_not_questioned_and_triton_is_no_wish():
 def test_kernels_are_not_tried_where_programs_are_only_compiled():
     untried = BLOCKED._replace(multiply=broken)
     choice = choose("auto", untried, device=AMPERE._replace(is_here=False))
-    assert (choice.name, choice.kernels) == ("triton", untried)
+    assert (choice.name, choice.kernel) == ("triton", untried)
     assert "not tried" in choice.reason
 
 

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import forward, logits, token_values, with_value_head
+from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.sharding.layout import shardings
+from tests.decoders import forward, logits
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def rows():
 
 
 def values_of(params, spec, rows, **options):
-    return token_values(params, forward(params, spec, *rows, **options))
+    return Decoder(spec).token_values(params, forward(params, spec, *rows, **options))
 
 
 def shapes(tree):
@@ -47,7 +48,7 @@ def test_values_by_loops(critic, dtype):
         expected[r, t] = float(params["score_bias"][0])
         for d in range(spec.hidden_size):
             expected[r, t] += float(hidden[r, t, d]) * float(params["score"][d, 0])
-    values = jax.jit(token_values)(params, hidden)
+    values = jax.jit(Decoder(spec).token_values)(params, hidden)
     assert values.dtype == jnp.float32
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
 
@@ -116,4 +117,4 @@ def test_refuses(critic, params):
     with pytest.raises(ValueError, match="a model with a value head has no logits"):
         logits(*critic, jnp.ones((2, 16)))
     with pytest.raises(KeyError, match="score"):
-        token_values(params, jnp.ones((1, 2, 16)))
+        Decoder(critic[1]).token_values(params, jnp.ones((1, 2, 16)))

@@ -28,7 +28,7 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
-from jaxrl_llm.models.vision.tower import choose_tower_kernel, tower_layout
+from jaxrl_llm.models.vision.tower import tower_heads_on, tower_layout
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training import load_model
 
@@ -210,7 +210,8 @@ def broken(q, k, v, segment_ids, options=PLAIN):
     ],
 )
 def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kernel, name, reason):
-    choice = choose_kernel("auto", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=kernel)
+    heads = heads_on(SPEC, one_device())
+    choice = choose_kernel("auto", heads, "bfloat16", device=HOPPER, kernel=kernel)
     assert choice.name == name
     assert choice.kernel is (kernel if name == "cudnn" else None)
     assert reason in choice.reason
@@ -226,9 +227,9 @@ def test_a_vision_tower_has_a_kernel_that_agrees_without_causality():
     def causal(q, k, v, segment_ids, options=PLAIN):
         return attend(q, k, v, segment_ids, options._replace(causal=True))
 
-    def choose(kernel, tower=tower, layout=None, asked="cudnn"):
-        options = {"device": HOPPER, "kernel": kernel}
-        return choose_tower_kernel(asked, tower, layout or one_device(), "bfloat16", **options)
+    def choose(kernel, tower=tower, layout=None, asked="auto"):
+        heads = tower_heads_on(tower, layout or one_device())
+        return choose_kernel(asked, heads, "bfloat16", device=HOPPER, kernel=kernel)
 
     assert choose(attend).kernel is attend
     assert "differ" in choose(causal).reason
@@ -237,15 +238,18 @@ def test_a_vision_tower_has_a_kernel_that_agrees_without_causality():
     shared = Layout(make_mesh({"tensor": 8}))
     assert "4 heads can't be split over 8 devices" in choose(attend, layout=shared).reason
     assert choose(attend, asked="xla").reason == "it was asked for"
+    wished = kernel_choice.choose_tower_attention("cudnn", tower, one_device(), "bfloat16")
+    assert wished == ("xla", "the devices are cpu, not cuda", None)
     assert tower_layout(tower, dataclasses.replace(one_device(), kernel=attend)).kernel is attend
     assert tower_layout(tower, dataclasses.replace(shared, kernel=attend)).kernel is None
 
 
 def test_xla_is_not_questioned_and_cudnn_is_no_wish():
-    choice = choose_kernel("xla", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
+    heads = heads_on(SPEC, one_device())
+    choice = choose_kernel("xla", heads, "bfloat16", device=HOPPER, kernel=broken)
     assert (choice.name, choice.kernel) == ("xla", None)
     with pytest.raises(ValueError, match=r"failed: RuntimeError.*expected auto or xla"):
-        choose_kernel("cudnn", SPEC, one_device(), "bfloat16", device=HOPPER, kernel=broken)
+        choose_kernel("cudnn", heads, "bfloat16", device=HOPPER, kernel=broken)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 2, "context": 2}])

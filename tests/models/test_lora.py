@@ -16,7 +16,6 @@ import transformers
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec, save_adapter
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -38,6 +37,7 @@ from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
+from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
 
 transformers.utils.logging.disable_progress_bar()

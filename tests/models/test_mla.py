@@ -9,11 +9,11 @@ import pytest
 
 from jaxrl_llm.models.attention import Attending, attend
 from jaxrl_llm.models.cache import init_cache
-from jaxrl_llm.models.decoder import extend, forward
-from jaxrl_llm.models.mla import LatentSpec, absorb, expand, mixed_values
+from jaxrl_llm.models.mla import LatentSpec, latent_heads, mixed_values
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.rope import rotation
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
+from tests.decoders import extend, forward
 
 LENGTH, WIDTH, HEADS = 6, 7, 3
 LATENT = LatentSpec(query_rank=5, kv_rank=8, nope_width=4, rope_width=2, value_width=3)
@@ -97,13 +97,12 @@ def test_latent_attention_equals_loop(query_rank, absorbed):
             return jnp.einsum("rld,d...->rl...", x, weights[name])
 
         by = rotation(jnp.arange(LENGTH)[None], head_dim=latent.rope_width, theta=1e4)
-        form = absorb if absorbed else expand
-        extra = (weights["kv_b"],) if absorbed else ()
-        q, k, v = form(latent, h, by, linear, lambda name, x: x, *extra)
+        kv_b = weights["kv_b"] if absorbed else None
+        q, k, v = latent_heads(latent, h, by, linear, lambda name, x: x, kv_b)
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] == latent.head_dim
         options = Attending(scale=latent.key_width**-0.5)
         mixed = attend(q, k, v, jnp.ones((1, LENGTH), jnp.int32), options)
-        return mixed_values(latent, mixed, weights["kv_b"] if absorbed else None)
+        return mixed_values(latent, mixed, kv_b)
 
     ours = mix(h)[0]
     np.testing.assert_allclose(ours, loop(latent, weights, np.asarray(h[0])), rtol=1e-4, atol=1e-4)

@@ -10,9 +10,9 @@ import pytest
 from jaxrl_llm.models.attention import Attending
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.models.paged_kernel import (
+from jaxrl_llm.models.paged_attention import (
     PagedHeads,
+    attend_gathered,
     choose_paged_kernel,
     paged_difference,
     paged_heads,

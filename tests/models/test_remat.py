@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.models.layers import POLICIES
+from tests.decoders import forward
 
 
 def loss_of(spec, rows, policy):

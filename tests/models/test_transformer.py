@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import forward, head_matrix, logits
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.layers import rms_norm
 from jaxrl_llm.models.linear import linear
@@ -15,6 +14,7 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.rope import rotate, rotation
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, shardings
+from tests.decoders import forward, head_matrix, logits
 
 LENGTHS = [4, 1, 5]
 

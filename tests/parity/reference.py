@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import transformers
 
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
+from tests.decoders import forward, logits
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

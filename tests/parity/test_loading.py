@@ -14,16 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from jaxrl_llm.models.decoder import (
-    forward,
-    head_matrix,
-    sequence_scores,
-    token_values,
-    with_value_head,
-)
+from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from tests.decoders import forward, head_matrix
+from tests.specs import tiny_spec
 
 pytestmark = pytest.mark.guards("models/")
 
@@ -167,12 +163,15 @@ def test_scores_and_values_are_those_of_transformers(family, kind, tmp_path):
     hidden = jax.jit(forward, static_argnums=1)(params, spec, *packed)
     if kind == REWARD:
         theirs = theirs[:, 0]
-        ours = sequence_scores(params, hidden, *(jnp.asarray(x) for x in (row, start, sizes)))
+        places = (jnp.asarray(x) for x in (row, start, sizes))
+        ours = Decoder(spec).sequence_scores(params, hidden, *places)
     else:
         real = np.arange(9) < sizes[:, None]
         theirs = theirs[real][:, 0]
         places = [np.arange(s, s + n) for s, n in zip(start, sizes, strict=True)]
-        ours = token_values(params, hidden)[np.repeat(row, sizes), np.concatenate(places)]
+        ours = Decoder(spec).token_values(params, hidden)[
+            np.repeat(row, sizes), np.concatenate(places)
+        ]
     assert ours.dtype == jnp.float32
     assert theirs.std() > 0.2
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
@@ -202,7 +201,9 @@ def scores_of(model, tokens):
 
 def test_a_sequence_without_tokens_scores_zero():
     head, none = {"score": jnp.ones((4, 1))}, jnp.zeros(1, int)
-    assert sequence_scores(head, jnp.ones((1, 3, 4)), none, none, none).tolist() == [0.0]
+    scorer = Decoder(tiny_spec(reward_head=True))
+    scores = scorer.sequence_scores(head, jnp.ones((1, 3, 4)), none, none, none)
+    assert scores.tolist() == [0.0]
 
 
 def test_a_reward_model_keeps_the_config_of_its_source(tmp_path):
@@ -228,7 +229,8 @@ def test_a_critic_may_begin_as_a_reward_model(tmp_path):
     hidden = forward(critic, critic_spec, jnp.asarray(tokens), positions, positions * 0 + 1)
     with torch.no_grad():
         scores = model(torch.from_numpy(tokens)).logits[:, 0].numpy()
-    np.testing.assert_allclose(token_values(critic, hidden)[:, -1], scores, rtol=1e-4, atol=1e-5)
+    values = Decoder(critic_spec).token_values(critic, hidden)
+    np.testing.assert_allclose(values[:, -1], scores, rtol=1e-4, atol=1e-5)
 
     save_params(saved, critic, critic_spec, source=source, dtype=np.float32)
     assert read_spec(saved) == critic_spec

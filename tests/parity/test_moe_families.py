@@ -14,7 +14,6 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import init_cache
-from jaxrl_llm.models.decoder import extend, forward, forward_with_router, logits
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
@@ -25,6 +24,7 @@ from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh
+from tests.decoders import extend, forward, forward_with_router, logits
 from tests.parity.reference import randomize
 
 pytestmark = pytest.mark.guards("models/")
@@ -255,15 +255,7 @@ def continue_greedily(params, spec, prompts, lengths, new):
 
 
 def test_greedy_continuations_and_their_logits_equal(case):
-    compare_continuations(*case, in_form=lambda spec: spec.for_decoding)
-
-
-@pytest.mark.parametrize("case", [CASES["DeepSeek-V3"]], ids=["DeepSeek-V3"], indirect=True)
-def test_greedy_continuations_of_expanded_keys_equal(case):
-    compare_continuations(*case, in_form=lambda spec: spec)
-
-
-def compare_continuations(model, directory, spec, params, *, in_form):
+    model, _, spec, params = case
     lengths, new = [5, 3], 6
     prompts = draw_rows()[0][:, : lengths[0]]
     theirs, forced = [], []
@@ -274,7 +266,7 @@ def compare_continuations(model, directory, spec, params, *, in_form):
             )
         theirs.append(out[0, length:].tolist())
         forced.append(their_logits(model, out.numpy())[0, length - 1 : -1])
-    tokens, scores = continue_greedily(params, in_form(spec), prompts, lengths, new)
+    tokens, scores = continue_greedily(params, spec.for_decoding, prompts, lengths, new)
     assert tokens.tolist() == theirs
     assert_close(scores, np.stack(forced))
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from jaxrl_llm.models.cache import PageTables
-from jaxrl_llm.models.decoder import NEVER, Decoder, forward_rows
+from jaxrl_llm.models.decoder import NEVER, Decoder
 from jaxrl_llm.models.inputs import RowInputs, VisualTokens
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.vision.tower import encode, rotary_positions
 from jaxrl_llm.sharding.layout import Layout, make_mesh
+from tests.decoders import forward_rows
 from tests.parity.reference import assert_near
 from tests.parity.vision import (
     IMAGE,

@@ -10,15 +10,9 @@ import transformers
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.inputs import (
-    PackedTokens,
-    PatchRows,
-    RowInputs,
-    Visual,
-    VisualTokens,
-    patch_rows,
-)
+from jaxrl_llm.models.inputs import PatchRows, RowInputs, Visual, VisualTokens, patch_rows
 from jaxrl_llm.models.vision.tower import rotary_positions
+from tests.decoders import PackedTokens
 from tests.parity.reference import randomize
 
 WORDS = 56

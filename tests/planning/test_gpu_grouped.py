@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.models.moe.expert_parallel import FURTHER_ROUNDS
 from jaxrl_llm.models.moe.grouped_triton import TRITON, multiply_groups, sum_outer_products
-from jaxrl_llm.models.moe.mixture import mixture
+from jaxrl_llm.models.moe.mixture import FURTHER_ROUNDS, mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.planning.program import count_operations, list_loops
 from jaxrl_llm.planning.steps import UNTUNED, gpu_devices

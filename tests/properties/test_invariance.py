@@ -23,7 +23,6 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.functions import public_functions
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -32,6 +31,7 @@ from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
+from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

@@ -18,7 +18,6 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import forward, forward_with_router, logits
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.mixture import mixture
@@ -31,6 +30,7 @@ from jaxrl_llm.training.microbatches import pack_microbatches
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
+from tests.decoders import forward, forward_with_router, logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -15,6 +14,7 @@ from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.observation import Observation
 from jaxrl_llm.sharding.layout import Layout, make_mesh
+from tests.decoders import forward, logits
 from tests.episodes import TOKENIZER, play, prompt, same
 
 SPEC = ModelSpec(

@@ -11,15 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxrl_llm.models import decoder, linear
 from jaxrl_llm.models import layers as layer_functions
-from jaxrl_llm.models import linear
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.quantization import QuantizedMatrix, declare_quantized
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import check_fp8
 from jaxrl_llm.training.buffer import engine_checksum
+from tests.decoders import forward, logits
 from tests.rollout.conftest import SPECS
 
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9), (31,)]
@@ -129,7 +129,8 @@ def test_answers_are_those_of_the_formula_after_each_of_two_syncs(
             whole = [*prompt, *answer.tokens.tolist()]
             ties = []
             with monkeypatch.context() as patched:
-                patched.setattr(layer_functions, "linear", functools.partial(linear_rounded, ties))
+                for module in (layer_functions, decoder):
+                    patched.setattr(module, "linear", functools.partial(linear_rounded, ties))
                 expected = logprobs(plain, whole, model)[len(prompt) - 1 : -1]
             # what follows a tie has seen it
             sure = ~np.logical_or.accumulate(np.any(ties, axis=0))[len(prompt) - 1 : -1]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import Decoder, forward_rows
-from jaxrl_llm.models.inputs import PackedTokens, RowInputs, Visual, VisualTokens, patch_rows
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.inputs import RowInputs, Visual, VisualTokens, patch_rows
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.vision.tower import encode, placeholders, rotary_positions
@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.native.images import read_prompt
 from jaxrl_llm.rollout.native.model_runner import FeatureSlots
 from jaxrl_llm.rollout.native.programs import PrefillChunk
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from tests.decoders import PackedTokens, forward_rows
 from tests.guarded import MODEL, NATIVE
 from tests.rollout.conftest import HYBRID, MAX_TOKENS, MIXTURE, SPEC
 from tests.specs import tiny_vision

@@ -10,7 +10,6 @@ import pytest
 
 from jaxrl_llm.models import decoder
 from jaxrl_llm.models.attention import attend
-from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
@@ -21,6 +20,7 @@ from jaxrl_llm.rollout.native import sizes
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.sizes import PAGE
 from jaxrl_llm.sharding.layout import Layout, make_mesh
+from tests.decoders import forward, logits
 from tests.guarded import MODEL, NATIVE
 from tests.specs import tiny_spec
 
@@ -118,7 +118,7 @@ def logprobs(spec):
             positions = jnp.arange(LONGEST)[None]
             ones = jnp.ones_like(positions)
             decoding = spec.for_decoding
-            hidden = decoder.forward(params, decoding, row[None], positions, ones)
+            hidden = forward(params, decoding, row[None], positions, ones)
             return jax.nn.log_softmax(logits(params, decoding, hidden))[0]
 
     def of(tokens):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
@@ -16,6 +15,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh
+from tests.decoders import forward, logits
 
 LATENT = LatentSpec(query_rank=None, kv_rank=6, nope_width=4, rope_width=2, value_width=4)
 SPEC = ModelSpec(

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import forward_rows, logits
-from jaxrl_llm.models.inputs import PackedTokens, RowInputs
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.paged_attention import attend_in_turn
 from jaxrl_llm.rollout.engine import Request, SamplingParams
+from tests.decoders import PackedTokens, forward_rows, logits
 from tests.guarded import MODEL, NATIVE
 from tests.rollout.conftest import MAX_TOKENS, MIXTURE
 

@@ -10,9 +10,9 @@ import pytest
 
 from jaxrl_llm import kernel_choice
 from jaxrl_llm.kernel_choice import choose_cache_kernel
+from jaxrl_llm.models.kernels import KernelChoice
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
@@ -107,7 +107,7 @@ def test_on_a_cpu_pages_are_gathered(asked, reason, caplog):
 @pytest.mark.usefixtures("undecided")
 def test_a_process_without_the_kernel_decides_for_all(monkeypatch):
     """Pages are read in place where every process can."""
-    can = PagedChoice("triton", "it agrees", attend_gathered)
+    can = KernelChoice("triton", "it agrees", attend_gathered)
     monkeypatch.setattr(kernel_choice, "choose_paged_kernel", lambda *_, **__: can)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
     assert choose_cache_kernel("auto", SPEC, layout, "float32") == can

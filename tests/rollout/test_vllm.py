@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
@@ -45,6 +44,7 @@ from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.batch_metrics import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
+from tests.decoders import forward, logits
 from tests.waiting import wait_until
 
 pytestmark = [

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.fp8 import quantize_blocks
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
@@ -20,6 +19,7 @@ from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+from tests.decoders import forward, logits
 
 pytestmark = [
     pytest.mark.vllm,

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.openai_api.client import SAMPLE, ScoringClient, ScoringError
 from jaxrl_llm.rollout.vllm.setup import HOME
+from tests.decoders import forward, logits
 from tests.waiting import wait_until
 
 pytestmark = [

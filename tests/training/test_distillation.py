@@ -22,7 +22,6 @@ from jaxrl_llm.algorithms.divergences import (
 )
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.lora import combine_params, split_adapter
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
@@ -33,6 +32,7 @@ from jaxrl_llm.training.microbatches import MicroBatch, pack_microbatches
 from jaxrl_llm.training.objectives import Distillation, PolicyObjective, top_pass
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import Batch
+from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

@@ -13,7 +13,6 @@ from jaxrl_llm.algorithms.losses import ppo_clip, select_clip_cov, select_kl_cov
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import clipped_value_loss
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.decoder import forward, logits
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -29,6 +28,7 @@ from jaxrl_llm.training.roles import (
 )
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
+from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import squared_value_loss
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import forward_with_router, logits, with_value_head
+from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import RouterStats, SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -28,6 +28,7 @@ from jaxrl_llm.training.update import (
     move_router_bias,
 )
 from jaxrl_llm.types import Batch
+from tests.decoders import forward_with_router, logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

@@ -15,8 +15,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import forward_rows, logits
-from jaxrl_llm.models.inputs import PackedTokens, RowInputs
+from jaxrl_llm.models.inputs import RowInputs
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -34,6 +33,7 @@ from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.roles import replaying
 from jaxrl_llm.training.update import Learner
 from jaxrl_llm.types import ROUTES, Batch
+from tests.decoders import PackedTokens, forward_rows, logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)

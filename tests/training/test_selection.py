@@ -16,7 +16,6 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.data.preferences import Preference, preference_batch
-from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
@@ -35,6 +34,7 @@ from jaxrl_llm.training.objectives import PolicyObjective, PreferenceObjective
 from jaxrl_llm.training.roles import Reference
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
+from tests.decoders import forward
 from tests.specs import tiny_spec
 
 SPEC = tiny_spec(vocab_size=32, hidden_size=16, heads=4, kv_heads=2, head_dim=4, ff_width=24)

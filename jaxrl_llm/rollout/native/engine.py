@@ -176,7 +176,7 @@ class NativeEngine(Engine):
         layout: how rows and weights are split; the axes `stage` and `context` have one device.
         steps: tokens decoded in a chunk.
         tokenizer: loads one of `transformers`, for requests with texts that stop them.
-        kernel: what attends over pages in place (`models.paged_kernel`), and the model has
+        kernel: what attends over pages in place (`models.paged_attention`), and the model has
             `extend_pages`; None: pages are gathered into rows.
 
     Raises:
