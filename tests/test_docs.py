@@ -45,8 +45,9 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring import trackers as trackers
 from jaxrl_llm.reporting.data import metric_pattern
 from jaxrl_llm.rewards.runner import Score
+from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
-from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding.layout import AXES, CONTEXTS, DEFAULT_RULES
 from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics, visual_metrics
 from jaxrl_llm.training.bind import PAIR_FIELDS, abstract_pairs, resolve_functions
@@ -655,7 +656,7 @@ def ages():
 
 def chains():
     """Return the names that a step logs in which an episode has two chains."""
-    pieces = (EpisodePiece.told([1]), EpisodePiece.told([2], chain=1))
+    pieces = (Completion.told([1]), Completion.told([2], chain=1))
     episode = Episode((1,), pieces, "stop", last_answer="")
     return set(episode_metrics(Rollouts([], [episode], [])))
 

@@ -13,6 +13,7 @@ With `--devices` the devices are simulated ones of this machine's processor.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -62,7 +63,7 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         """Stand between the engine and its programs."""
         self.is_on, programs, runner = False, engine.programs, engine._runner
-        for name in ("prefill", "decode", "decode_pages", "gather_pages"):
+        for name in ("prefill", "decode", "gather"):
             setattr(programs, name, self._waiting(name, getattr(programs, name)))
         runner.step = self._stepping(runner.step)
         self.restart()
@@ -77,17 +78,17 @@ class Watch:
     def _waiting(self, name: str, program: Callable[..., Any]) -> Callable[..., Any]:
         import jax
 
-        def run(*given: Any, **named: Any) -> Any:
+        def run(compiled: Callable[..., Any], *given: Any) -> Any:
             if not self.is_on:
-                return program(*given, **named)
+                return compiled(*given)
             begun, cpu = time.perf_counter(), time.thread_time()
-            result = jax.block_until_ready(program(*given, **named))
+            result = jax.block_until_ready(compiled(*given))
             self.seconds[name] += time.perf_counter() - begun
             self.cpu_in_programs += time.thread_time() - cpu
             self.runs[name] += 1
             return result
 
-        return run
+        return lambda *size: functools.partial(run, program(*size))
 
     def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -105,8 +106,7 @@ class Watch:
 
     def row(self, steps: int) -> dict[str, Any]:
         """Return what was timed: of prefill in all, of a token and of the host for a chunk."""
-        decode = self.seconds["decode"] + self.seconds["decode_pages"]
-        chunks = self.runs["decode"] + self.runs["decode_pages"]
+        decode, chunks = self.seconds["decode"], self.runs["decode"]
         host, cpu = zip(*self.between, strict=True) if self.between else ((0.0,), (0.0,))
         return {
             "prefill_seconds": self.seconds["prefill"],

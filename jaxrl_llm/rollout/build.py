@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.functional import FunctionalModel
 from jaxrl_llm.models.kernels import KernelChoice
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
@@ -75,40 +76,42 @@ def native_engine(
         layout: how sequences and weights are split.
         choice: how it reads its cache; None: `choose_cache_kernel`.
     """
-    model, settings, kernel = base_model(model), engine_settings(config), None
-    if isinstance(model, Decoder):
-        spec = model.spec
-        layout = with_grouped_kernels(layout, config.model.experts, spec, settings.dtype)
-        if choice is None:
-            choice = choose_cache_kernel(
-                config.model.attention,
-                spec,
-                layout,
-                settings.dtype,
-                is_int8=settings.kv_cache_dtype == "int8",
-            )
-        kernel = choice.kernel
-    log_recomputation(model)
     tokenizer = None
     if config.rollout.has_episodes:  # loaded when a turn first has a text that stops it
         tokenizer = functools.partial(load_tokenizer, config.model.path)
-    with config_errors_at("rollout"):
-        return NativeEngine(model, settings, layout=layout, kernel=kernel, tokenizer=tokenizer)
+    model, settings = base_model(model), engine_settings(config)
+    kernels = config.model.attention, config.model.experts
+    return _native_engine("rollout", model, settings, layout, kernels, tokenizer, choice)
 
 
-def log_recomputation(model: Model) -> None:
-    """Say that answers take long, where a model of the user's own has no cache."""
+def _native_engine(
+    key: str,
+    model: Model,
+    settings: EngineSettings,
+    layout: Layout,
+    kernels: tuple[str, str],
+    tokenizer: Callable[[], Any] | None,
+    choice: PagedChoice | None = None,
+) -> NativeEngine:
+    """Build the native engine with the kernels that `model.attention` and `model.experts` name.
+
+    Errors of the engine's begin with `key`.
+    """
+    attention, experts = kernels
+    if isinstance(model, Decoder):
+        spec, is_int8 = model.spec, settings.kv_cache_dtype == "int8"
+        grouped = choose_experts(experts, spec, layout, settings.dtype)
+        layout = dataclasses.replace(layout, grouped_kernels=grouped)
+        if choice is None:
+            choice = choose_cache_kernel(attention, spec, layout, settings.dtype, is_int8=is_int8)
     if isinstance(model, FunctionalModel) and model.cached is None:
         log.warning(
             "model.function has no cache: for each token that is drawn its whole sequence is "
             "computed again, which is slow; give it init_cache and extend"
         )
-
-
-def with_grouped_kernels(layout: Layout, asked: str, spec: ModelSpec, dtype: str) -> Layout:
-    """Add to a layout what multiplies rows of experts there, if the model has any."""
-    kernels = choose_experts(asked, spec, layout, dtype)
-    return dataclasses.replace(layout, grouped_kernels=kernels)
+    kernel = choice.kernel if choice is not None and isinstance(model, Decoder) else None
+    with config_errors_at(key):
+        return NativeEngine(model, settings, layout=layout, kernel=kernel, tokenizer=tokenizer)
 
 
 def engine_settings(config: TrainConfig) -> EngineSettings:
@@ -155,16 +158,8 @@ def loaded_engine(
             f"the longest prompt and answer have {settings.max_tokens} tokens, but the model has "
             f"{model.max_positions} positions (max_position_embeddings)"
         )
-    kernel = None
-    if isinstance(model, Decoder):
-        spec, is_int8 = model.spec, settings.kv_cache_dtype == "int8"
-        layout = with_grouped_kernels(layout, "auto", spec, settings.dtype)
-        kernel = choose_cache_kernel("auto", spec, layout, settings.dtype, is_int8=is_int8).kernel
-    log_recomputation(model)
-    with config_errors_at("the engine"):
-        engine = NativeEngine(
-            model, settings, layout=layout, tokenizer=lambda: tokenizer, kernel=kernel
-        )
+    kernels = "auto", "auto"
+    engine = _native_engine("the engine", model, settings, layout, kernels, lambda: tokenizer)
     try:
         engine.compile_ahead(sequences)
         engine.load(params, version=0)

@@ -87,8 +87,12 @@ class ScoredTokens(NamedTuple):
     top_logprobs: Float32[np.ndarray, "T K"]
 
 
+NOT_DRAWN = -1
+"""The turn and the version of a token that the policy did not draw."""
+
+
 class Completion(NamedTuple):
-    """One sampled answer, or a piece of one.
+    """One sampled answer, or a piece of one; in an episode also what the policy observed.
 
     Attributes:
         tokens: token ids, the stop token included.
@@ -103,6 +107,10 @@ class Completion(NamedTuple):
         routes: the experts to which the engine has sent the tokens of the prompt and of the answer,
             in order and but for the last, of a whole answer where the engine records them
             (`models.moe.routing.replay_routes`); None: it does not.
+        drawn: whether the policy drew it; else a tool, an environment or the template told it, and
+            `logprobs` are 0 and `versions` -1.
+        chain: of an episode that it belongs to, in the order of their first turns.
+        visuals: images and videos in what was told, in the order of their placeholder tokens.
     """
 
     tokens: Int[np.ndarray, " T"]
@@ -112,6 +120,23 @@ class Completion(NamedTuple):
     stopped_by: int | str | None = None
     top: tuple[Int[np.ndarray, "T top"], Float32[np.ndarray, "T top"]] | None = None
     routes: Int[np.ndarray, "N M experts"] | None = None
+    drawn: bool = True
+    chain: int = 0
+    visuals: tuple[Visual, ...] = ()
+
+    @classmethod
+    def told(
+        cls, tokens: Sequence[int], chain: int = 0, visuals: tuple[Visual, ...] = ()
+    ) -> "Completion":
+        """Return tokens that the policy did not draw."""
+        ids, count = np.array(tokens, np.int32), len(tokens)
+        versions = np.full(count, NOT_DRAWN, np.int32)
+        arrays = ids, np.zeros(count, np.float32), versions
+        return cls(*arrays, "", drawn=False, chain=chain, visuals=visuals)
+
+    def as_piece(self, chain: int = 0) -> "Completion":
+        """Return a turn as an episode keeps it, which has the routes of a whole chain."""
+        return self._replace(top=None, routes=None, chain=chain)
 
 
 @dataclass(frozen=True)

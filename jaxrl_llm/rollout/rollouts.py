@@ -21,6 +21,7 @@ from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.monitoring.activity import Activity, activity
 from jaxrl_llm.rollout.engine import (
+    NOT_DRAWN,
     Completion,
     Engine,
     Listener,
@@ -30,46 +31,8 @@ from jaxrl_llm.rollout.engine import (
 )
 from jaxrl_llm.types import ROUTES, VISUALS, Batch
 
-NOT_DRAWN = -1
-"""The turn and the version of a token that the policy did not draw."""
 NO_CHAIN = -1
 """The chain of a place that holds no token."""
-
-
-class EpisodePiece(NamedTuple):
-    """A part of an episode's stream, of one origin.
-
-    Attributes:
-        tokens: token ids.
-        logprobs: under the policy that drew them; 0 where they were told.
-        versions: of the weights that drew them; -1 where they were told.
-        drawn: whether the policy drew them; else a tool, an environment or the template told them.
-        chain: number of the chain that it belongs to, in the order of their first turns. The first
-            piece of a later chain is its prompt.
-        visuals: images and videos in it, in the order of their placeholder tokens.
-    """
-
-    tokens: Int[np.ndarray, " T"]
-    logprobs: Float32[np.ndarray, " T"]
-    versions: Int[np.ndarray, " T"]
-    drawn: bool
-    chain: int = 0
-    visuals: tuple[Visual, ...] = ()
-
-    @classmethod
-    def told(
-        cls, tokens: Sequence[int], chain: int = 0, visuals: tuple[Visual, ...] = ()
-    ) -> "EpisodePiece":
-        """Return a piece that the policy did not draw."""
-        count = len(tokens)
-        return cls(
-            np.array(tokens, np.int32),
-            np.zeros(count, np.float32),
-            np.full(count, NOT_DRAWN, np.int32),
-            drawn=False,
-            chain=chain,
-            visuals=visuals,
-        )
 
 
 class ToolRecord(NamedTuple):
@@ -94,7 +57,8 @@ class Episode:
 
     Attributes:
         prompt: token ids before the first turn.
-        pieces: what follows, in order, of all chains.
+        pieces: what follows, in order, of all chains. The first one of a later chain is its
+            prompt.
         finish: why it ended: "stop" (the last turn ended and nothing follows), "length" (no tokens
             left), "turns" (no turns left), "end" (a tool or the environment ended it), "timeout",
             or "broken" (it failed for no fault of the policy).
@@ -114,7 +78,7 @@ class Episode:
     """
 
     prompt: tuple[int, ...]
-    pieces: tuple[EpisodePiece, ...]
+    pieces: tuple[Completion, ...]
     finish: str
     stopped_by: int | str | None = None
     rewards: tuple[float, ...] = ()
@@ -135,7 +99,7 @@ class Episode:
         """Return a plain answer as an episode of one turn."""
         return cls(
             tuple(prompt),
-            (EpisodePiece(*completion[:3], drawn=True),),
+            (completion.as_piece(),),
             completion.finish,
             completion.stopped_by,
             routes=(completion.routes,),

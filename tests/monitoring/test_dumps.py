@@ -8,20 +8,21 @@ import pytest
 
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.training.dumps import dump_rollouts
 from jaxrl_llm.types import Batch
 
 
 def drawn(*tokens):
     ids, count = np.array(tokens, np.int32), len(tokens)
-    return EpisodePiece(ids, np.zeros(count, np.float32), np.zeros(count, np.int32), True)
+    return Completion(ids, np.zeros(count, np.float32), np.zeros(count, np.int32), "")
 
 
 @pytest.fixture
 def step():
     """Two episodes after a prompt of two tokens: drawn, told, drawn; and one that is broken."""
-    whole = Episode((1, 2), (drawn(3), EpisodePiece.told([4]), drawn(5, 6)), "stop")
+    whole = Episode((1, 2), (drawn(3), Completion.told([4]), drawn(5, 6)), "stop")
     broken = dataclasses.replace(whole, error="no disk")
     mask = np.array([[False, False, True, False, True, True], [False] * 6])
     fields = {"mask": mask}

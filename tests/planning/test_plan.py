@@ -187,8 +187,8 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure, kv_cache_dtype, spec
     pool, (rows, width) = engine._runner._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)
     slots = np.zeros(rows, np.int32) if pool.states else None
-    table = engine._runner._no_pages(rows, width // PAGE)
-    gathered = engine.programs.gather_pages(pool, table, slots)
+    table = engine.programs.page_table([None] * rows, width // PAGE)
+    gathered = engine.programs.gather(rows, width // PAGE)(pool, table, slots)
     engine.close()
     assert shapes.cache == on_first_device((pool, gathered)) == bytes_per_device(cache)
     held = {held.label: held.size for held in shapes.throughout}

@@ -40,16 +40,15 @@ def count_calls(engine: Any, asked):
     """
     runner, programs, steps = engine._runner, engine.programs, []
 
-    def decode_pages(params, pool, state, *_):
+    def decode(params, pool, state, *_):
         drawn = np.full((*state.tokens.shape, STEPS), 3, np.int32)
         counts = np.minimum(np.asarray(state.left), STEPS)
         arrays: Any = (counts, drawn, np.zeros(drawn.shape, np.float32), None, None)
         return pool, DecodeOutput(*arrays)
 
     cache = programs.shapes()[1]
-    programs.make_pool = lambda: cache
-    programs.prefill = programs.copy_pages = lambda *_: cache
-    programs.decode_pages = decode_pages
+    programs.pool = programs.prefill = programs.copy = lambda *_: lambda *_: cache
+    programs.decode = lambda *_: decode
 
     def note(frame, event, _):
         if event == "call":

@@ -177,11 +177,14 @@ def check(request, answer, params, spec, atol=2e-3):
 @pytest.fixture
 def counted(engine, name, weights, monkeypatch):
     """(requests, version) -> answers, compared; tokens read and reused, and images encoded."""
-    encoded, run = [], engine.programs.encode
+    encoded, program = [], engine.programs.encode
 
-    def encode_and_count(params, held, patches, *rest):
-        encoded.append(int(np.unique(np.asarray(patches.frames)[patches.frames > 0]).size))
-        return run(params, held, patches, *rest)
+    def encode_and_count(*size):
+        def run(params, held, patches, *rest):
+            encoded.append(int(np.unique(np.asarray(patches.frames)[patches.frames > 0]).size))
+            return program(*size)(params, held, patches, *rest)
+
+        return run
 
     monkeypatch.setattr(engine.programs, "encode", encode_and_count)
 
@@ -420,16 +423,16 @@ def test_images_whose_tokens_attend_to_each_other(build_small, draw_params):
 def test_features_have_room(build, gb, tokens):
     engine = build(model=SPECS["deep"], cache_gb=gb)
     engine.close()
-    sizes, tower = engine.programs.sizes, engine.programs.tower
+    sizes = engine.programs.sizes
     assert sizes.visual_tokens == tokens
-    assert tower.token_bytes == 16 * 3 * 4
+    assert engine.programs.feature_bytes() == 16 * 3 * 4
     keys = [key for key in engine.programs._keys(4) if key[0] in ("features", "encode")]
     assert keys == [("features",), ("encode", PATCHES, PATCHES)]
     held = jax.tree.leaves(engine.shapes()[1][-1])
-    assert sum(x.size * x.dtype.itemsize for x in held) == tokens * tower.token_bytes
+    assert sum(x.size * x.dtype.itemsize for x in held) == tokens * 16 * 3 * 4
     if gb is not None:
         pages = 2 * sizes.pages * engine.programs.page_bytes()
-        assert pages + tokens * tower.token_bytes <= gb * 1e9
+        assert pages + tokens * 16 * 3 * 4 <= gb * 1e9
         with pytest.raises(ValueError, match=r"0.00768 MB of features of images"):
             build(model=SPECS["deep"], cache_gb=1e-6)
 

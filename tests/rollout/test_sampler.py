@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
-    LogitsProcessors,
+    Extras,
     choose_tokens,
     least_kept,
     process,
@@ -293,7 +293,12 @@ def test_truncation_is_that_of_transformers():
         warped = warper(torch.tensor(previous), warped)
     held = jnp.zeros((4, 50), bool).at[jnp.arange(4)[:, None], previous].set(True)
     nothing = jnp.full((4, 1), 50), jnp.zeros((4, 1))
-    mine = process(jnp.asarray(logits), LogitsProcessors(held, jnp.full(4, 1.7), *nothing)) / 1.3
+    mine = (
+        process(
+            jnp.asarray(logits), held, Extras(jnp.asarray(previous), jnp.full(4, 1.7), *nothing)
+        )
+        / 1.3
+    )
     rows = jnp.ones(4)
     kept = cut(jax.nn.log_softmax(mine), 0.9 * rows, jnp.full(4, 20), 0.05 * rows)
     np.testing.assert_allclose(

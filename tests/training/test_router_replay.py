@@ -24,7 +24,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.agents.chat import EpisodeLog
 from jaxrl_llm.rollout.agents.messages import Stretch
 from jaxrl_llm.rollout.engine import Completion
-from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts, lay_out
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
@@ -224,7 +224,7 @@ def test_records_of_several_chains_lie_on_their_tokens():
     """Each chain has its own, from its first token on; none of its last, nor of padding."""
 
     def told(*tokens, chain=0):
-        return EpisodePiece.told(tokens, chain)
+        return Completion.told(tokens, chain)
 
     def drawn(*tokens, chain=0):
         piece = told(*tokens, chain=chain)

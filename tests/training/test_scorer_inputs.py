@@ -5,7 +5,8 @@ import pytest
 
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.training.reward_model import (
     StepEncoder,
     TextEncoder,
@@ -27,7 +28,7 @@ def said(text):
 
 def rollouts_of(messages=(), *, prompt=(USER,), tools=()):
     tokens = np.array([5, 6], np.int32)
-    piece = EpisodePiece(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), drawn=True)
+    piece = Completion(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "")
     episode = Episode((1, 2), (piece,), "stop", 6, messages=tuple(messages))
     given = Prompt(index=0, tokens=(1, 2), messages=list(prompt), tools=list(tools))
     return Rollouts([given], [episode], ["an answer"])

@@ -19,7 +19,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import PatchRows, Visual
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, Rollouts, lay_out
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.experience import filled
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
@@ -245,8 +246,8 @@ def test_batches_keep_their_images():
 
 def test_episodes_are_laid_out_with_the_images_of_their_observations():
     """Answers to a prompt share its image; what is cut from a broken one takes its images along."""
-    drawn = EpisodePiece(*(np.zeros(1, kind) for kind in (int, np.float32, int)), drawn=True)
-    told = EpisodePiece.told([IMAGE] * 2, visuals=(IMAGES[1],))
+    drawn = Completion(*(np.zeros(1, kind) for kind in (int, np.float32, int)), "")
+    told = Completion.told([IMAGE] * 2, visuals=(IMAGES[1],))
     whole = Episode((IMAGE,) * 4, (drawn, told, drawn), "stop", prompt_visuals=(IMAGES[0],))
     broken = dataclasses.replace(whole, error="lost")
     prompts = [Prompt(0, whole.prompt, visuals=whole.prompt_visuals)] * 2

@@ -17,7 +17,7 @@ from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.rollout.agents.messages import BrokenEpisode, MessageContents, Stretch, check_prompt
 from jaxrl_llm.rollout.engine import Completion, EpisodeLimits, Request, SamplingParams
-from jaxrl_llm.rollout.rollouts import Episode, EpisodePiece, ToolRecord, turn_seed
+from jaxrl_llm.rollout.rollouts import Episode, ToolRecord, turn_seed
 from jaxrl_llm.rollout.tools.session import Session, ToolResult
 from jaxrl_llm.workers.protocol import finite_number, short_repr
 
@@ -45,7 +45,7 @@ class EpisodeLog:
     """
 
     opening: Stretch | None = None
-    pieces: list[EpisodePiece] = field(default_factory=list)
+    pieces: list[Completion] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     last: Completion | None = None
     last_answer: str = ""
@@ -68,7 +68,7 @@ class EpisodeLog:
         if self.opening is None:
             self.opening = opening
         else:
-            self.pieces.append(EpisodePiece.told(opening.tokens, number, opening.visuals))
+            self.pieces.append(Completion.told(opening.tokens, number, opening.visuals))
         self.chats.append(messages)
         self.routes.append(None)
         return number
@@ -155,7 +155,7 @@ class Chat:
 
     def _begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._opening: Stretch | None = None
-        self._pieces: list[EpisodePiece] = []
+        self._pieces: list[Completion] = []
         self._messages: list[dict[str, Any]] = [dict(m) for m in messages]
         self._pending: list[dict[str, Any]] = []
         self._last: Answer | None = None
@@ -326,7 +326,7 @@ class Chat:
         if self._number is None:
             self._number = self._log.begin_chain(self._opening, self._messages)
         if told.tokens:
-            self._add_piece(EpisodePiece.told(told.tokens, visuals=told.visuals))
+            self._add_piece(Completion.told(told.tokens, visuals=told.visuals))
         self._messages += self._pending
         self._pending, before = [], self.tokens
         sampling = replace(self.sampling, max_new_tokens=room, stop=tuple(stop))
@@ -336,7 +336,7 @@ class Chat:
             completion = await self._generate(Request(before, sampling, seed, visuals=self.visuals))
         finally:
             self._log.is_generating = False
-        self._add_piece(EpisodePiece(*completion[:3], drawn=True))
+        self._add_piece(completion.as_piece())
         self._stopped_by = completion.stopped_by
         parsed = self._template.parse(completion.tokens.tolist(), prompt=before)
         self._last = Answer(*parsed, completion.finish)
@@ -344,7 +344,7 @@ class Chat:
         self._log.end_turn(self._number, completion, self._last.text.strip())
         return completion
 
-    def _add_piece(self, piece: EpisodePiece) -> None:
+    def _add_piece(self, piece: Completion) -> None:
         assert self._number is not None, "the chain has begun"
         self._pieces.append(piece)
         self._log.pieces.append(piece._replace(chain=self._number))
@@ -406,8 +406,8 @@ class Chat:
         number = log.begin_chain(opening, messages)
         for told, completion, answer, new in turns:
             if told.tokens:
-                log.pieces.append(EpisodePiece.told(told.tokens, number, told.visuals))
-            log.pieces.append(EpisodePiece(*completion[:3], drawn=True, chain=number))
+                log.pieces.append(Completion.told(told.tokens, number, told.visuals))
+            log.pieces.append(completion.as_piece(number))
             messages += new
             log.end_turn(number, completion, answer.strip())
 

@@ -21,7 +21,7 @@ from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.rollout.native.page_pool import gather_states, scatter_states
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
-    LogitsProcessors,
+    Extras,
     choose_tokens,
     limits_in_use,
 )
@@ -55,22 +55,6 @@ class DecodeState(NamedTuple):
     stop_ids: Int[Array, "B stops"]
     sampling: BatchSamplingParams
     rotary_delta: Int[Array, " B"] | None = None
-
-
-class Extras(NamedTuple):
-    """What few requests ask for: changed logits, and the likeliest tokens of each step.
-
-    Attributes:
-        tokens: prompt and answer of each row, padded with a number past the vocabulary.
-        penalty: the repetition penalty.
-        bias_ids: tokens whose logits are shifted, padded likewise.
-        bias: by how much.
-    """
-
-    tokens: Int[Array, "B S"]
-    penalty: Float32[Array, " B"]
-    bias_ids: Int[Array, "B biases"]
-    bias: Float32[Array, "B biases"]
 
 
 class DecodeOutput(NamedTuple):
@@ -244,11 +228,9 @@ def decode(
         step, cache, state, seen, output = carry
         going = state.left > 0
         hidden, cache = _extend_by_one(params, model, cache, state, tables, layout)
-        processors = None if extras is None else LogitsProcessors(seen, *extras[1:])
+        changes = None if extras is None else (seen, extras)
         logits = model.logits(params, hidden)
-        tokens, logprobs = choose_tokens(
-            logits, state.generated, state.sampling, processors, limits
-        )
+        tokens, logprobs = choose_tokens(logits, state.generated, state.sampling, changes, limits)
         if extras is not None:
             seen = seen.at[jnp.arange(size), tokens].set(True)
         output = _record(output, step, going, tokens, logprobs)

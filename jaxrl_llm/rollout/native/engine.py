@@ -151,13 +151,13 @@ def _with_visuals(
 
     Those of a sequence have room in any case, more of them take no more than their share.
     """
-    if programs.tower is None:
+    if programs.vision is None:
         return sizes, 0
-    token_bytes, most = programs.tower.token_bytes, VISUAL_TOKENS
+    token_bytes, most = programs.feature_bytes(), VISUAL_TOKENS
     if room is not None:
         most = min(most, int(FEATURES_SHARE * room) // token_bytes)
     most = min(sizes.rows[-1] // sizes.parts * longest, max(longest, most))
-    sizes = with_visuals(sizes, longest * programs.tower.vision.group, most)
+    sizes = with_visuals(sizes, longest * programs.vision.group, most)
     return sizes, most * token_bytes
 
 
@@ -270,7 +270,7 @@ class NativeEngine(Engine):
         with self._claimed():
             if self._closed or self._params is None:
                 raise EngineError("the engine is closed or has no weights: call load first")
-            return self.programs.score(self._params, tokens)
+            return self.programs.score_tokens(self._params, tokens)
 
     def load(
         self,
@@ -366,7 +366,7 @@ class NativeEngine(Engine):
         states = sum(pages.slots - pages.available_slots for pages in scheduler.pages)
         waiting = len(scheduler.waiting) + len(self._incoming)
         room = (in_use, shapes.capacity, states, shapes.parts * shapes.slots)
-        return EngineStats(len(scheduler.running), waiting, *room, *scheduler.counts)
+        return EngineStats(len(scheduler.running), waiting, *room, **scheduler.counts)
 
     def shapes(self) -> tuple[Any, tuple[Any, ...]]:
         """Return weights and what is held beside them, as shapes; nothing is allocated.
@@ -376,7 +376,7 @@ class NativeEngine(Engine):
         programs = self.programs
         weights, pool = programs.shapes()
         rows = [programs.row_shapes(*programs.sizes.largest)] if programs.sizes.has_rows else []
-        features = [programs.tower.shapes()] if programs.tower is not None else []
+        features = [programs.feature_shapes()] if programs.vision is not None else []
         return weights, (pool, *rows, *features)
 
     def trace(self, name: str) -> Any:

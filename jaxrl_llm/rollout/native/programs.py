@@ -1,6 +1,7 @@
-"""The programs that the engine runs on devices, for a few shapes, all compiled before they run."""
+"""The programs that the engine runs on devices for a few shapes, and what they are given."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +14,20 @@ from jaxtyping import Array, Float32, Int
 from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.models.cache import Cache, PageTables
-from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualFeatures, VisualTokens
+from jaxrl_llm.models.inputs import (
+    FrameBounds,
+    PatchRows,
+    RowInputs,
+    VisualFeatures,
+    VisualTokens,
+    patch_rows,
+)
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.rollout.engine import LEAST_LOGPROB, ScoredTokens
+from jaxrl_llm.rollout.engine import LEAST_LOGPROB, SamplingParams, ScoredTokens
 from jaxrl_llm.rollout.native.decode import (
     MOST_TOP_LOGPROBS,
     DecodeOutput,
     DecodeState,
-    Extras,
     copy_pages,
     decode,
     gather_pages,
@@ -29,10 +36,22 @@ from jaxrl_llm.rollout.native.decode import (
     page_size,
     scatter_pages,
 )
-from jaxrl_llm.rollout.native.images import Tower
-from jaxrl_llm.rollout.native.page_pool import StateSlots, gather_states, scatter_states
-from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
-from jaxrl_llm.rollout.native.sizes import PAGE, Sizes, program_keys, touched
+from jaxrl_llm.rollout.native.images import encode_into
+from jaxrl_llm.rollout.native.page_pool import (
+    StatePagePool,
+    StateSlots,
+    gather_states,
+    scatter_states,
+)
+from jaxrl_llm.rollout.native.sampler import BatchSamplingParams, Extras
+from jaxrl_llm.rollout.native.scheduler import SequenceState
+from jaxrl_llm.rollout.native.sizes import (
+    FEWEST_ROWS,
+    PAGE,
+    PATCHES_AT_ONCE,
+    Sizes,
+    touched,
+)
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import BATCH, Layout, over_batch
@@ -99,7 +118,7 @@ def gather_features(held: VisualFeatures, slots: Int[Array, "B T"]) -> VisualTok
     """Return the features of tokens of rows, which belong to the parts in order.
 
     Args:
-        held: as `tower.Tower` keeps them.
+        held: as `Programs.encode` keeps them.
         slots: within the row's part; negative for text.
 
     >>> held = VisualFeatures(jnp.array([[[1.0], [2.0]]]))
@@ -192,9 +211,30 @@ STOP_IDS = 8
 BIASES = 300
 """The most biased tokens of a request."""
 
+Placed = Sequence[SequenceState | None]
+"""Whom each row of a program belongs to."""
+
+SlotsOf = Callable[[SequenceState, int], Int[np.ndarray, " tokens"]]
+"""(sequence, number of one of its visuals) -> where the features of that visual's tokens are."""
+
+
+def compiled_once(trace: Callable[..., Any]) -> Any:
+    """Make of a method that traces a program for a size one that returns it compiled.
+
+    `Programs.trace` still traces it.
+    """
+
+    @functools.wraps(trace)
+    def compiled(self: "Programs", *size: Any) -> Any:
+        return self.pending(trace.__name__, *size).result()
+
+    return compiled
+
 
 class Programs:
-    """What runs on devices, for one model in one layout. Compiled once each.
+    """What runs on devices, for one model in one layout, and what it is given of sequences.
+
+    A program is a method: (its size) -> what takes its inputs, compiled once.
 
     Args:
         model: what they run.
@@ -209,8 +249,8 @@ class Programs:
 
     Attributes:
         weights: where they lie.
-        routes: what is kept of each token's experts; None: nothing.
-        tower: what the model's vision tower runs; None: it reads text alone.
+        route_shape: of what is kept of each token's experts; None: nothing.
+        vision: the model's tower; None: it reads text alone.
         has_rotary: whether the model is told what to rotate by.
     """
 
@@ -228,13 +268,11 @@ class Programs:
     ) -> None:
         """Compile nothing yet."""
         self.kv_cache_dtype = kv_cache_dtype
-        self.routes = model.route_shape if records_routes else None
+        self.route_shape = model.route_shape if records_routes else None
         self.kernel, shapes = kernel, shapes._replace(has_rows=kernel is None)
         self.model, self.layout, self.sizes, self.dtype = model, layout, shapes, jnp.dtype(dtype)
-        self.tower, self.has_rotary = None, False
-        if model.vision is not None:
-            self.tower = Tower(model, model.vision, shapes, dtype, layout)
-            self.has_rotary = model.has_rotary_positions
+        self.vision = model.vision
+        self.has_rotary = self.vision is not None and model.has_rotary_positions
         self.weights = EngineWeights(model, layout, self.dtype, quantized=quantized)
         self.by_row = over_batch(layout.mesh)
         pool = jax.eval_shape(self._empty_pool)
@@ -243,79 +281,6 @@ class Programs:
         self._pool_layout = place([layout.sharding(BATCH, None, split) for split in heads])
         self._rows_layout = place([layout.sharding(BATCH, split) for split in heads])
         self._programs: dict[tuple[Any, ...], PendingProgram] = {}
-
-    def make_pool(self) -> Cache:
-        """Make an empty pool."""
-        return self._compiled("pool")()
-
-    def gather_pages(self, pool: Cache, table: Any, slots: Any = None) -> Cache:
-        """Lay the pages of each row side by side; see `decode.gather_pages`."""
-        return self._compiled("gather", *table.shape)(pool, table, slots)
-
-    def gather_routes(self, pool: Cache, table: Any) -> Any:
-        """Return the experts that the tokens in the pages of each row went to, flat."""
-        return self._compiled("routes", *table.shape)(pool.routes, table)
-
-    def make_features(self) -> VisualFeatures:
-        """Make room for the features of images and videos."""
-        return self._compiled("features")()
-
-    def encode(
-        self, params: Any, held: VisualFeatures, patches: PatchRows, slots: Any, longest: int
-    ) -> VisualFeatures:
-        """Read images and videos; see `tower.encode_into`. What is held is donated."""
-        key = (patches.frames.shape[1], longest)
-        return self._compiled("encode", *key)(params, held, patches, slots)
-
-    def prefill(
-        self, params: Any, pool: Cache, chunk: PrefillChunk, held: VisualFeatures | None = None
-    ) -> Cache:
-        """Read a chunk of prompts; see `prefill.prefill`. The pool is donated."""
-        key = (*chunk.tokens.shape, chunk.table.shape[1])
-        return self._compiled("prefill", *key)(params, pool, chunk, held)
-
-    def decode(
-        self,
-        params: Any,
-        pool: Cache,
-        rows: Cache,
-        state: DecodeState,
-        extras: Extras | None,
-        targets: Any,
-        slots: StateSlots | None,
-    ) -> tuple[Cache, Cache, DecodeOutput]:
-        """Decode a chunk and write what it adds to the pool. Pool and rows are donated."""
-        shape = (*state.tokens.shape, page_size(rows), extras is not None)
-        return self._compiled("decode", *shape)(params, pool, rows, state, extras, targets, slots)
-
-    def score(self, params: Any, tokens: Sequence[int]) -> ScoredTokens:
-        """Return the log-probs of tokens; see `score.score_rows`. A row of each part is read."""
-        width = self.sizes.width(len(tokens))
-        width += -width % READ_AT_ONCE if width > READ_AT_ONCE else 0
-        rows = np.zeros((self.sizes.parts, width), np.int32)
-        rows[0, : len(tokens)] = tokens
-        lengths = np.zeros(self.sizes.parts, np.int32)
-        lengths[0] = len(tokens)
-        inputs = distributed.put((rows, lengths), self.by_row)
-        scores = self._compiled("score", *rows.shape)(params, *inputs)
-        return ScoredTokens(*(x[0, : len(tokens)] for x in distributed.fetch(scores)))
-
-    def copy_pages(self, pool: Cache, source: Any, target: Any) -> Cache:
-        """Copy a page of each row; see `decode.copy_pages`. The pool is donated."""
-        return self._compiled("copy", *source.shape)(pool, source, target)
-
-    def decode_pages(
-        self,
-        params: Any,
-        pool: Cache,
-        state: DecodeState,
-        extras: Extras | None,
-        table: Any,
-        slots: StateSlots | None,
-    ) -> tuple[Cache, DecodeOutput]:
-        """Decode a chunk over the pages of each row in place. The pool is donated."""
-        shape = (*state.tokens.shape, table.shape[1] * PAGE, extras is not None)
-        return self._compiled("decode", *shape)(params, pool, state, extras, table, slots)
 
     def warm_up(self, sequences: int | None = None) -> None:
         """Compile everything but what few requests ask for.
@@ -327,7 +292,7 @@ class Programs:
                 comes first.
         """
         keys = list(self._keys(sequences or self.sizes.rows[-1]))
-        programs = [self._program(*key) for key in keys]
+        programs = [self.pending(*key) for key in keys]
         if compiles_ahead(self.layout.mesh.devices.flat):
             first = 1 + [name for name, *_ in keys].index("prefill")
             BACKGROUND.add(programs[:first])
@@ -341,8 +306,304 @@ class Programs:
         self.weights.close()
 
     def _keys(self, sequences: int) -> Iterable[tuple[Any, ...]]:
-        """Yield what each program is called by, in the order in which they are likely needed."""
-        return program_keys(self.sizes, sequences, records_routes=self.routes is not None)
+        """Yield name and size of each program, in the order in which they are likely needed.
+
+        As sequences end, fewer rows are decoded; more than at first come with others.
+        """
+        first = next((n for n in self.sizes.rows if n >= sequences), self.sizes.rows[-1])
+        fewer = [n for n in reversed(self.sizes.rows) if n <= first]
+        more = [n for n in self.sizes.rows if n > first]
+        prefill = sorted(
+            self.sizes.prefill_shapes,
+            key=lambda shape: (shape[1], shape[0] if sequences <= FEWEST_ROWS else -shape[0]),
+        )
+        decoded = [
+            (rows, width)
+            for rows, width in itertools.product([*fewer, *more], self.sizes.widths)
+            if self.sizes.fits(rows, width)
+        ]
+        yield ("pool",)
+        if self.sizes.patch_shapes:
+            yield ("features",)
+        encoded = [("encode", length, longest) for length, longest in self.sizes.patch_shapes]
+        yield from (key for key in encoded if key[1] <= PATCHES_AT_ONCE)
+        for rows, width in decoded:
+            yield "decode", rows, width, False
+            if self.route_shape is not None:
+                yield "routes", rows, width // PAGE
+            if self.sizes.has_rows:
+                yield "gather", rows, width // PAGE
+            elif width == self.sizes.widths[0]:
+                yield "copy", rows
+            if (rows, width) == decoded[0]:
+                for prompts, length in prefill:
+                    for pages in sorted({self.sizes.width(length), self.sizes.widths[-1]}):
+                        yield "prefill", prompts, length, pages // PAGE
+        yield from (key for key in encoded if key[1] > PATCHES_AT_ONCE)
+
+    def trace(self, name: str, *size: Any) -> Any:
+        """Trace one program for shapes alone."""
+        return getattr(type(self), name).__wrapped__(self, *size)
+
+    def pending(self, *key: Any) -> PendingProgram:
+        """Return a program that is compiled now or later, by its name and size."""
+        if key not in self._programs or self._programs[key].has_failed:
+            label = f"{key[0]} {' x '.join(str(n) for n in key[1:3])}".strip()
+            self._programs[key] = PendingProgram(label, lambda: self.trace(*key).lower().compile())
+        return self._programs[key]
+
+    @compiled_once
+    def pool(self) -> Any:
+        """Make an empty pool."""
+        return jax.jit(self._empty_pool, out_shardings=self._pool_layout).trace()
+
+    @compiled_once
+    def gather(self, rows: int, pages: int) -> Any:
+        """Lay the pages of each row side by side: (pool, table, slots) -> rows."""
+        run = jax.jit(gather_pages, out_shardings=self._rows_layout)
+        return run.trace(self.shapes()[1], *self._gathered(rows, pages))
+
+    @compiled_once
+    def routes(self, rows: int, pages: int) -> Any:
+        """Gather the experts that tokens in the pages of each row went to: (routes, table)."""
+        run = jax.jit(gather_routes, out_shardings=self.by_row)
+        table = self._shapes(self.page_table([None] * rows, pages))
+        return run.trace(self.shapes()[1].routes, table)
+
+    @compiled_once
+    def copy(self, rows: int) -> Any:
+        """Copy a page of each row: (pool, sources, targets) -> pool, which is donated."""
+        run = jax.jit(copy_pages, donate_argnums=0, out_shardings=self._pool_layout)
+        pages = self._shapes(np.zeros(rows, np.int32))
+        return run.trace(self.shapes()[1], pages, pages)
+
+    @compiled_once
+    def prefill(self, rows: int, length: int, pages: int) -> Any:
+        """Prefill parts of prompts: (weights, pool, chunk, features) -> pool, which is donated."""
+
+        def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk, held: Any) -> Cache:
+            return prefill(params, self.model, pool, chunk, held, layout=self.layout)
+
+        run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
+        chunk = self._shapes(self.prefill_chunk([None] * rows, [0] * rows, length, pages))
+        return run.trace(*self.shapes(), chunk, self.feature_shapes())
+
+    @compiled_once
+    def decode(self, rows: int, width: int, has_extras: bool) -> Any:
+        """Decode a chunk; the pool, and rows if there are some, are donated.
+
+        (weights, pool, rows, state, extras, targets, slots) -> pool, rows, `DecodeOutput`; with a
+        kernel (weights, pool, state, extras, table, slots) -> pool, `DecodeOutput`.
+        """
+        empty, kernel, model = [None] * rows, self.kernel, self.model
+        run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
+
+        def in_rows(
+            params: Any, pool: Cache, rows: Cache, state: DecodeState, *rest: Any
+        ) -> tuple[Cache, Cache, DecodeOutput]:
+            extras, targets, slots = rest
+            rows, output = run(params, model, rows, state, extras)
+            to = None if slots is None else slots.target
+            pool = scatter_pages(pool, rows, state.positions // PAGE, targets, to)
+            return pool, rows, output
+
+        def in_place(
+            params: Any, pool: Cache, state: DecodeState, *rest: Any
+        ) -> tuple[Cache, DecodeOutput]:
+            assert kernel is not None
+            extras, table, slots = rest
+            source, target = slots or (None, None)
+            cache = pool._replace(states=gather_states(pool.states, source))
+            tables = PageTables(table, kernel)
+            cache, output = run(params, model, cache, state, extras, tables=tables)
+            states = scatter_states(pool.states, cache.states, target)
+            return cache._replace(states=states), output
+
+        def decode_chunk(*arrays: Any) -> tuple[Any, ...]:  # names the program
+            return (in_rows if kernel is None else in_place)(*arrays)
+
+        params, *caches = self.shapes()
+        homes, pages = [self._pool_layout], width // PAGE
+        if kernel is None:
+            caches.append(self.row_shapes(rows, width))
+            homes.append(self._rows_layout)
+            pages = touched(self.sizes.steps)
+        extras = self.extras(empty, width) if has_extras else None
+        inputs = self.decode_state(empty), extras, self.page_table(empty, pages)
+        jitted = self._jit(
+            decode_chunk,
+            donate_argnums=tuple(range(1, 1 + len(caches))),
+            out_shardings=(*homes, self.by_row),
+        )
+        return jitted.trace(params, *caches, *self._shapes((*inputs, self.state_slots(empty))))
+
+    @compiled_once
+    def features(self) -> Any:
+        """Make room for the features of images and videos."""
+        return jax.jit(self._empty_features, out_shardings=self.by_row).trace()
+
+    @compiled_once
+    def encode(self, length: int, longest: int) -> Any:
+        """Read so many patches of each part, and keep their features, which are donated.
+
+        (weights, features, patches, slots) -> features. The longest frame has `longest` patches.
+        """
+        model, parts = self.model, self.sizes.parts
+        assert self.vision is not None  # for pyright: asked of models with a tower
+
+        def encode_visuals(
+            params: Any, held: VisualFeatures, patches: PatchRows, slots: Any
+        ) -> VisualFeatures:
+            options = {"bounds": FrameBounds(longest), "layout": self.layout}
+            return encode_into(params, model, held, patches, slots, **options)
+
+        patches = patch_rows(self.vision, [()] * parts, length)
+        slots = np.zeros((parts, length // self.vision.group), np.int32)
+        run = self._jit(encode_visuals, donate_argnums=1, out_shardings=self.by_row)
+        inputs = self.feature_shapes(), *self._shapes((patches, slots))
+        return run.trace(self.shapes()[0], *inputs)
+
+    @compiled_once
+    def score(self, rows: int, width: int) -> Any:
+        """Score rows of tokens: (weights, tokens, lengths) -> `TokenScores`."""
+
+        def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
+            given = (params, self.model, tokens, lengths)
+            return score_rows(*given, dtype=self.dtype, layout=self.layout)
+
+        run = self._jit(score_chunks, out_shardings=self.by_row)
+        tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+        return run.trace(self.shapes()[0], *self._shapes((tokens, lengths)))
+
+    def score_tokens(self, params: Any, tokens: Sequence[int]) -> ScoredTokens:
+        """Return the log-probs of tokens; see `score_rows`. A row of each part is read."""
+        width = self.sizes.width(len(tokens))
+        width += -width % READ_AT_ONCE if width > READ_AT_ONCE else 0
+        rows = np.zeros((self.sizes.parts, width), np.int32)
+        rows[0, : len(tokens)] = tokens
+        lengths = np.zeros(self.sizes.parts, np.int32)
+        lengths[0] = len(tokens)
+        inputs = distributed.put((rows, lengths), self.by_row)
+        scores = self.score(*rows.shape)(params, *inputs)
+        return ScoredTokens(*(x[0, : len(tokens)] for x in distributed.fetch(scores)))
+
+    def page_table(
+        self,
+        placed: Placed,
+        width: int,
+        pages_of: Callable[[SequenceState], Sequence[int]] = lambda _: (),
+    ) -> Int[np.ndarray, "B n"]:
+        """Return pages of each row, and then numbers past all pages."""
+        table = np.full((len(placed), width), self.sizes.pages, np.int32)
+        for row, s in enumerate(placed):
+            if s is not None:
+                pages = pages_of(s)
+                table[row, : len(pages)] = pages
+        return table
+
+    def state_slots(self, placed: Placed, ends: Sequence[int] | None = None) -> StateSlots | None:
+        """Return where the state of each row is read and, if it has an end, written.
+
+        Args:
+            placed: whom each row belongs to.
+            ends: how many tokens of each are cached then; None: nothing is written.
+        """
+        if not self.sizes.slots:
+            return None
+        source, target = np.full((2, len(placed)), self.sizes.slots, np.int32)
+        for i, s in enumerate(placed):
+            if s is not None:
+                assert isinstance(s.pages, StatePagePool)  # for pyright: the sizes have slots
+                source[i] = s.pages.slot_to_read(s.table)
+                if ends is not None:
+                    target[i] = s.pages.slot_to_write(s.table, ends[i])
+        slots: Any = (source, target)
+        return StateSlots(*slots)
+
+    def prefill_chunk(
+        self,
+        placed: Placed,
+        ends: Sequence[int],
+        length: int,
+        pages: int,
+        slots_of: SlotsOf = lambda *_: np.zeros(0, np.int32),
+    ) -> PrefillChunk:
+        """Return what the next parts of prompts are read from.
+
+        Args:
+            placed: whose prompt each row reads, from `cached` on.
+            ends: where that part ends.
+            length: of the longest part.
+            pages: of the longest sequence.
+            slots_of: (sequence, number of its visual) -> slots of the visual's features.
+        """
+        tokens = np.zeros((len(placed), length), np.int32)
+        start, lengths = np.zeros((2, len(placed)), np.int32)
+        for i, (s, end) in enumerate(zip(placed, ends, strict=True)):
+            if s is not None:
+                tokens[i, : end - s.cached] = s.tokens[s.cached : end]
+                start[i], lengths[i] = s.cached, end - s.cached
+        upto = dict(zip(placed, ends, strict=True))
+        table = self.page_table(placed, pages, lambda s: s.pages.pages_to_read(s.table, s.cached))
+        targets = self.page_table(
+            placed,
+            touched(length),
+            lambda s: s.pages.pages_to_write(s.table, s.cached, upto[s]),
+        )
+        slots = self.state_slots(placed, ends)
+        features = rotary = None
+        if self.vision is not None:
+            features = feature_table(placed, ends, length, slots_of)
+        if self.has_rotary:
+            rotary = rotary_of_rows(placed, ends, length)
+        columns: Any = (table, tokens, start, lengths, targets, slots, features, rotary)
+        return PrefillChunk(*columns)
+
+    def decode_state(self, placed: Placed) -> DecodeState:
+        """Return where each row stands; empty ones have nothing left."""
+
+        def column(dtype: Any, value: Callable[[SequenceState], Any], empty: Any = 0) -> Any:
+            return np.array([empty if s is None else value(s) for s in placed], dtype)
+
+        def number(value: Callable[[SequenceState], int]) -> Any:
+            return column(np.int32, value)
+
+        def share(value: Callable[[SamplingParams], float], empty: float) -> Any:
+            return column(np.float32, lambda s: value(s.request.sampling), empty)
+
+        none = [-1] * STOP_IDS
+        return DecodeState(
+            tokens=number(lambda s: s.tokens[-1]),
+            positions=number(lambda s: s.cached),
+            generated=number(lambda s: s.generated),
+            left=number(lambda s: s.left),
+            stop_ids=column(
+                np.int32, lambda s: [*s.request.sampling.stop_ids, *none][:STOP_IDS], none
+            ),
+            sampling=BatchSamplingParams(
+                seeds=column(np.uint32, lambda s: s.request.seed),
+                temperature=share(lambda sampling: sampling.temperature, 1.0),
+                top_p=share(lambda sampling: sampling.top_p, 1.0),
+                top_k=number(lambda s: s.request.sampling.top_k),
+                min_p=share(lambda sampling: sampling.min_p, 0.0),
+            ),
+            rotary_delta=number(rotary_delta) if self.has_rotary else None,
+        )
+
+    def extras(self, placed: Placed, width: int) -> Extras:
+        """Return what else the rows ask for, which few do."""
+        biases, nothing = (len(placed), BIASES), self.model.vocab_size
+        tokens, penalty = np.full((len(placed), width), nothing, np.int32), np.ones(len(placed))
+        bias_ids, bias = np.full(biases, nothing, np.int32), np.zeros(biases, np.float32)
+        for i, s in enumerate(placed):
+            if s is not None:
+                sampling = s.request.sampling
+                tokens[i, : len(s.tokens)] = s.tokens
+                penalty[i] = sampling.repetition_penalty
+                for j, (token, shift) in enumerate(sampling.logit_bias):
+                    bias_ids[i, j], bias[i, j] = token, shift
+        columns: Any = (tokens, penalty.astype(np.float32), bias_ids, bias)
+        return Extras(*columns)
 
     def shapes(self) -> tuple[Any, Cache]:
         """Return weights and pool as shapes in their layouts; nothing is allocated."""
@@ -351,8 +612,17 @@ class Programs:
 
     def row_shapes(self, rows: int, width: int) -> Cache:
         """Return rows as shapes in their layout."""
-        given = (self.shapes()[1], self._input((rows, width // PAGE)), self._source(rows))
+        given = self.shapes()[1], *self._gathered(rows, width // PAGE)
         return as_shapes(jax.eval_shape(gather_pages, *given), self._rows_layout)
+
+    def feature_shapes(self) -> VisualFeatures | None:
+        """Return room for features of images as shapes; None: the model reads text alone."""
+        return None if self.vision is None else self._shapes(jax.eval_shape(self._empty_features))
+
+    def feature_bytes(self) -> int:
+        """Return how many bytes of a device the features of a token take."""
+        assert self.vision is not None  # for pyright
+        return self.vision.out_size * (1 + len(self.vision.deep_layers)) * self.dtype.itemsize
 
     def page_bytes(self) -> int:
         """Return how many bytes of a device a page of one part takes."""
@@ -369,163 +639,82 @@ class Programs:
             size += math.prod(x.shape) * x.dtype.itemsize // shared
         return size
 
-    def trace(self, name: str, *shape: Any) -> Any:
-        """Trace one program for shapes alone.
+    def _gathered(self, rows: int, pages: int) -> tuple[Any, Any]:
+        """Return which pages and states are gathered into rows, as shapes."""
+        slots = self.state_slots([None] * rows)
+        return self._shapes((self.page_table([None] * rows, pages), slots and slots.source))
 
-        Args:
-            name: `pool`, `gather`, `routes`, `copy`, `prefill`, `score` or `decode`.
-            shape: rows and pages of `gather` and `routes`; rows of `copy`; rows, tokens and pages
-                of `prefill`; rows and width of `score`; rows, width and whether there are `Extras`
-                of `decode`.
-        """
-        build: Callable[..., Any] = getattr(self, f"_trace_{name}")
-        return build(*shape)
-
-    def _program(self, *key: Any) -> PendingProgram:
-        if key not in self._programs or self._programs[key].has_failed:
-            label = f"{key[0]} {' x '.join(str(n) for n in key[1:3])}".strip()
-            self._programs[key] = PendingProgram(label, lambda: self.trace(*key).lower().compile())
-        return self._programs[key]
-
-    def _compiled(self, *key: Any) -> Any:
-        return self._program(*key).result()
-
-    def _trace_pool(self) -> Any:
-        return jax.jit(self._empty_pool, out_shardings=self._pool_layout).trace()
-
-    def _trace_gather(self, rows: int, pages: int) -> Any:
-        run = jax.jit(gather_pages, out_shardings=self._rows_layout)
-        return run.trace(self.shapes()[1], self._input((rows, pages)), self._source(rows))
-
-    def _trace_routes(self, rows: int, pages: int) -> Any:
-        run = jax.jit(gather_routes, out_shardings=self.by_row)
-        return run.trace(self.shapes()[1].routes, self._input((rows, pages)))
-
-    def _trace_copy(self, rows: int) -> Any:
-        run = jax.jit(copy_pages, donate_argnums=0, out_shardings=self._pool_layout)
-        return run.trace(self.shapes()[1], self._input((rows,)), self._input((rows,)))
-
-    def _trace_prefill(self, rows: int, length: int, pages: int) -> Any:
-        def prefill_chunk(params: Any, pool: Cache, chunk: PrefillChunk, held: Any) -> Cache:
-            return prefill(params, self.model, pool, chunk, held, layout=self.layout)
-
-        run = self._jit(prefill_chunk, donate_argnums=1, out_shardings=self._pool_layout)
-        shapes = ((rows, pages), (rows, length), (rows,), (rows,), (rows, touched(length)))
-        chunk = PrefillChunk(*map(self._input, shapes), slots=self._slots(rows))
-        held = None
-        if self.tower is not None:
-            chunk = chunk._replace(features=self._input((rows, length)))
-            held = self.tower.shapes()
-        if self.has_rotary:
-            chunk = chunk._replace(rotary=self._input((rows, length, 3)))
-        return run.trace(*self.shapes(), chunk, held)
-
-    def _trace_features(self) -> Any:
-        assert self.tower is not None  # for pyright
-        return self.tower.trace_features()
-
-    def _trace_encode(self, length: int, longest: int) -> Any:
-        assert self.tower is not None  # for pyright
-        return self.tower.trace_encode(length, longest, self.shapes()[0], self._jit)
-
-    def _trace_score(self, rows: int, width: int) -> Any:
-        def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
-            given = (params, self.model, tokens, lengths)
-            return score_rows(*given, dtype=self.dtype, layout=self.layout)
-
-        run = self._jit(score_chunks, out_shardings=self.by_row)
-        return run.trace(self.shapes()[0], self._input((rows, width)), self._input((rows,)))
-
-    def _trace_decode(self, rows: int, width: int, has_extras: bool) -> Any:
-        state, extras = self._decode_inputs(rows, width)
-        params, pool = self.shapes()
-        given = (params, pool, state, extras if has_extras else None)
-        homes: tuple[Any, ...] = (self._pool_layout, self.by_row)
-        if self.kernel is not None:
-            arrays = (*given, self._input((rows, width // PAGE)), self._slots(rows))
-            decode_some, donated = self._decode_in_place, (1,)
-        else:
-            targets = self._input((rows, touched(self.sizes.steps)))
-            cache = self.row_shapes(rows, width)
-            arrays = (params, pool, cache, *given[2:], targets, self._slots(rows))
-            homes = (self._pool_layout, self._rows_layout, self.by_row)
-            decode_some, donated = self._decode_rows, (1, 2)
-
-        def decode_chunk(*arrays: Any) -> tuple[Any, ...]:  # names the program
-            return decode_some(*arrays)
-
-        return self._jit(decode_chunk, donate_argnums=donated, out_shardings=homes).trace(*arrays)
-
-    def _decode_rows(
-        self,
-        params: Any,
-        pool: Cache,
-        cache: Cache,
-        state: DecodeState,
-        extras: Extras | None,
-        targets: Any,
-        slots: StateSlots | None,
-    ) -> tuple[Cache, Cache, DecodeOutput]:
-        run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
-        cache, output = run(params, self.model, cache, state, extras)
-        to = None if slots is None else slots.target
-        return scatter_pages(pool, cache, state.positions // PAGE, targets, to), cache, output
-
-    def _decode_in_place(
-        self,
-        params: Any,
-        pool: Cache,
-        state: DecodeState,
-        extras: Extras | None,
-        table: Any,
-        slots: StateSlots | None,
-    ) -> tuple[Cache, DecodeOutput]:
-        assert self.kernel is not None
-        run = functools.partial(decode, steps=self.sizes.steps, layout=self.layout)
-        tables = PageTables(table, self.kernel)
-        source, target = slots or (None, None)
-        cache = pool._replace(states=gather_states(pool.states, source))
-        cache, output = run(params, self.model, cache, state, extras, tables=tables)
-        states = scatter_states(pool.states, cache.states, target)
-        return cache._replace(states=states), output
-
-    def _decode_inputs(self, rows: int, width: int) -> tuple[DecodeState, Extras]:
-        number, share = self._input((rows,)), self._input((rows,), jnp.float32)
-        sampling = BatchSamplingParams(
-            self._input((rows,), jnp.uint32), share, share, number, share
+    def _shapes(self, tree: Any) -> Any:
+        """Return arrays of the host, which have the rows first, as shapes in their layout."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.by_row), tree
         )
-        delta = number if self.has_rotary else None
-        stops = self._input((rows, STOP_IDS))
-        state = DecodeState(number, number, number, number, stops, sampling, delta)
-        biases = (rows, BIASES)
-        extras = Extras(
-            self._input((rows, width)), share, self._input(biases), self._input(biases, jnp.float32)
-        )
-        return state, extras
 
     def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """Jit a function with the flags of decoding."""
         flags = compiler_options(Task.DECODE, self.layout.mesh.devices.flat)
         return jax.jit(function, compiler_options=flags, **options)
 
-    def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_row)
-
-    def _slots(self, rows: int) -> StateSlots | None:
-        number = self._input((rows,))
-        return StateSlots(number, number) if self.sizes.slots else None
-
-    def _source(self, rows: int) -> Any:
-        return self._input((rows,)) if self.sizes.slots else None
+    def _empty_features(self) -> VisualFeatures:
+        assert self.vision is not None  # for pyright
+        slots, deep = self.sizes.visual_tokens, len(self.vision.deep_layers)
+        shape = (self.sizes.parts, slots, self.vision.out_size)
+        further = jnp.zeros((shape[0], deep, *shape[1:]), self.dtype) if deep else None
+        return VisualFeatures(jnp.zeros(shape, self.dtype), further)
 
     def _empty_pool(self) -> Cache:
         shapes = self.sizes
         return self._empty_pages(shapes.parts, shapes.pages, shapes.slots)
 
     def _empty_pages(self, parts: int, pages: int, slots: int) -> Cache:
-        kinds = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "routes": self.routes}
+        kinds = {
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "routes": self.route_shape,
+        }
         return make_pool(self.model, parts, pages, PAGE, slots=slots, **kinds)
 
     def _split_heads(self, heads: int) -> str | None:
         """Return the axis of the mesh that splits the heads of a cache, if they can be shared."""
         return "tensor" if heads % self.layout.mesh.shape["tensor"] == 0 else None
+
+
+def rotary_delta(sequence: SequenceState) -> int:
+    """Return what is added to positions of what follows a prompt, to rotate by."""
+    return 0 if sequence.visuals is None else sequence.visuals.delta
+
+
+def rotary_of_rows(placed: Placed, ends: Sequence[int], length: int) -> Int[np.ndarray, "B T 3"]:
+    """Return by what each row's next tokens are rotated: those from `cached` on.
+
+    Args:
+        placed: whom each row belongs to.
+        ends: where its tokens end.
+        length: of all rows.
+    """
+    rotary = np.zeros((len(placed), length, 3), np.int32)
+    for row, (s, end) in enumerate(zip(placed, ends, strict=True)):
+        if s is None:
+            continue
+        piece = rotary[row, : end - s.cached]
+        piece[:] = np.arange(s.cached, end)[:, None] + rotary_delta(s)
+        if s.visuals is not None and s.visuals.rotary is not None:
+            given = s.visuals.rotary[s.cached : end]
+            piece[: len(given)] = given
+    return rotary
+
+
+def feature_table(
+    placed: Placed, ends: Sequence[int], length: int, slots_of: SlotsOf
+) -> Int[np.ndarray, "B T"]:
+    """Return where the features of each row's next tokens are; -1 for text."""
+    table = np.full((len(placed), length), -1, np.int32)
+    for row, (s, end) in enumerate(zip(placed, ends, strict=True)):
+        if s is None or s.visuals is None:
+            continue
+        piece = slice(s.cached, end)
+        number, index = s.visuals.number[piece], s.visuals.index[piece]
+        for visual in s.visuals.within(s.cached, end):
+            own = np.flatnonzero(number == visual)
+            table[row, own] = slots_of(s, visual)[index[own]]
+    return table

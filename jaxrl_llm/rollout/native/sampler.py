@@ -28,17 +28,17 @@ class LimitsInUse(NamedTuple):
     top_p: Bool[Array, ""]
 
 
-class LogitsProcessors(NamedTuple):
-    """What changes the logits of B sequences before a token is drawn.
+class Extras(NamedTuple):
+    """What few requests ask for: changed logits, and the likeliest tokens of each step.
 
     Attributes:
-        seen: whether prompt or answer of a sequence hold a token.
+        tokens: prompt and answer of each row, padded with a number past the vocabulary.
         penalty: the repetition penalty.
-        bias_ids: tokens whose logits are shifted; a number past the vocabulary shifts none.
+        bias_ids: tokens whose logits are shifted, padded likewise.
         bias: by how much.
     """
 
-    seen: Bool[Array, "B V"]
+    tokens: Int[Array, "B S"]
     penalty: Float32[Array, " B"]
     bias_ids: Int[Array, "B biases"]
     bias: Float32[Array, "B biases"]
@@ -61,7 +61,7 @@ def choose_tokens(
     logits: Float[Array, "B V"],
     steps: Int[Array, " B"],
     sampling: BatchSamplingParams,
-    processors: LogitsProcessors | None = None,
+    extras: tuple[Bool[Array, "B V"], Extras] | None = None,
     limits: LimitsInUse | None = None,
 ) -> tuple[Int[Array, " B"], Float32[Array, "B V"]]:
     """Draw one token per sequence by inverting its cumulative distribution.
@@ -73,19 +73,19 @@ def choose_tokens(
         logits: of the next token.
         steps: tokens that each sequence has generated so far.
         sampling: temperature, and what is cut off the distribution.
-        processors: what changes the logits first.
+        extras: which tokens each sequence holds, and what changes the logits first.
         limits: `limits_in_use(sampling)`, where it is known from before.
 
     Returns:
         The tokens, and log-probs under softmax(logits / temperature) of the whole vocabulary,
-        before any processor; at temperature 0 under softmax(logits).
+        before anything changes it; at temperature 0 under softmax(logits).
     """
     greedy = sampling.temperature == 0
     temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     logits = logits.astype(jnp.float32)
     logprobs = processed = jax.nn.log_softmax(logits / temperature)
-    if processors is not None:
-        logits = process(logits, processors)
+    if extras is not None:
+        logits = process(logits, *extras)
         processed = jax.nn.log_softmax(logits / temperature)
     limits = limits_in_use(sampling) if limits is None else limits
     # in logits: log-probs may be rounded otherwise where they are computed for another use
@@ -116,23 +116,30 @@ def _no_limit(logprobs: Float32[Array, "B V"], *_: Any) -> Float32[Array, " B"]:
     return jnp.full(len(logprobs), -jnp.inf)
 
 
-def process(logits: Float32[Array, "B V"], processors: LogitsProcessors) -> Float32[Array, "B V"]:
+def process(
+    logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], extras: Extras
+) -> Float32[Array, "B V"]:
     """Penalize the tokens of prompt and answer, then add the biases.
 
     The repetition penalty (Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1) in
     the form of transformers: positive logits are divided by it, negative ones multiplied.
 
-    >>> processors = LogitsProcessors(jnp.array([[True, True, False]]), jnp.array([2.0]),
-    ...                         jnp.array([[2, 3]]), jnp.array([[1.5, 9.0]]))
-    >>> process(jnp.array([[4.0, -1.0, 0.0]]), processors).tolist()
+    Args:
+        logits: of the next token.
+        seen: whether prompt or answer of a sequence hold a token.
+        extras: the penalties and the biases.
+
+    >>> extras = Extras(jnp.array([[0, 1]]), jnp.array([2.0]), jnp.array([[2, 3]]),
+    ...                 jnp.array([[1.5, 9.0]]))
+    >>> process(jnp.array([[4.0, -1.0, 0.0]]), jnp.array([[True, True, False]]), extras).tolist()
     [[2.0, -2.0, 1.5]]
     """
-    penalty = processors.penalty[:, None]
+    penalty = extras.penalty[:, None]
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits = jnp.where(processors.seen, penalized, logits)
+    logits = jnp.where(seen, penalized, logits)
     rows = jnp.arange(len(logits))[:, None]
     # ids are padded with the vocabulary's size; a request's own are below it (`check_request`)
-    return logits.at[rows, processors.bias_ids].add(processors.bias, mode="drop")
+    return logits.at[rows, extras.bias_ids].add(extras.bias, mode="drop")
 
 
 def uniforms(seeds: UInt32[Array, " B"], steps: Int[Array, " B"]) -> Float32[Array, "B 2"]:

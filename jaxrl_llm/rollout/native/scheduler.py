@@ -4,8 +4,8 @@ Pure bookkeeping on the host; it knows pages by number and no devices.
 """
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from jaxtyping import Int
 from jaxrl_llm.data.token_bytes import AnswerText, Decode, decode_after
 from jaxrl_llm.rollout.engine import Completion, Request, Stop
 from jaxrl_llm.rollout.native.images import PromptVisuals
-from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable
+from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable, StatePagePool
+from jaxrl_llm.rollout.native.sizes import PAGE, Sizes
 
 
 @dataclass(eq=False)
@@ -32,8 +33,9 @@ class SequenceState:
         versions: of the weights that drew each of them.
         top: the likeliest tokens at each of them and their log-probs.
         streamed: how many of them the listener has.
-        part: the part of the pool in which it is.
-        table: its pages there.
+        part: the part of the pool in which it is, if it runs.
+        pages: of that part.
+        table: those of them that it has.
         cached: how many tokens have their keys and values in these.
         finish: why it ended, or "".
         stopped_by: what ended it.
@@ -53,6 +55,7 @@ class SequenceState:
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     streamed: int = 0
     part: int = 0
+    pages: PagePool = field(init=False, repr=False)
     table: PageTable = field(default_factory=PageTable)
     cached: int = 0
     finish: str = ""
@@ -189,15 +192,6 @@ class PartialSampling(NamedTuple):
         return all(s.finish or s.future.cancelled() for s in self.sequences[: self.needed])
 
 
-class Counts(NamedTuple):
-    """Tokens and preemptions since the start."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    reused_tokens: int = 0
-    preemptions: int = 0
-
-
 class EngineStats(NamedTuple):
     """What an engine does now, and has done since it was made.
 
@@ -220,10 +214,10 @@ class EngineStats(NamedTuple):
     cache_tokens: int
     cached_states: int
     cache_states: int
-    prompt_tokens: int
-    generated_tokens: int
-    reused_tokens: int
-    preemptions: int
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def in_flight(self) -> int:
@@ -231,27 +225,81 @@ class EngineStats(NamedTuple):
         return self.running + self.waiting
 
 
+PREFILL_BETWEEN_CHUNKS = 4096
+"""Tokens of prompts that are prefilled before sequences that decode get their turn again."""
+
+
+class SchedulerOutput(NamedTuple):
+    """What the next program reads: prompts to prefill, or sequences to decode.
+
+    Attributes:
+        prefills: whether it prefills.
+        num_scheduled_tokens: of each sequence in it; where they decode, the most that are drawn.
+        rows: of the program, each for a sequence.
+        width: tokens that a row prefills, or that it holds where it decodes.
+        preempted: sequences that gave their pages to those that decode.
+    """
+
+    prefills: bool
+    num_scheduled_tokens: dict[SequenceState, int]
+    rows: int = 0
+    width: int = 0
+    preempted: tuple[SequenceState, ...] = ()
+
+
+def assign_rows(
+    sequences: Sequence[SequenceState], rows: int, parts: int
+) -> list[SequenceState | None]:
+    """Give as many sequences as fit a row each, among those of the part in which they are."""
+    placed: list[SequenceState | None] = []
+    for part in range(parts):
+        inside = [s for s in sequences if s.part == part][: rows // parts]
+        placed += [*inside, *[None] * (rows // parts - len(inside))]
+    return placed
+
+
+def fewest_rows(sequences: Sequence[SequenceState], sizes: Sizes) -> int:
+    """Return the fewest rows that a program has for sequences, or the most of any."""
+    in_a_part = max(sum(s.part == part for s in sequences) for part in range(sizes.parts))
+    return next((n for n in sizes.rows if n >= in_a_part * sizes.parts), sizes.rows[-1])
+
+
 class Scheduler:
     """Sequences that wait and that run, and the pages that they hold.
 
     Args:
-        pages: of each part of the pool.
-        max_running_sequences: the most sequences that run in a part.
-        steps: tokens that a sequence gets at a time.
+        sizes: of the programs and the pool.
+        max_running_sequences: the most sequences that run in a part of the pool.
+        on_remove: called with a sequence before its pages are taken.
 
     Attributes:
-        on_remove: called with a sequence before its pages are taken.
+        pages: of each part of the pool.
+        counts: of tokens and preemptions, by their field of `EngineStats`.
     """
 
-    def __init__(self, pages: list[PagePool], *, max_running_sequences: int, steps: int) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        max_running_sequences: int,
+        on_remove: Callable[[SequenceState], None] = lambda _: None,
+    ) -> None:
         """Nothing waits."""
-        self.pages, self.max_running_sequences, self.steps = pages, max_running_sequences, steps
+        self.sizes, self.max_running_sequences = sizes, max_running_sequences
+        self.counts = Counter[str]()
+        self._on_remove = on_remove
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sequences and all pages."""
         self.waiting: deque[SequenceState] = deque()
         self.running: dict[SequenceState, None] = {}  # in the order of their admission
         self._prefilling: dict[SequenceState, None] = {}  # of these, in the same order
-        self._running_in = [0] * len(pages)
-        self.counts = Counts()
-        self.on_remove: Callable[[SequenceState], None] = lambda _: None
+        self._running_in = [0] * self.sizes.parts
+        pages, slots = self.sizes.pages, self.sizes.slots
+        self.pages = [
+            StatePagePool(pages, size=PAGE, slots=slots) if slots else PagePool(pages, size=PAGE)
+            for _ in range(self.sizes.parts)
+        ]
 
     @property
     def is_busy(self) -> bool:
@@ -280,7 +328,51 @@ class Scheduler:
                 self.remove(sequence)
         self.waiting = deque(s for s in self.waiting if not s.withdrawn)
 
-    def admit(self) -> None:
+    def schedule(self, prefilled: int = 0) -> SchedulerOutput:
+        """Admit sequences that fit, then choose what the next program reads.
+
+        Prompts are prefilled first; not all of them while others wait for their next tokens.
+
+        Args:
+            prefilled: tokens of prompts that programs have prefilled since others decoded.
+        """
+        self._admit_waiting()
+        prefilling = list(self._prefilling)
+        others_wait = prefilled >= PREFILL_BETWEEN_CHUNKS
+        if prefilling and not (others_wait and len(prefilling) * 2 <= len(self.running)):
+            return self._schedule_prefill(prefilling)
+        return self._schedule_decode()
+
+    def mark_prefilled(self, sequence: SequenceState, tokens: int) -> None:
+        """Note that so many tokens more are cached; share them once all are, or others can."""
+        sequence.cached += tokens
+        self.counts["prompt_tokens"] += tokens
+        if sequence.is_prefilled:
+            del self._prefilling[sequence]
+        if sequence.is_prefilled or sequence.cached == sequence.table.branch:
+            sequence.pages.cache_prefix(sequence.table, sequence.keys(sequence.cached))
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's pages; it is the next to be admitted, and read again."""
+        self.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.counts["preemptions"] += 1
+
+    def preempt_all(self) -> None:
+        """Take the pages of all that run."""
+        for sequence in list(self.running)[::-1]:
+            self.preempt(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Take a sequence's pages; they stay, for others that begin alike, while there is room."""
+        self._on_remove(sequence)
+        sequence.pages.retire(sequence.table, sequence.keys(sequence.cached))
+        sequence.cached = 0
+        del self.running[sequence]
+        self._prefilling.pop(sequence, None)
+        self._running_in[sequence.part] -= 1
+
+    def _admit_waiting(self) -> None:
         """Let those run that fit, in their order.
 
         A prompt that is being read is not read a second time: who has the same waits for it.
@@ -301,65 +393,22 @@ class Scheduler:
                 break
         self.waiting.extendleft(reversed(passed))
 
-    def to_prefill(self) -> list[SequenceState]:
-        """Return the running sequences of which tokens have to be read, oldest first."""
-        return list(self._prefilling)
-
-    def mark_prefilled(self, sequence: SequenceState, tokens: int) -> None:
-        """Note that so many tokens more are cached; share them once all are, or others can."""
-        sequence.cached += tokens
-        self.counts = self.counts._replace(prompt_tokens=self.counts.prompt_tokens + tokens)
-        if sequence.is_prefilled:
-            del self._prefilling[sequence]
-        if sequence.is_prefilled or sequence.cached == sequence.table.branch:
-            pages = self.pages[sequence.part]
-            pages.cache_prefix(sequence.table, sequence.keys(sequence.cached))
-
-    def to_decode(self) -> list[SequenceState]:
-        """Return the sequences to decode, oldest first, each with pages for the next tokens.
-
-        Where there are not enough, the youngest give theirs back, and are read again later.
-        """
-        for sequence in [s for s in self.running if s not in self._prefilling]:
-            pages = self.pages[sequence.part]
-            end = len(sequence.tokens) - 1 + min(self.steps, sequence.left)
-            while sequence in self.running and not pages.allocate(sequence.table, end):
-                self.preempt(next(s for s in reversed(self.running) if s.part == sequence.part))
-        return [s for s in self.running if s not in self._prefilling]
-
-    def preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence's pages; it is the next to be admitted, and read again."""
-        self.remove(sequence)
-        self.waiting.appendleft(sequence)
-        self.counts = self.counts._replace(preemptions=self.counts.preemptions + 1)
-
-    def remove(self, sequence: SequenceState) -> None:
-        """Take a sequence's pages; they stay, for others that begin alike, while there is room."""
-        self.on_remove(sequence)
-        pages = self.pages[sequence.part]
-        pages.retire(sequence.table, sequence.keys(sequence.cached))
-        sequence.cached = 0
-        del self.running[sequence]
-        self._prefilling.pop(sequence, None)
-        self._running_in[sequence.part] -= 1
-
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a sequence what is cached of its tokens, and pages for the rest."""
-        known = len(sequence.tokens) - 1
-        end, keys = known + min(self.steps, sequence.left), sequence.keys(known)
+        end, keys = self._end(sequence), sequence.keys(len(sequence.tokens) - 1)
         for part in self._parts_with_room(sequence):
             pages, table = self.pages[part], PageTable()
             cached = pages.match_prefix(table, keys, sequence.first_version)
             others = self._running_in[part]  # a page for each of them, which grow too
             has_room = pages.pages_needed(table, end) + others <= pages.available
             if has_room and pages.allocate(table, end):
-                sequence.part, sequence.table, sequence.cached = part, table, cached
+                sequence.part, sequence.pages = part, pages
+                sequence.table, sequence.cached = table, cached
                 self.running[sequence] = None
                 self._running_in[part] += 1
                 if not sequence.is_prefilled:
                     self._prefilling[sequence] = None
-                reused = self.counts.reused_tokens + cached
-                self.counts = self.counts._replace(reused_tokens=reused)
+                self.counts["reused_tokens"] += cached
                 return True
             pages.free(table)
         return False
@@ -376,3 +425,45 @@ class Scheduler:
                 pages.free(table)
                 parts.append((-cached, others, part))
         return [part for *_, part in sorted(parts)]
+
+    def _schedule_prefill(self, waiting: list[SequenceState]) -> SchedulerOutput:
+        """Choose the next part of as many prompts, oldest first, as one program takes."""
+        shapes = sorted(self.sizes.prefill_shapes, key=lambda shape: shape[::-1])
+        longest = max(len(s.tokens) - 1 - s.cached for s in waiting)
+        length = next((n for _, n in shapes if n >= longest), shapes[-1][1])
+        fitting = [rows for rows, tokens in shapes if tokens == length]
+        rows = next((n for n in fitting if n >= len(waiting)), fitting[-1])
+        tokens = {
+            s: min(length, s.read_to - s.cached)
+            for s in assign_rows(waiting, rows, self.sizes.parts)
+            if s is not None
+        }
+        return SchedulerOutput(True, tokens, rows, length)
+
+    def _schedule_decode(self) -> SchedulerOutput:
+        """Choose the sequences to decode, each with pages for its next tokens.
+
+        Where there are not enough, the youngest give theirs back, and are read again later. Where
+        rows would take more room than there is, the youngest get their turn when others end.
+        """
+        sizes, preempted = self.sizes, list[SequenceState]()
+        for sequence in [s for s in self.running if s not in self._prefilling]:
+            end = self._end(sequence)
+            while sequence in self.running and not sequence.pages.allocate(sequence.table, end):
+                youngest = next(s for s in reversed(self.running) if s.part == sequence.part)
+                self.preempt(youngest)
+                preempted.append(youngest)
+        ready = [s for s in self.running if s not in self._prefilling]
+        if not ready:
+            return SchedulerOutput(False, {}, preempted=tuple(preempted))
+        while True:
+            rows, width = fewest_rows(ready, sizes), sizes.width(max(map(self._end, ready)))
+            if sizes.fits(rows, width):
+                break
+            ready = ready[: len(ready) // 2]
+        tokens = {s: min(sizes.steps, s.left) for s in ready}
+        return SchedulerOutput(False, tokens, rows, width, tuple(preempted))
+
+    def _end(self, sequence: SequenceState) -> int:
+        """Return how many tokens are cached after the next chunk at most."""
+        return len(sequence.tokens) - 1 + min(self.sizes.steps, sequence.left)

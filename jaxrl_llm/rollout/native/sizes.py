@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxrl_llm.sharding.layout import Layout, batch_shards
 
@@ -125,50 +124,6 @@ def with_visuals(sizes: Sizes, patches: int, tokens: int) -> Sizes:
     short = {(length, SHORT_FRAME) for length in lengths if length > 3 * SHORT_FRAME}
     shapes = short | {(length, length) for length in lengths}
     return sizes._replace(visual_tokens=tokens, patch_shapes=tuple(sorted(shapes)))
-
-
-def program_keys(
-    sizes: Sizes, sequences: int, *, records_routes: bool
-) -> Iterable[tuple[Any, ...]]:
-    """Yield what each program is called by, in the order in which they are likely needed.
-
-    As sequences end, fewer rows are decoded; more than at first come with others.
-
-    Args:
-        sizes: the shapes.
-        sequences: how many are to be sampled first.
-        records_routes: whether the experts are kept that tokens go to.
-    """
-    first = next((n for n in sizes.rows if n >= sequences), sizes.rows[-1])
-    fewer = [n for n in reversed(sizes.rows) if n <= first]
-    more = [n for n in sizes.rows if n > first]
-    prefill = sorted(
-        sizes.prefill_shapes,
-        key=lambda shape: (shape[1], shape[0] if sequences <= FEWEST_ROWS else -shape[0]),
-    )
-    decoded = [
-        (rows, width)
-        for rows, width in itertools.product([*fewer, *more], sizes.widths)
-        if sizes.fits(rows, width)
-    ]
-    yield ("pool",)
-    if sizes.patch_shapes:
-        yield ("features",)
-    encoded = [("encode", length, longest) for length, longest in sizes.patch_shapes]
-    yield from (key for key in encoded if key[1] <= PATCHES_AT_ONCE)
-    for rows, width in decoded:
-        yield "decode", rows, width, False
-        if records_routes:
-            yield "routes", rows, width // PAGE
-        if sizes.has_rows:
-            yield "gather", rows, width // PAGE
-        elif width == sizes.widths[0]:
-            yield "copy", rows
-        if (rows, width) == decoded[0]:
-            for prompts, length in prefill:
-                for pages in sorted({sizes.width(length), sizes.widths[-1]}):
-                    yield "prefill", prompts, length, pages // PAGE
-    yield from (key for key in encoded if key[1] > PATCHES_AT_ONCE)
 
 
 def _up(number: int | float, unit: int) -> int:
