@@ -15,7 +15,7 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.rollouts import without_lone
-from jaxrl_llm.training.objectives import LossError, described, per_token
+from jaxrl_llm.training.objectives import LossError, per_token, shape_text
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.protocol import finite_number, short_repr
 
@@ -179,7 +179,7 @@ def check_per_answer(
     if is_array and np.issubdtype(result.dtype, kind):
         return result
     raise ScoreError(
-        f"{key}: {name_of(function)!r} returned {described(result)}; expected one "
+        f"{key}: {name_of(function)!r} returned {shape_text(result)}; expected one "
         f"{'true or false' if kind is np.bool_ else 'number'} for each answer [B], here [{answers}]"
     )
 
@@ -213,7 +213,7 @@ def correction_weights(function: Callable[..., Any], fields: dict[str, Any]) -> 
     weights, shape = call(function, fields), fields["mask"].shape
     if not isinstance(weights, jax.Array) or weights.shape != shape:
         raise ScoreError(
-            f"algorithm.correction: {name_of(function)!r} returned {described(weights)}; expected "
+            f"algorithm.correction: {name_of(function)!r} returned {shape_text(weights)}; expected "
             f"one weight for each token [B T], here {list(shape)}"
         )
     return weights
@@ -334,7 +334,7 @@ def check_marks(result: Any, select: Function, shape: tuple[int, ...]) -> jax.Ar
     if isinstance(result, jax.Array) and result.shape == shape and result.dtype == bool:
         return result
     raise ScoreError(
-        f"algorithm.high_covariance: {name_of(select)!r} returned {described(result)}; expected "
+        f"algorithm.high_covariance: {name_of(select)!r} returned {shape_text(result)}; expected "
         f"true or false for each token [B T], here {list(shape)}"
     )
 

@@ -134,7 +134,7 @@ class Distillation:
         if is_floating(result, tokens):
             return result.astype(jnp.float32)
         raise DivergenceError(
-            f"divergence {name_of(self.divergence)!r} returned {described(result)} for log-probs "
+            f"divergence {name_of(self.divergence)!r} returned {shape_text(result)} for log-probs "
             f"{list(student_logprobs.shape)}; expected a floating-point array {list(tokens)}: one "
             "number per token"
         )
@@ -144,7 +144,7 @@ class DivergenceError(RunError, TypeError):
     """A divergence that returned something else than one number per token."""
 
 
-def described(value: Any) -> str:
+def shape_text(value: Any) -> str:
     """Return what a function returned, for messages: an array's dtype and shape, or a type."""
     if isinstance(value, jax.Array):
         return f"{value.dtype}{list(value.shape)}"
@@ -431,7 +431,7 @@ def per_token(
     """
     if is_floating(value, shape):
         return value
-    got = described(value) + part
+    got = shape_text(value) + part
     raise LossError(
         f"{kind} {name_of(function)!r} returned {got}; expected a floating-point array "
         f"[B T], here {list(shape)}: one {ONE_OF.get(kind, 'number')} per token"
