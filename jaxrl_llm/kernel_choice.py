@@ -9,8 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.config.errors import config_errors_at
-from jaxrl_llm.models.kernels import KernelChoice, choose_kernel, device_of, heads_on, this_device
-from jaxrl_llm.models.moe.grouped import GroupedKernels, choose_grouped_kernels, grouped_shapes
+from jaxrl_llm.models.kernels import (
+    GroupedKernels,
+    KernelChoice,
+    choose_kernel,
+    device_of,
+    heads_on,
+    this_device,
+)
+from jaxrl_llm.models.moe.grouped import choose_grouped_kernels, grouped_shapes
 from jaxrl_llm.models.paged_attention import choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec

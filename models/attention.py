@@ -484,3 +484,22 @@ def attend_cache(
         mixed = mix_scaled(weights, v, scales.values, dtype)
     mixed = mixed.astype(dtype).reshape(batch, -1, length, shared, v.shape[3])
     return mixed.swapaxes(1, 2).reshape(batch, length, heads, v.shape[3])
+
+
+class Pages(NamedTuple):
+    """The pages of one layer, and which of them each sequence has.
+
+    Attributes:
+        keys: pages of S tokens.
+        values: likewise; None: they are the first numbers of the keys, as of an absorbed latent.
+        table: the pages of each sequence, in order: token j is in page j // S of them. What stands
+            past the sequence's end is not read.
+        key_scales: of keys in int8, as `models.attention.Scales`; None: they are no int8.
+        value_scales: likewise; None: they are those of the keys, or there are none.
+    """
+
+    keys: Real[Array, "pages K H S"]
+    values: Real[Array, "pages K S V"] | None
+    table: Int[Array, "B n"]
+    key_scales: Float[Array, "pages K G S"] | None = None
+    value_scales: Float[Array, "pages K S 1"] | None = None

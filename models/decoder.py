@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from jaxrl_llm.models import parameters, quantization
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.attention import Attending, attend, attend_cache, make_scales
+from jaxrl_llm.models.attention import Attending, Pages, attend, attend_cache, make_scales
 from jaxrl_llm.models.cache import (
     Cache,
     LayerCache,
@@ -66,7 +66,7 @@ from jaxrl_llm.models.linear import (
 )
 from jaxrl_llm.models.mla import LATENT_NORM_EPS, latent_heads, mixed_values
 from jaxrl_llm.models.moe.spec import RouteShape
-from jaxrl_llm.models.paged_attention import Pages, place_of_token
+from jaxrl_llm.models.paged_attention import place_of_token
 from jaxrl_llm.models.parameters import PRNGKey
 from jaxrl_llm.models.rope import Rotation, rotate
 from jaxrl_llm.models.spec import Block, ModelSpec

@@ -31,6 +31,20 @@ Kernel: TypeAlias = Callable[..., Array]
 """What computes `attend`, from the same arguments (q, k, v, segment_ids, options)."""
 
 
+class GroupedKernels(NamedTuple):
+    """What computes grouped products and their gradients.
+
+    Attributes:
+        multiply: `(x [M K], matrices, sizes [E], transposed=, between=) -> [M N]`, the products in
+            the dtype of both; `between` says that the axis of groups is the matrices' second one.
+        sum_outer_products: `(x [M K], y [M N], sizes [E], between=) -> [E K N]`, or [K E N], in
+            float32: the sum of x^T y over the rows of each group.
+    """
+
+    multiply: Callable[..., Array]
+    sum_outer_products: Callable[..., Array]
+
+
 class Segments(NamedTuple):
     """The segments of packed rows, M slots in each row, -1 where there is none.
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.attention import PLAIN, Attending, attend_cache, make_scales, quantize
+from jaxrl_llm.models.attention import PLAIN, Attending, Pages, attend_cache, make_scales, quantize
 from jaxrl_llm.models.kernels import (
     TOLERANCE,
     DeviceInfo,
@@ -37,25 +37,6 @@ Kernel = Callable[..., Array]
 
 AT_ONCE = 4
 """Sequences that `attend_in_turn` gathers at once."""
-
-
-class Pages(NamedTuple):
-    """The pages of one layer, and which of them each sequence has.
-
-    Attributes:
-        keys: pages of S tokens.
-        values: likewise; None: they are the first numbers of the keys, as of an absorbed latent.
-        table: the pages of each sequence, in order: token j is in page j // S of them. What stands
-            past the sequence's end is not read.
-        key_scales: of keys in int8, as `models.attention.Scales`; None: they are no int8.
-        value_scales: likewise; None: they are those of the keys, or there are none.
-    """
-
-    keys: Real[Array, "pages K H S"]
-    values: Real[Array, "pages K S V"] | None
-    table: Int[Array, "B n"]
-    key_scales: Float[Array, "pages K G S"] | None = None
-    value_scales: Float[Array, "pages K S 1"] | None = None
 
 
 def attend_gathered(

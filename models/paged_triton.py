@@ -17,8 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.models.attention import PLAIN, Attending
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.attention import PLAIN, Attending, Pages
 
 LEAST_QUERIES = 16  # rows of a tensor core's product
 MOST_QUERIES = 32  # heads that share keys and are computed at once

@@ -269,7 +269,7 @@ class Layout:
         kernel: What attends to packed rows on each device, with the arguments of
             `models.attention.attend`; None: that function, divided by XLA.
         grouped_kernels: What multiplies rows of experts on each device, the two functions of
-            `models.moe.grouped.GroupedKernels`; None: XLA on blocks of rows.
+            `models.kernels.GroupedKernels`; None: XLA on blocks of rows.
         longest: Most tokens of a sequence, where rows that a device has whole are longer.
 
     Raises:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.gpu.cases import describe_error, emit
 from jaxrl_llm.models import paged_triton
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.attention import Pages
 from jaxrl_llm.models.paged_triton import Blocks
 
 PAGE, HEADS, KEYS, WIDTH = 16, 16, 8, 128

@@ -17,7 +17,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.functional import FunctionalModel
 from jaxrl_llm.models.kernels import KernelChoice
 from jaxrl_llm.models.model import Model, base_model, decoder_spec
-from jaxrl_llm.models.paged_kernel import PagedChoice
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.rollout.engine import Engine, EngineSettings
@@ -91,7 +90,7 @@ def _native_engine(
     layout: Layout,
     kernels: tuple[str, str],
     tokenizer: Callable[[], Any] | None,
-    choice: PagedChoice | None = None,
+    choice: KernelChoice | None = None,
 ) -> NativeEngine:
     """Build the native engine with the kernels that `model.attention` and `model.experts` name.
 

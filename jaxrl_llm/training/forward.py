@@ -23,11 +23,10 @@ from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualTokens
-from jaxrl_llm.models.kernels import Kernel
+from jaxrl_llm.models.kernels import GroupedKernels, Kernel
 from jaxrl_llm.models.linear import SplitMatrix
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.moe.grouped import GroupedKernels
 from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, balance_weights
 from jaxrl_llm.models.moe.spec import RouteShape
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, TOKENS, Layout, Rules, replicated

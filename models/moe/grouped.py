@@ -5,7 +5,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxrl_llm.models.kernels import (
     DeviceInfo,
+    GroupedKernels,
     KernelChoice,
     Trial,
     device_objection,
@@ -48,20 +49,6 @@ class Interleaved:
 
     array: Any
     transposed: bool
-
-
-class GroupedKernels(NamedTuple):
-    """What computes grouped products and their gradients.
-
-    Attributes:
-        multiply: `(x [M K], matrices, sizes [E], transposed=, between=) -> [M N]`, the products in
-            the dtype of both; `between` says that the axis of groups is the matrices' second one.
-        sum_outer_products: `(x [M K], y [M N], sizes [E], between=) -> [E K N]`, or [K E N], in
-            float32: the sum of x^T y over the rows of each group.
-    """
-
-    multiply: Callable[..., Array]
-    sum_outer_products: Callable[..., Array]
 
 
 class _Blocks(NamedTuple):

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.models.moe.grouped import GroupedKernels
+from jaxrl_llm.models.kernels import GroupedKernels
 
 LEAST_WIDTH = 16
 """Of rows and columns: vectors of 16 numbers are what a tensor core takes."""

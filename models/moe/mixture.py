@@ -15,13 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.moe.grouped import (
-    BLOCKED,
-    GroupedKernels,
-    Interleaved,
-    group_rows,
-    grouped_matmul,
-)
+from jaxrl_llm.models.kernels import GroupedKernels
+from jaxrl_llm.models.moe.grouped import BLOCKED, Interleaved, group_rows, grouped_matmul
 from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats, Routing, router_stats
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.sharding.layout import TOKENS, Layout, partition_spec

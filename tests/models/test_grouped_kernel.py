@@ -13,12 +13,11 @@ import pytest
 from jaxrl_llm import kernel_choice
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
-from jaxrl_llm.models.kernels import DeviceInfo
+from jaxrl_llm.models.kernels import DeviceInfo, GroupedKernels
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe import grouped_triton
 from jaxrl_llm.models.moe.grouped import (
     BLOCKED,
-    GroupedKernels,
     GroupedShapes,
     choose_grouped_kernels,
     grouped_difference,

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.paged_attention import Pages, attend_gathered, attend_in_turn
+from jaxrl_llm.models.attention import Attending, Pages
+from jaxrl_llm.models.paged_attention import attend_gathered, attend_in_turn
 from jaxrl_llm.models.paged_triton import Blocks, attend_pages, choose_blocks
 from tests.guarded import NATIVE
 

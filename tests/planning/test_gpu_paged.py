@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.attention import Attending, Pages
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.planning.program import parse_program
 from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
