@@ -263,7 +263,7 @@ class PageTables(NamedTuple):
     """Which pages of a pool each row has, and what attends over them.
 
     Attributes:
-        table: as in `models.paged_attention.Pages`.
+        table: as in `models.attention.Pages`.
         kernel: with the arguments of `models.paged_attention.attend_gathered`.
     """
 

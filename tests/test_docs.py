@@ -454,20 +454,20 @@ def test_algorithms_without_a_recipe_resolve_too():
         find_functions(*(f"{a}.{b}={json.dumps(v)}" for a in tree for b, v in tree[a].items()))
 
 
-# ------------------------------------------------------------------------------------ architecture
+# ------------------------------------------------------------------------------------ contracts
 
 
-def test_the_fields_in_the_architecture_are_the_fields():
-    listed = [row for row in rows("docs/architecture.md") if re.fullmatch(r"`\[.*\]`", row[1])]
+def test_the_fields_in_the_contracts_are_the_fields():
+    listed = [row for row in rows("docs/contracts.md") if re.fullmatch(r"`\[.*\]`", row[1])]
     assert [[cell.replace("`", "") for cell in row] for row in listed] == [
         [field.name, f"[{field.axes}]", field.dtype, field.stage.name.lower(), field.meaning]
         for field in FIELDS.values()
     ]
 
 
-def test_what_sees_which_fields_in_the_architecture():
+def test_what_sees_which_fields_in_the_contracts():
     """Try each field at each key: those that the table excepts are refused, the others are not."""
-    table = {row[1]: row[2] for row in rows("docs/architecture.md") if row[1].startswith("`algor")}
+    table = {row[1]: row[2] for row in rows("docs/contracts.md") if row[1].startswith("`algor")}
     told = {key: text for keys, text in table.items() for key in re.findall(r"`([\w.]+)`", keys)}
     assert len(told) == 8
     for key, text in told.items():

@@ -2,7 +2,7 @@
 
 Keys and values live in a pool of pages, [parts, pages, …] per layer and within a page as in
 `models.cache.Cache`; `parts` is the number of parts of a batch, each of which has pages of its own.
-States of layers that have no keys lie in slots of their own (`native.states`).
+States of layers that have no keys lie in slots of their own (`native.page_pool`).
 A step of decoding works on rows, gathered from the pages of B sequences, and what it adds goes back
 to pages. Where there is a kernel for it (`models.paged_triton`) it works on the pages.
 """

@@ -212,7 +212,7 @@ class ModelRunner:
         """Prefill prompts and decode a chunk; return the sequences that grew.
 
         Args:
-            params: the weights, as `Programs.load` gives them.
+            params: the weights, as `EngineWeights.load` gives them.
             version: of the weights.
         """
         # 1. Prefill the prompts of who is admitted.

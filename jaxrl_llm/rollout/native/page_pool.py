@@ -17,7 +17,7 @@ class Node:
     """A page of the tree; `tokens` are fewer than a page holds where a prompt ended there.
 
     Attributes:
-        slot: of the state after its last token, if there is one; see `native.state_pages`.
+        slot: of the state after its last token, if there is one; see `StatePagePool`.
         readers: how many sequences are to read that state.
         index: of the children, once one of many was looked for.
     """
