@@ -1,4 +1,4 @@
-"""Where the activations of a pass over packed rows stand on a mesh."""
+"""Meshes, the rules from logical axes to mesh axes, and where activations stand on a mesh."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, its config, and the keys that may change when it is continued."""
+"""A run's folder: its lock, its config, its users' functions, and how processes join it."""
 
 import ast
 import contextlib

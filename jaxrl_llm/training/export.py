@@ -1,4 +1,7 @@
-"""An exported model on the Hugging Face hub."""
+"""A trained model, read from its checkpoint and written as a Hugging Face directory.
+
+Its model card, and its upload to the hub.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a run has written to its folder, for reading: it needs no device, and the run may go on."""
+"""What a run has written to its folder, read without a device; and the lines for its user."""
 
 import contextlib
 import functools

@@ -1,4 +1,11 @@
-"""An agent that is a program of its own, written for any library with an OpenAI client."""
+"""Agents: coroutines that lead an episode. They ask for what they need by parameter name.
+
+An agent may ask for `chat` (`rollout.agents.chat.Chat`), `tools` (`Tools`), `environment`
+(`EpisodeEnvironment`), `row` (`EpisodeRow`), `rng` (`random.Random`, seeded by the episode) and
+`gateway` (`EpisodeGateway`, which serves the policy to programs). Its other parameters are keywords
+of the config. It returns when the episode is over; a limit that is reached ends it by an exception
+that it lets pass.
+"""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""What the chats of one episode write together, in the order in which it comes."""
+"""The chat that an agent holds with the policy: it writes one episode, token by token."""
 
 import asyncio
 import copy

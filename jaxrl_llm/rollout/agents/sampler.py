@@ -1,4 +1,4 @@
-"""Many episodes at once: who waits for whom, and what becomes of those that fail."""
+"""Sampling of many episodes at once: agents, tools and environments around an engine."""
 
 import asyncio
 import contextlib

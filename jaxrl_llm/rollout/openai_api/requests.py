@@ -1,6 +1,6 @@
-"""The fields of a request's JSON, read one by one; what is left over is refused.
+"""From the JSON of OpenAI's APIs to what an engine is asked; what is left over is refused.
 
-By hand: pydantic took 538 lines for 540 here and in `requests`, and reordered tool calls' keys.
+Fields are read by hand: pydantic took as many lines, and reordered tool calls' keys.
 """
 
 import functools

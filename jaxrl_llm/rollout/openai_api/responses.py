@@ -1,4 +1,4 @@
-"""A chat's answer as its tokens come: reasoning, text, and calls of tools."""
+"""From what an engine samples to the JSON of OpenAI's APIs, also while tokens come."""
 
 import hashlib
 import json
