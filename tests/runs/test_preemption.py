@@ -103,14 +103,14 @@ def test_other_threads_take_no_signal():
 
 HANG = """
 import re, sys, time
-from jaxrl_llm.runs import watchdog
+from jaxrl_llm.runs import preemption
 
-watchdog.BACKUP_S = 0.5
+preemption.BACKUP_S = 0.5
 def hang():
     if sys.argv[1] == "asleep":
         time.sleep(600)
     re.match(r"(a+)+$", "a" * 60 + "b")  # it never lets go of the interpreter
-with watchdog.Watchdog(0.5) as dog:
+with preemption.Watchdog(0.5) as dog:
     for _ in range(4):
         time.sleep(0.3)
         dog.beat()
