@@ -128,7 +128,7 @@ def test_the_readmes_loss_runs_from_the_readmes_config(tmp_path, monkeypatch):
 
 ADDITIONS = {
     *("a loss", "a config key", "a model family", "a reward function", "an engine", "a metric"),
-    *("a tracker", "a program", "a model of another kind"),
+    *("a tracker", "a program", "a model of another kind", "a tool"),
 }
 
 

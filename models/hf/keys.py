@@ -86,15 +86,17 @@ def without_effect(model_type: str, config: Mapping[str, Any]) -> set[str]:
     ['_name_or_path', 'rope_interleaved']
     """
     words = _words(model_type)
-    return {key for key in config if key.startswith("_") or key not in words}
+    return {key for key in config if key.startswith("_") or (words and key not in words)}
 
 
 @functools.cache
 def _words(model_type: str) -> frozenset[str]:
-    """Return all names in the sources that a family's models run."""
+    """Return all names in the sources that a family's models run; none: it is not there to read."""
     package = importlib.util.find_spec("transformers")
     assert package is not None and package.submodule_search_locations, "the library depends on it"
     root = Path(package.submodule_search_locations[0])
     family = f"models/{model_type.removesuffix('_text')}/*.py"
-    files = [path for pattern in (*SHARED, family) for path in root.glob(pattern)]
+    if not (files := [*root.glob(family)]):
+        return frozenset()
+    files += [path for pattern in SHARED for path in root.glob(pattern)]
     return frozenset(word for path in files for word in re.findall(r"\w+", path.read_text("utf-8")))
