@@ -29,7 +29,7 @@ SHAPE = RowShape(rows=2, length=8, sequences=4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Perceptron:
+class Perceptron(Model):
     """A layer over the newest token's embedding: it sees no other token, and keeps nothing."""
 
     vocab_size: int = 11
