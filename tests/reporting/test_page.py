@@ -45,7 +45,7 @@ def test_every_view_of_a_finished_run_has_content(open_runs, whole_run):
     assert titles == [group for group in metric_table() if group != "Other"]
     mean, highest, lowest = plot_data(page, "critic/score", 3)
     assert mean["x"] == list(range(1, 41)) and highest["y"][0] == 1 and lowest["y"][0] == 0
-    assert "score of an answer" in curves.inner_text()
+    assert "score of a response" in curves.inner_text()
 
     assert show(page, "answers").locator("table.answers tbody tr").count() == 4
     page.wait_for_selector("#answer-body table")
