@@ -92,17 +92,23 @@ def job_of(workload: Workload, tokenizer: Any, options: argparse.Namespace) -> d
     }
 
 
-def systems(options: argparse.Namespace) -> Iterator[tuple[str, str, str, dict[str, str]]]:
-    """Yield name, interpreter, script and environment of each system."""
-    yield "ours", sys.executable, "generate_ours.py", {"PYTHONPATH": str(ROOT)}
-    for folder in options.baseline:
-        path = str(Path(folder).resolve())
-        yield Path(path).name, sys.executable, "generate_ours.py", {"PYTHONPATH": path}
+def systems(options: argparse.Namespace) -> Iterator[tuple[str, str, Path, dict[str, str]]]:
+    """Yield name, interpreter, script and environment of each system.
+
+    Another checkout runs its own script, as modules may have other homes there.
+    """
+    checkouts = {"ours": ROOT} | {
+        Path(d).resolve().name: Path(d).resolve() for d in options.baseline
+    }
+    for name, root in checkouts.items():
+        script = root / "benchmarks/peers/generate_ours.py"
+        yield name, sys.executable, script, {"PYTHONPATH": str(root)}
     if options.vllm:
-        yield "vllm", sys.executable, "generate_vllm.py", {"PYTHONPATH": str(ROOT)}
+        yield "vllm", sys.executable, PEERS / "generate_vllm.py", {"PYTHONPATH": str(ROOT)}
     for name, python in (("transformers", options.trl_python), ("tunix", options.tunix_python)):
         if python:
-            yield name, str(Path(python).absolute()), f"generate_{name}.py", {"PYTHONPATH": ""}
+            script = PEERS / f"generate_{name}.py"
+            yield name, str(Path(python).absolute()), script, {"PYTHONPATH": ""}
 
 
 def check(name: str, job: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
@@ -219,7 +225,7 @@ def main(words: Sequence[str] | None = None) -> None:
             results[name] = {}
             for system, python, script, own in systems(options):
                 files = folder / f"{name}-{system}"
-                measured = measure(python, PEERS / script, job, files, shared | own)
+                measured = measure(python, script, job, files, shared | own)
                 results[name][system] = measured
             check(name, job, results[name])
     if options.json:
