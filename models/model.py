@@ -8,6 +8,7 @@ That of a Hugging Face directory is a `Decoder`: adapters, value heads, kernels 
 
 import dataclasses
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,29 +58,34 @@ class Model(Protocol):
     model that is never sampled by the native engine needs no cache.
 
     What a model may lack has a value here that says so: `extend_pages`, `route_shape` and `vision`
-    are None. A class that derives from `Model` leaves these out.
+    are None. A class derives from `Model` and leaves these out; it must have the others.
     """
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """Number V of logits per token."""
         ...
 
     @property
+    @abstractmethod
     def max_positions(self) -> int | None:
         """The longest sequence, in tokens; None: the model knows no longest one."""
         ...
 
     @property
+    @abstractmethod
     def logit_softcap(self) -> int | float | None:
         """What logits are capped at: z becomes c·tanh(z/c). None: they are not."""
         ...
 
     @property
+    @abstractmethod
     def has_router(self) -> bool:
         """Whether there are experts, so that `hidden_states` returns statistics of their router."""
         ...
 
+    @abstractmethod
     def declare(self) -> Declarations:
         """Declare every parameter array: its shape, logical axes, initializer and checkpoint name.
 
@@ -88,6 +94,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def init_params(self, key: PRNGKey) -> Params:
         """Draw fresh float32 parameters, nested as `declare()`.
 
@@ -95,6 +102,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def compute_dtypes(self, dtype: DTypeLike) -> Any:
         """Return the dtype in which each array is used where the computation has a dtype.
 
@@ -102,6 +110,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def hidden_states(
         self,
         params: Params,
@@ -141,6 +150,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def head_matrix(
         self, params: Params, layout: Layout | None = None
     ) -> Float[Array, "D V"] | SplitMatrix | None:
@@ -159,6 +169,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Return the logits of hidden states, capped, in float32; as `head_matrix` gives them.
 
@@ -167,6 +178,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
         """Return a critic's value of each state, in float32.
 
@@ -175,6 +187,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def sequence_scores(
         self,
         params: Params,
@@ -197,6 +210,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def init_cache(
         self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str
     ) -> Cache:
@@ -216,6 +230,7 @@ class Model(Protocol):
         """
         ...
 
+    @abstractmethod
     def extend(
         self,
         params: Params,
@@ -313,34 +328,6 @@ class Model(Protocol):
             bounds: What is known of the frames of all rows.
         """
         raise ValueError("patches of images, for a model without a vision tower")
-
-
-OPTIONAL = (
-    "extend_pages",
-    "declare_quantized",
-    "route_shape",
-    "vision",
-    "has_rotary_positions",
-    "attends_within_images",
-    "rotary_positions",
-    "encode_visuals",
-)
-
-
-def add_defaults(model: Any) -> None:
-    """Give the class of an object the parts of `Model` that it lacks and need not have.
-
-    So what keeps the protocol without deriving from it need not name them.
-
-    >>> class Mine:
-    ...     pass
-    >>> add_defaults(Mine())
-    >>> Mine().vision is None
-    True
-    """
-    for name in OPTIONAL:
-        if not hasattr(model, name):
-            setattr(type(model), name, vars(Model)[name])
 
 
 def model_of(spec: ModelSpec) -> Model:

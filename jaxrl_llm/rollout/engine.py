@@ -284,7 +284,7 @@ class Engine(Protocol):
         Raises:
             EngineError: the request does not fit, the engine is closed or has no weights.
         """
-        ...
+        raise NotImplementedError
 
     def stream(self, request: Request) -> AsyncIterator[Completion]:
         """Sample one answer and yield its pieces as they come; the last one has a `finish`.
@@ -292,11 +292,11 @@ class Engine(Protocol):
         Raises:
             EngineError: as `generate`.
         """
-        ...
+        raise NotImplementedError
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one answer for each request, in order; requests may share their prompt."""
-        ...
+        raise NotImplementedError
 
     def sample_until(
         self,
@@ -327,27 +327,27 @@ class Engine(Protocol):
 
     def load(self, params: Any, version: int) -> Receipt:
         """Take new weights into the engine's layout and echo their version and checksum."""
-        ...
+        raise NotImplementedError
 
     def pause(self) -> None:
         """Start nothing new until `resume`; what has started goes on."""
-        ...
+        raise NotImplementedError
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        ...
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Pause, and free the cache."""
-        ...
+        raise NotImplementedError
 
     def wake(self) -> None:
         """Allocate the cache again and resume."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop; requests that wait fail."""
-        ...
+        raise NotImplementedError
 
     def stats(self) -> Any:
         """Return what the engine does and has done; None: it does not count."""

@@ -27,7 +27,7 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
-from jaxrl_llm.models.model import Model, add_defaults, decoder_spec, for_length, model_of
+from jaxrl_llm.models.model import Model, decoder_spec, for_length, model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.nnx import from_module
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
@@ -383,12 +383,11 @@ def make_model(spec: FunctionSpec, path: str, *, seed: int) -> Model:
     with config_errors_at(KEY):
         make = functools.partial(make, **given)
         model = _from_module(make, seed) if "rngs" in asked else make()
-        if hasattr(model, "hidden_states"):
-            add_defaults(model)
         if not isinstance(model, Model):
             raise TypeError(
                 f"{spec.fn} returned {type(model).__name__}, expected an nnx.Module, of a function "
-                "that takes rngs, or a Model such as models.functional.FunctionalModel"
+                "that takes rngs, or an object of a class that derives from models.model.Model, "
+                "such as models.functional.FunctionalModel"
             )
         _ = model.vocab_size, model.declare()  # what is no model fails here, and not in a step
     return model

@@ -16,7 +16,7 @@ from jaxrl_llm.config.sections import MeshConfig, MeshSizes
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.attention import segment_mask
 from jaxrl_llm.models.functional import FunctionalModel
-from jaxrl_llm.models.model import OPTIONAL, Model
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.nnx import from_module
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -231,6 +231,12 @@ class WrongShape(Plain):
         return super().__call__(tokens, positions, segment_ids)[0]
 
 
+class Headless(Model):
+    """A model that says what it reads, and nothing else."""
+
+    vocab_size = 3
+
+
 class InBfloat16(Plain):
     def __init__(self, rngs):
         super().__init__(4, rngs=rngs)
@@ -246,24 +252,12 @@ class InBfloat16(Plain):
         (InBfloat16, "more: expected a float32 array, got ShapeDtypeStruct"),
         (lambda rngs: 3, "expected an nnx.Module, got int"),
         (lambda: 3, "returned int, expected an nnx.Module, of a function that takes rngs"),
+        (Headless, "Can't instantiate abstract class Headless .* compute_dtypes"),
     ],
 )
 def test_what_is_no_model_is_refused(make, message):
     with pytest.raises(ConfigError, match=f"^model.function: .*{message}"):
         make_model(FunctionSpec.of(make), "unused", seed=0)
-
-
-def test_an_object_need_not_say_what_it_lacks():
-    """One that keeps the protocol without deriving from it gets its defaults."""
-    model = FunctionalModel(
-        init=lambda key: {"table": jnp.zeros((4, 4))},
-        apply=lambda params, tokens, positions, segment_ids: params["table"][tokens],
-    )
-    required = {name for name in vars(Model) if not name.startswith("_")} - set(OPTIONAL)
-    plain = type("Mine", (), {name: getattr(model, name) for name in required})()
-    assert make_model(FunctionSpec.of(lambda: plain), "unused", seed=0) is plain
-    assert (plain.vision, plain.route_shape, plain.extend_pages) == (None, None, None)
-    assert plain.declare_quantized() == model.declare()
 
 
 def test_a_head_of_another_width_is_refused():
