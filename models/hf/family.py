@@ -14,6 +14,7 @@ from jaxrl_llm.models.hf.keys import (
     WITHOUT_EFFECT,
     Config,
     check_whole,
+    has_sources,
     without_effect,
 )
 from jaxrl_llm.models.hf.quantized import QUANTIZATION, check_quantization
@@ -50,6 +51,12 @@ SIZES = {
     "initializer_range": "init_std",
 }
 WHOLE = SIZES.keys() - {"rms_norm_eps", "tie_word_embeddings", "initializer_range"}
+COUNTS = {f"moe.{name}" for name in ("experts", "experts_per_token", "ff_width", "shared_ff_width")}
+COUNTS |= {"moe.dense_layers", "moe.router.groups", "moe.router.top_groups"}
+COUNTS |= {f"latent.{name}" for name in ("query_rank", "kv_rank", "nope_width", "rope_width")}
+COUNTS |= {"latent.value_width"}
+"""Fields of parts that are whole numbers."""
+
 FLOATS = {"norm_eps", "init_std", "query_scalar", "logit_softcap", "score_softcap"}
 FLOATS |= {"moe.router.scale", "moe.swiglu.alpha", "moe.swiglu.limit"}
 BALANCE_KEYS = frozenset(
@@ -132,7 +139,7 @@ class Family:
         sequence_classifier: What follows the family's name in that of the class with one score per
             sequence; None if there is no such class.
         text_key: Where the keys of the language model are, if it is a part of one that sees images,
-            too; `models.hf.nested` takes them from there.
+            too; `models.hf.config.text_config` takes them from there.
         read_more: `config -> spec fields` that several keys give together, over all others.
         write_more: `spec -> config keys`, its inverse, over all others.
         untouched: What names of arrays in a checkpoint begin with that are no part of the language
@@ -209,7 +216,8 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
     """
     _refuse_unknown(family, config)
     filled = _fill(family, config)
-    check_whole(filled, WHOLE)
+    counts = {key for key, ours in family.keys.items() if ours in COUNTS}
+    check_whole(filled, WHOLE | {key for key in counts if filled[key] is not None})
     check_only(filled, family.only)
     values = {ours: filled[theirs] for theirs, ours in (SIZES | family.keys).items()}
     for name in FLOATS & values.keys():
@@ -244,10 +252,14 @@ def _refuse_unknown(family: Family, config: Config) -> None:
         _log_ignored(family.name, tuple(sorted(ignored)))
         unknown = {key: value for key, value in unknown.items() if key not in ignored}
     if unknown:
+        hint = "What does not change what the model computes can be removed from the file"
+        if not has_sources(family.model_type):
+            hint = (
+                f"The installed transformers, which would say, has no {family.model_type!r}. {hint}"
+            )
         raise ValueError(
             f"{unknown}: not supported in a {family.name} model; supported are "
-            f"{sorted(known - WITHOUT_EFFECT)}. What does not change what the model computes "
-            "can be removed from the file"
+            f"{sorted(known - WITHOUT_EFFECT)}. {hint}"
         )
 
 

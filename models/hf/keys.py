@@ -75,7 +75,8 @@ def without_effect(model_type: str, config: Mapping[str, Any]) -> set[str]:
     """Return the keys of a config that transformers' code for its family does not read.
 
     These are those that begin with an underscore, and those whose names occur nowhere in the
-    sources of the family and in the code that all families run. The sources are read as text.
+    sources of the family and in the code that all families run. The sources are read as text. Of a
+    family that the installed transformers does not have only the former are.
 
     Args:
         model_type: The family, as in `config.json`.
@@ -87,6 +88,15 @@ def without_effect(model_type: str, config: Mapping[str, Any]) -> set[str]:
     """
     words = _words(model_type)
     return {key for key in config if key.startswith("_") or (words and key not in words)}
+
+
+def has_sources(model_type: str) -> bool:
+    """Return whether the installed transformers has a family, so that its code can be read.
+
+    >>> has_sources("llama"), has_sources("llama_of_tomorrow")
+    (True, False)
+    """
+    return bool(_words(model_type))
 
 
 @functools.cache

@@ -147,6 +147,30 @@ def test_a_key_that_a_newer_transformers_reads_is_refused(tmp_path, monkeypatch)
         keys._words.cache_clear()
 
 
+def test_an_unknown_key_of_a_family_that_transformers_lacks_is_refused(tmp_path, monkeypatch):
+    nothing = type("Package", (), {"submodule_search_locations": [tmp_path]})
+    monkeypatch.setattr(keys.importlib.util, "find_spec", lambda name: nothing)
+    keys._words.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"'secret_shift'.*has no 'llama'"):
+            read_spec(written(tmp_path, "llama", secret_shift=2.0))
+    finally:
+        keys._words.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen3_moe", "num_experts", "4"),
+        ("qwen3_moe", "moe_intermediate_size", 8.5),
+        ("mixtral", "num_experts_per_tok", True),
+    ],
+)
+def test_counts_of_experts_are_whole_numbers(tmp_path, family, key, value):
+    with pytest.raises(ValueError, match=f"{key}.*expected whole numbers"):
+        read_spec(written(tmp_path, family, **{key: value}))
+
+
 def test_sources_are_read_without_importing_transformers():
     import subprocess
     import sys
