@@ -99,10 +99,16 @@ def check_answers(address: str, seconds: float = CONNECT_S) -> None:
 def _connected(host: str, port: int, until: float) -> socket.socket:
     """Return a connection to the first of a host's addresses that takes one."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for left, (*_, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+    for left, (family, kind, protocol, _, address) in zip(
+        range(len(addresses), 0, -1), addresses, strict=True
+    ):
+        connection = socket.socket(family, kind, protocol)
         try:  # each has its share of the time
-            return socket.create_connection((str(address[0]), port), _left(until) / left)
+            connection.settimeout(_left(until) / left)
+            connection.connect(address)
+            return connection
         except OSError:
+            connection.close()
             if left == 1:
                 raise
     raise OSError(f"{host} has no address")

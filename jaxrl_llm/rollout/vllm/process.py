@@ -40,7 +40,7 @@ class _Caller(threading.Thread):
         super().__init__(daemon=True, name="vllm-caller")
         self.connection, self._key = connection, key
         self.deadline = time.monotonic() + AUTH_TIMEOUT_S
-        self.is_authenticated = False
+        self.has_key = self.is_authenticated = False
         self.start()
 
     def run(self) -> None:
@@ -48,6 +48,7 @@ class _Caller(threading.Thread):
         refused = (AuthenticationError, AssertionError, EOFError, OSError)
         with contextlib.suppress(*refused), Connection(os.dup(self.connection.fileno())) as stream:
             deliver_challenge(stream, self._key)
+            self.has_key = True
             answer_challenge(stream, self._key)
             self.is_authenticated = True
 
@@ -66,7 +67,8 @@ def accept_authenticated(
 
     All are asked at the same time, so those that say nothing, or speak slowly, hold nobody up.
     `multiprocessing.connection.Listener` would ask one after the other, and wait for ever. Where
-    there are more than `MAX_CALLERS`, the oldest is dropped; the sidecar, if it is it, calls again.
+    there are more than `MAX_CALLERS`, the oldest without the key is dropped, else the oldest; the
+    sidecar, if it is it, calls again.
 
     Args:
         listener: that is called.
@@ -85,9 +87,13 @@ def accept_authenticated(
                 if caller.is_authenticated:
                     callers.remove(caller)
                     return caller.connection
-                if not is_asked or len(callers) == MAX_CALLERS:
+                if not is_asked:
                     callers.remove(caller)
                     caller.drop()
+            if len(callers) == MAX_CALLERS:
+                least = next((caller for caller in callers if not caller.has_key), callers[0])
+                callers.remove(least)
+                least.drop()
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -168,7 +174,9 @@ class Sidecar:
         self._progress: Any = None
         self._progressed = self._heard = time.monotonic()
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        with log.open("ab") as output:
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        with contextlib.ExitStack() as failed, log.open("ab") as output:
+            failed.callback(self._listener.close)
             self._log_start = output.tell()
             try:
                 self._process = subprocess.Popen(
@@ -183,7 +191,7 @@ class Sidecar:
                 raise EngineError(
                     f"can't start the vLLM sidecar by {command[0]!r}: {error}"
                 ) from error
-        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+            failed.pop_all()
         self._address: tuple[str, int] = self._listener.getsockname()
         address = (host, self._address[1])
         identity = {"address": address, "key": self._key.hex(), "token": self._token}
