@@ -13,10 +13,10 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
@@ -399,13 +399,16 @@ def outcomes_in_thread(
     )
     thread.start()
     loop, stop = ready.result()
-    calls = {asyncio.run_coroutine_threadsafe(call(*given), loop) for given in enumerate(items)}
+    ended = SimpleQueue[Future[tuple[int, Outcome]]]()
+    for given in enumerate(items):
+        asyncio.run_coroutine_threadsafe(call(*given), loop).add_done_callback(ended.put)
+    left = len(items)
     try:
-        while calls:
+        while left:
             check_open()
-            done, calls = futures.wait(calls, POLL_S, futures.FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+            with suppress(Empty):
+                yield ended.get(timeout=POLL_S).result()
+                left -= 1
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(POLL_S + CANCEL_S)

@@ -247,8 +247,9 @@ def test_an_engine_that_fails_ends_the_run_whatever_agents_catch():
             raise RuntimeError("the device is lost")
 
     for order in ("lockstep", "free"):
-        with pytest.raises(RuntimeError, match="the device is lost"):
+        with pytest.raises(RuntimeError, match="the device is lost") as raised:
             play(Failing(adds_once), [prompt("x")], samples=2, tools=[add], order=order)
+        assert "no running event loop" not in str(raised.getrepr(chain=True))
 
 
 async def waits(chat):

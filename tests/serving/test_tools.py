@@ -484,6 +484,7 @@ def test_a_wrong_response_is_refused(fields):
 def test_what_asks_for_nothing_is_accepted():
     fields = {"store": True, "include": [], "truncation": "disabled", "user": "me", "seed": 3}
     fields |= {"text": {"format": {"type": "text"}}, "stream": True, "background": False}
+    fields |= {"frequency_penalty": 0}
     chat = chat_request({"input": "Hi", "temperature": 0.5} | fields)
     assert (chat["seed"], chat["stream"], chat["temperature"]) == (3, True, 0.5)
     assert parse_chat(chat, model_of("qwen2_5")).sampling.temperature == 0.5

@@ -313,8 +313,10 @@ def run_in_loop(work: Coroutine[Any, Any, T]) -> T:
     Where this thread has one that runs, as that of a notebook, another thread does it.
     """
     try:
-        asyncio.get_running_loop()
+        is_inside = asyncio.get_running_loop() is not None
     except RuntimeError:
+        is_inside = False
+    if not is_inside:  # outside of the handler, so that errors of the work do not come "during" it
         return asyncio.run(work)
     with ThreadPoolExecutor(1, "episodes") as executor:
         return executor.submit(asyncio.run, work).result()

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -90,7 +91,7 @@ class ProgramPool:
         self.ready: Future[None] = Future()
         self._closed, self._lock = False, threading.Lock()
         limits = Limits(None, None, spec.limits.pass_env)
-        told = spec._asdict() | {
+        told = {name: value for name, value in spec._asdict().items() if name != "limits"} | {
             "keywords": json.loads(spec.keywords),
             "memory_gb": spec.limits.memory_gb,
             "search": [] if spec.python else [p for p in sys.path if p],
@@ -149,6 +150,7 @@ class ProgramPool:
 
     def _write(self) -> None:
         """Send what is asked of the runner, until it is closed or has ended."""
+        futures.wait([self.ready])  # before, the process reads its spec, and would lose more
         with suppress(ConnectionError):  # which `_read` sees, too
             while (message := self._inbox.get()) is not None:
                 text = json.dumps(message, default=to_plain)

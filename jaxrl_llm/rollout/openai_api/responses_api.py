@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.rollout.openai_api.requests import NOTHING_CHANGES, APIError, Fields, shown
+from jaxrl_llm.rollout.openai_api.requests import NEUTRAL, NOTHING_CHANGES, APIError, Fields, shown
 
 SAME = {"model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls"}
 SAME |= {"top_k", "min_p", "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids"}
@@ -52,7 +52,7 @@ def chat_request(tree: Mapping[str, Any]) -> dict[str, Any]:
     tools = [_chat_tool(tool, index) for index, tool in enumerate(fields.take("tools", list, []))]
     chat = {name: value for name, value in tree.items() if name in SAME}
     chat |= {"max_completion_tokens": fields.between("max_output_tokens", int, None, 1, 2**31)}
-    fields.end(ASK_FOR_NOTHING)
+    fields.end({**NEUTRAL, **ASK_FOR_NOTHING})
     system = [{"role": "system", "content": instructions}] if instructions else []
     asked = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     return chat | {"messages": [*system, *asked], "tools": tools}
