@@ -19,6 +19,9 @@ from benchmarks.code.structure import (
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_PARAMETERS = {
+    ("configs/tasks/arithmetic.py", "arithmetic"): "each is a key of a config",
+    ("configs/tasks/pictures.py", "pictures"): "each is a key of a config",
+    ("configs/tasks/reasoning_gym.py", "reasoning_gym"): "each is a key of a config",
     ("jaxrl_llm/rewards/remote.py", "judge"): "each is a key of a config",
 }
 LONG_FILES: dict[str, str] = {}
@@ -31,7 +34,7 @@ NAMED_IN_CONFIGS = {f"jaxrl_llm/sandbox/{level}.py" for level in LEVELS}
 
 @pytest.fixture(scope="module")
 def sources():
-    return list_files(ROOT, (*LIBRARY, "benchmarks"))
+    return list_files(ROOT, (*LIBRARY, "benchmarks", "configs"))
 
 
 def test_functions_are_short(sources):

@@ -27,7 +27,15 @@ SMALL += ("data.prepare.sft_rows=256", "log.trackers=[]")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.guards(
-        *("configs/", "pyproject.toml", "MANIFEST.in", "jaxrl_llm/config/", "jaxrl_llm/command.py"),
+        *(
+            "configs/",
+            "pyproject.toml",
+            "MANIFEST.in",
+            "jaxrl_llm/cli.py",
+            "jaxrl_llm/config/",
+            "jaxrl_llm/reporting/metrics.yaml",
+            "jaxrl_llm/command.py",
+        ),
         *("jaxrl_llm/version.py", "jaxrl_llm/train.py", "jaxrl_llm/sft.py"),
     ),
 ]

@@ -20,7 +20,7 @@ from benchmarks.code import same_results
 from benchmarks.learning.recipes import make_base, place_configs
 from benchmarks.peers import meter
 from benchmarks.training import workloads
-from tests.guarded import MODEL, NATIVE, RUN, UPDATE
+from tests.guarded import EVALUATION, MODEL, NATIVE, PLANNING, RUN, UPDATE
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = (*MODEL, *UPDATE, *NATIVE, "jaxrl_llm/train.py", "jaxrl_llm/sft.py", *RUN)
@@ -240,7 +240,7 @@ def test_scaling(program):
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.guards("jaxrl_llm/planning/", "benchmarks/planning/", *ENGINE)
+@pytest.mark.guards(*PLANNING, "benchmarks/planning/", *ENGINE)
 def test_gpu_programs(program, tmp_path):
     """It starts `planning.compile_steps`."""
     words = ["--cases", "Qwen3-1.7B-1", "--steps", "engine decode", "--programs", tmp_path]
@@ -304,9 +304,7 @@ def test_router_replay(program):
 
 
 @pytest.mark.slow
-@pytest.mark.guards(
-    *ENGINE, "jaxrl_llm/evaluation/", "jaxrl_llm/serving/", "benchmarks/generation/"
-)
+@pytest.mark.guards(*ENGINE, *EVALUATION, "jaxrl_llm/serving/", "benchmarks/generation/")
 def test_start(program, work):
     quickstart = work / "runs/quickstart"
     keys = [f"data={quickstart / 'data/validation.parquet'}", "max_new_tokens=2", "rows=8"]
@@ -376,9 +374,7 @@ def test_staleness_of_learning(program, work):
 
 
 @pytest.mark.slow
-@pytest.mark.guards(
-    *TRAINER, "jaxrl_llm/prefer.py", "jaxrl_llm/evaluation/", "benchmarks/learning/"
-)
+@pytest.mark.guards(*TRAINER, "jaxrl_llm/prefer.py", *EVALUATION, "benchmarks/learning/")
 def test_preferences(program, work):
     words = ["--seeds", "0", "--rows", "256", "--small", "--work", work]
     rows = program("learning.preferences", *words)
@@ -395,7 +391,7 @@ def test_distillation(program, work):
 
 
 @pytest.mark.slow
-@pytest.mark.guards(*TRAINER, "jaxrl_llm/evaluation/", "benchmarks/learning/", "docs/by_hand.md")
+@pytest.mark.guards(*TRAINER, *EVALUATION, "benchmarks/learning/", "docs/by_hand.md")
 def test_quickstart_and_by_hand(program, tmp_path):
     """The same two steps, by the trainer twice and by the loop of the page."""
     (run,) = program("learning.quickstart", tmp_path / "curves.png", "--small")

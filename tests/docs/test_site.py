@@ -17,13 +17,14 @@ import pytest
 from benchmarks.code import api
 from tests.pages import ROOT
 
-pytestmark = pytest.mark.skipif(
-    find_spec("material") is None or find_spec("mkdocstrings") is None,
-    reason="the extra docs is not installed",
-)
-
-
-pytestmark = [pytest.mark.slow, pytest.mark.guards("docs/", "mkdocs.yml", "README.md")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.guards("docs/", "mkdocs.yml", "README.md"),
+    pytest.mark.skipif(
+        find_spec("material") is None or find_spec("mkdocstrings") is None,
+        reason="the extra docs is not installed",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

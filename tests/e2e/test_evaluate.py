@@ -22,7 +22,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rewards.functions import arithmetic
-from tests.guarded import NATIVE
+from tests.guarded import EVALUATION, NATIVE
 
 VISION = Path(__file__).parents[2] / "configs/vision/model"
 
@@ -123,7 +123,7 @@ def test_reward_functions_that_fail_are_counted(call, workshop, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/evaluation/", "jaxrl_llm/data/visuals/", "models/vision/", *NATIVE)
+@pytest.mark.guards(*EVALUATION, "jaxrl_llm/data/visuals/", "models/vision/", *NATIVE)
 def test_answers_depend_on_what_images_show(call, tmp_path):
     """Of three rows with the same text, two with one image and one with another."""
     model = tmp_path / "model"

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.reporting.data import KeptAnswers
 from jaxrl_llm.training.run_files import RunFiles
-from tests.guarded import RUN
+from tests.guarded import EVALUATION, RUN
 from tests.judge_server import JudgeServer
 
 pytestmark = pytest.mark.guards(*RUN, "jaxrl_llm/rewards/")
@@ -122,7 +122,7 @@ def test_a_run_stops_where_too_few_answers_have_a_score(run, words, server):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/evaluation/")
+@pytest.mark.guards(*EVALUATION)
 def test_an_evaluation_leaves_unscored_answers_out(run, words, workshop, tmp_path):
     words = [word for word in words if "max_error_share" not in word]
     overrides = [f"model={workshop.base}", f"data={workshop.data}/validation.parquet", *words]

@@ -41,7 +41,7 @@ def capped(logprobs, old_logprobs, advantages, *, cap=2.0):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_an_edited_loss_is_noticed_when_a_run_is_continued(run, workshop):
     """Its sign was flipped, and the same command went on without a word."""
     path = workshop.root / "edited.py"
@@ -63,7 +63,7 @@ def test_an_edited_loss_is_noticed_when_a_run_is_continued(run, workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_an_edited_file_is_read_again_by_the_next_run_of_a_session(run, workshop):
     """The old code ran, for it was in `sys.modules`."""
     path = workshop.root / "scorer.py"
@@ -156,7 +156,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(run, workshop, override,
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_a_typo_in_a_scorer_s_name_takes_two_seconds(workshop):
     started = time.monotonic()
     run_dir = workshop.folder()
@@ -179,7 +179,7 @@ def page(workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_the_functions_of_the_page_train(run, page):
     words = [
         f"reward.function={page}:score",
@@ -198,7 +198,7 @@ def test_the_functions_of_the_page_train(run, page):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_the_dataset_of_the_page_is_read(run, page, workshop):
     items = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
     path = workshop.root / "mine.jsonl"
@@ -224,7 +224,7 @@ def warned(run, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_groups_of_one_and_more_prompts_than_rows_are_warned_of(warned):
     words = ["rollout.samples_per_prompt=1", "batch.prompts_per_step=96", "steps=1"]
     words += ["batch.prompts_per_minibatch=null", "validation.before=false"]
@@ -236,7 +236,7 @@ def test_groups_of_one_and_more_prompts_than_rows_are_warned_of(warned):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_scores_without_spread_are_warned_of_once(warned, workshop):
     (workshop.root / "constant.py").write_text("def one(*arguments, **more):\n    return 1.0\n")
     words = [f"reward.function={workshop.root}/constant.py:one", "validation.before=false"]
@@ -246,7 +246,7 @@ def test_scores_without_spread_are_warned_of_once(warned, workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_answers_that_fail_to_be_scored_are_on_the_screen(warned, workshop):
     """52 of 64 failed with 88 lines of warnings, and the run looked fine."""
     scorer = f"reward.function={workshop.mine('raises_on_odd')}"
@@ -260,7 +260,7 @@ def test_answers_that_fail_to_be_scored_are_on_the_screen(warned, workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_a_reward_function_that_fails_too_often_stops_the_run(run, workshop):
     scorer = f"reward.function={workshop.mine('reward_raises')}"
     refused(
@@ -273,7 +273,7 @@ def test_a_reward_function_that_fails_too_often_stops_the_run(run, workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_a_skipped_update_is_told(warned, workshop):
     """No line said so, and tensorboardX warned of each NaN."""
     loss = f"algorithm.loss={workshop.mine('loss_nan_for_group_0')}"
@@ -297,7 +297,7 @@ def test_a_run_that_has_taken_all_its_steps_ends_at_once(run, finished, copy_of,
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_a_refused_resume_changes_no_file(run, finished, copy_of, workshop):
     """It overwrote `config.yaml`."""
     folder = copy_of(finished)
@@ -322,7 +322,7 @@ def test_a_refused_resume_changes_no_file(run, finished, copy_of, workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
+@pytest.mark.guards("jaxrl_llm/cli.py", "jaxrl_llm/config", "jaxrl_llm/runs", "jaxrl_llm/training")
 def test_each_validation_shows_answers(run):
     """No answer of the policy was ever on the screen."""
     result = run("steps=1", "validation.every=1", "reward.function=arithmetic").ok()

@@ -15,10 +15,13 @@ from jaxrl_llm.planning.program import count_operations, list_loops
 from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
 from jaxrl_llm.sharding.layout import TOKENS, Layout, make_mesh
 from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
-from tests.guarded import MODEL
+from tests.guarded import MODEL, PLANNING
 from tests.planning.stablehlo import GROUPED, configure, lower, spec_of
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, "jaxrl_llm/planning/")]
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.guards(*MODEL, *PLANNING),
+]
 
 OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}

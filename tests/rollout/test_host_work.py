@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.native import page_pool, scheduler
 from jaxrl_llm.rollout.native.decode import DecodeOutput
 from jaxrl_llm.rollout.native.scheduler import SequenceState
 
-FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler, page_pool)}
+FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler)}
 FOLDER = str(Path(page_pool.__file__).parent)
 ROWS, PARTS, STEPS, NEW = 32, 2, 4, 8
 GROWTH = 2.1

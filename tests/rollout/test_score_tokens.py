@@ -14,8 +14,7 @@ def expected(next_logits, params, tokens):
 
 @pytest.mark.parametrize("read_at_once", [8, 256])
 def test_scores_are_those_of_a_forward_pass(monkeypatch, build, params, next_logits, read_at_once):
-    for module in (programs, programs):
-        monkeypatch.setattr(module, "READ_AT_ONCE", read_at_once)
+    monkeypatch.setattr(programs, "READ_AT_ONCE", read_at_once)
     engine = build(devices=2)  # a row of each part is read
     assert engine.scores_tokens
     engine.programs.warm_up = lambda *_: None
