@@ -59,7 +59,7 @@ def plan_run(
 
     Args:
         config: of the run.
-        gpu: one of `planning.estimate.GPUS`.
+        gpu: one of `planning.steps.GPUS`.
         change: overrides -> the config with them.
         devices: the GPUs to compile for; by default jax's own, which are of the CPU.
     """

@@ -18,6 +18,13 @@ LARGEST = 127
 """Of the numbers kept; -128 is not used, so that the grid is symmetric."""
 
 
+# Keys and values in int8: how they are quantized, and how they are multiplied.
+#
+# A scale stands for one token of one head (per-token quantization, as in KIVI's study,
+# https://arxiv.org/abs/2402.02750), so that none has to be calibrated and a token's numbers never
+# change once they are written. No array is dequantized: scales multiply scores and weights.
+
+
 class Scales(NamedTuple):
     """What the int8 keys and values of rows are multiplied by.
 

@@ -25,6 +25,18 @@ GIVEN = (BY_HEAD, BY_HEAD, BY_HEAD, TOKENWISE, (PartitionSpec(), HEADS))
 LEAST = jnp.finfo(jnp.float32).min  # not -inf: a padding token attends to nothing
 
 
+# Ring attention: queries stay on their devices, and keys and values pass by.
+#
+# Liu et al. 2023 (https://arxiv.org/abs/2310.01889). No device ever holds more than two pieces of
+# a row's keys, its own and those of one other device, which it hands on while it attends to them.
+#
+# A causal token attends to what is before it, so the first piece of a row has least to do and the
+# last one most. In the ring the pieces are therefore cut in halves, 2c of them for c devices, and
+# device i works on halves i and 2c - 1 - i (Llama 3, https://arxiv.org/abs/2407.21783, section
+# 3.3.2). Halves of another device are wholly in the past of own ones or wholly in their future:
+# at each hop every device attends with halves to halves twice.
+
+
 def attend_in_ring(
     q: Float[Array, "R L N H"],
     k: Float[Array, "R L K H"],

@@ -29,6 +29,12 @@ _einsum = functools.partial(
 )
 
 
+# The gated delta rule and the short convolution before it, over packed rows.
+#
+# A layer of Gated DeltaNet (https://arxiv.org/abs/2412.06464) reads and writes one matrix a head,
+# its memory, instead of the keys and values of all tokens before.
+
+
 @jax.named_scope("delta_rule")
 def gated_delta_rule(
     q: Float[Array, "R L N K"],

@@ -277,6 +277,29 @@ POLICIES = {"none": None, "dots": "dots_with_no_batch_dims_saveable", "full": "n
 """The names in `jax.checkpoint_policies`."""
 
 
+# Rematerialisation by name: which values of a layer the backward pass finds stored.
+#
+# It computes the others again. Per token of a dense layer, with the letters of the axis legend,
+# it stores these numbers, all but the N in the compute dtype:
+#
+# | policy | what is stored | numbers | what is computed again |
+# | --- | --- | --- | --- |
+# | `none` | arguments of products, norms, attention | 4D + 4NH + 3KH + 3F + N | norms, scores |
+# | `dots` | the layer's input, products with weights | 2 D + N H + 2 K H + 2 F | attention, norms |
+# | `full` | the layer's input | D | the whole layer |
+#
+# No policy stores scores, of which there are N L per token: `models.attention` computes them
+# again, and norms and activations keep their arguments only. `full` computes a second forward
+# pass, a quarter of its step; `dots` computes little but attention. The products of experts are
+# not counted among those with weights, so `dots` computes them again, and on a mesh every policy
+# does.
+#
+# Layers are a loop that is never unrolled: next to each other, the compiler would find the second
+# forward pass to be the first one, and store it.
+#
+# Chen et al. 2016 (https://arxiv.org/abs/1604.06174).
+
+
 def rematerialize(
     layer: Callable[..., Any], policy: str, *, looks_up: bool = False
 ) -> Callable[..., Any]:

@@ -37,6 +37,14 @@ ALL_LINEAR = "all-linear"
 PEFT_PREFIX = "base_model.model."
 
 
+# Declarations of the arrays of low-rank adapters.
+#
+# A and B of the array `query` are the arrays `query_lora_a` and `query_lora_b` beside it. Their
+# Hugging Face names and shapes are those of the `peft` library, so that adapters go from one to
+# the other. Arrays that are parts of one matrix in a checkpoint, which has one A there, share the
+# A of the first of them.
+
+
 def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
     """Add the two arrays of each adapted matrix to a model's declarations.
 

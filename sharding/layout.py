@@ -93,6 +93,11 @@ ROLLOUT_RULES: Rules = {**DEFAULT_RULES, "embed": "fsdp", "expert_embed": "fsdp"
 """Rules of the engine: what is split only to save memory would be gathered for every token."""
 
 
+# One table from the logical axes of arrays to the axes of a device mesh.
+#
+# A layout of the whole parameter tree is this table, so another layout is another table.
+
+
 @runtime_checkable
 class Declared(Protocol):
     """Anything with a shape and a logical name per dimension, such as `models.arrays.ArrayDecl`."""

@@ -488,6 +488,14 @@ FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 
 
+# Harmony, the format of gpt-oss: an answer is messages, each in a channel.
+#
+# `<|channel|>analysis<|message|>` begins reasoning, `final` the text for the user, and
+# `commentary` with a recipient `to=functions.name` a call, whose message is JSON. `<|end|>` ends
+# a message after which `<|start|>assistant` begins another; `<|return|>` and `<|call|>` end the
+# answer (https://developers.openai.com/cookbook/articles/openai-harmony).
+
+
 def is_harmony(tokenizer: Any) -> bool:
     """Tell whether a tokenizer has the markers of this format as tokens of their own."""
     return tokenizer.get_added_vocab().keys() >= {*HARMONY}

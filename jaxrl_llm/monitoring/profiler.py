@@ -36,6 +36,17 @@ COLLECTIVE = re.compile(
 COPY = re.compile(r"^(memcpy|memset|copy|transpose)", re.IGNORECASE)
 
 
+# The trace of a step that jax writes, read back: phases, and operations by kind.
+#
+# jax writes a trace as an `XSpace` (a protocol buffer, `*.xplane.pb`) and as Chrome's JSON
+# (`*.trace.json.gz`). `jax.profiler.ProfileData` reads the events of the first. The programs that
+# ran are in it too, but only as bytes, of which `_fields` reads what tells a matrix product from
+# a copy.
+#
+# `planning.program` reads the text of compiled programs instead. A trace holds no text, and jax
+# has no public function that makes text of these bytes.
+
+
 class Operation(NamedTuple):
     """One run of one operation of a program on a device, in nanoseconds.
 

@@ -1,4 +1,9 @@
-"""Trackers by name: TensorBoard, W&B, MLflow, Comet, SwanLab, Trackio; and what they are given."""
+"""Trackers by name: TensorBoard, W&B, MLflow, Comet, SwanLab, Trackio; and what they are given.
+
+A tracker function is called with a `TrackedRun`, has keyword settings, and returns a sink of
+`TrackedStep`: an object with `name`, `open`, `write` and `close`, which a thread of its own calls.
+Nothing begins before `open`.
+"""
 
 import contextlib
 import hashlib

@@ -240,6 +240,14 @@ ATTEND_PAGES = re.compile("/attend_pages/pallas_call$")
 """The kernel of `models.paged_triton`, by its place in the traced program."""
 
 
+# Bytes that a kernel of a compiled program reads from and writes to a GPU's memory.
+#
+# A kernel is taken to read each operand once and to write each result once; what it computes
+# between stays on the chip. Of an array that it only takes slices of, it reads these; of one that
+# it updates in place, it writes the update. Attention over pages in place reads all pages in its
+# table.
+
+
 def kernel_bytes(line: Instruction, computation: Computation, program: Program) -> int:
     """Return the bytes that an instruction reads and writes, if it launches a kernel.
 

@@ -16,6 +16,12 @@ from jaxrl_llm.sharding.layout import Layout, batch_shards
 from jaxrl_llm.training.compile import ENGINE, RunShapes, StepId, StepKind, plan_shapes
 from jaxrl_llm.training.layouts import overlaps_training
 
+# Changes of a config that would make a run fit, tried by arithmetic one after another.
+#
+# Memory held throughout follows exactly from the changed config. Scratch is scaled from that of
+# the compiled steps: by tokens on a device, by the parts of the `tensor` axis, and for `remat` by
+# the numbers that `models.layers` says are stored.
+
 
 class Remedy(NamedTuple):
     """Changes of a config, and the fullest phase with them."""

@@ -95,6 +95,12 @@ NOTE = b"Could not find cuda drivers on your machine"
 NOTE_HEAD = b"All log messages before absl::InitializeLog"
 
 
+# XLA's compiler for GPUs that are not there: jax's CUDA plugin and the description of a device.
+#
+# The plugin compiles without a GPU and without a driver for the devices of a topology, which
+# stand in a mesh as real ones do. `targets/` describes the GPUs that can be named.
+
+
 def describe_topology(gpu: str, devices: int) -> tuple[str, str]:
     """Return a GPU's description as text, and the topology of so many of them.
 

@@ -39,6 +39,14 @@ Bounds = tuple[tuple[int, int], ...]
 """First index and end along each axis."""
 
 
+# Weights on their way from training processes to engines in others, by Ray's object store.
+#
+# Each training process publishes what of each array lies on its devices, in the engine's dtype;
+# of copies one, and those that have copies take turns. An engine takes what its devices need. So
+# the host of a process holds its own part of the model and a bucket of arrays, never all of it,
+# unless a device holds all.
+
+
 class Piece(NamedTuple):
     """A box of an array."""
 

@@ -39,6 +39,13 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 INSTALLED = ("site-packages", "dist-packages")
 
 
+# The source of users' functions, by which a continued run is known to have the same ones.
+#
+# A function's source is its own text and that of what it uses by name of its module: functions,
+# classes and plain values. Comments and line breaks do not count. Of other packages
+# `versions.json` has the versions.
+
+
 class UserFunction(NamedTuple):
     """A function that is none of an installed package.
 

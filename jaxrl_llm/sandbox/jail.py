@@ -55,6 +55,11 @@ OWN |= MAKE_SYM
 """What code may do in its folder: no programs, sockets, pipes with a name, or devices."""
 
 
+# Landlock: which files a process may open, for itself and all it starts.
+#
+# Where the kernel has them, its rules are also for TCP, abstract Unix sockets and signals.
+
+
 def landlock_version() -> int:
     """Return the version of the kernel's Landlock, 0 where it has none or it is off."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -187,6 +192,11 @@ class Layers(NamedTuple):
     def guard_signals(self) -> bool:
         """Whether signals reach no other processes; else a process may signal itself alone."""
         return self.guard_metadata or self.landlock >= SCOPE_VERSION
+
+
+# A filter of system calls (seccomp), so that code can only ask the kernel for what it needs.
+#
+# What the table does not name is refused. Some calls are allowed for some arguments alone.
 
 
 def call_numbers(machine: str) -> dict[str, int]:

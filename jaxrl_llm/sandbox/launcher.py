@@ -39,6 +39,11 @@ MAX_REASON_CHARS = 300
 Outcome = tuple[str | None, str]  # the failure, and its reason
 
 
+# Runs code inside the jail, and answers over a pipe that the code may write to as well.
+#
+# Whatever happens here, the code may have done: whoever reads the answers believes none of them.
+
+
 def serve_code(requests: int, answers: int, *, keep_state: bool) -> NoReturn:
     """Run code as it is asked for, until nobody asks any more.
 

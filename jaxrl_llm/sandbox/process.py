@@ -58,6 +58,12 @@ END_TIMEOUT_S = 60.0  # for a launcher to kill what is below it, and to remove i
 FORGED = "wrote to the pipe of its interpreter"
 
 
+# One session of code at the level `process`: the pipes to its interpreter, and what comes back.
+#
+# Nothing here blocks on what the code does or leaves undone, and nothing that it writes is
+# believed.
+
+
 class SessionEnded(Exception):
     """The session has ended, or must.
 

@@ -60,6 +60,12 @@ from jaxrl_llm.training.teachers import TeacherModel
 from jaxrl_llm.training.update import ROUTER, shape_in
 from jaxrl_llm.types import Rows
 
+# The steps of a run, traced for arrays that have a shape and a layout but no bytes.
+#
+# The CPU backend computes in bfloat16 by converting whole arrays to float32 first, weights and
+# cache included, which no GPU does. It has float16, which is as large. So what is compiled here
+# is the same program with float16 in place of bfloat16; nothing of it is ever run.
+
 
 class StepKind(enum.StrEnum):
     """The compiled steps of a role that trains or is scored with, and those of the engine."""

@@ -386,17 +386,22 @@ def _data_files(config: Mapping[str, Any]) -> list[tuple[str, Counter[str | None
     return [(path, _rows_by_source(Path(path))) for path in paths]
 
 
+def _named(source: Any) -> str | None:
+    return None if source is None else str(source)
+
+
 def _rows_by_source(path: Path) -> Counter[str | None] | None:
     """Return the number of rows of each `data_source`; None where the file can't be read."""
     try:
         if path.suffix != ".parquet":
-            return Counter(row.get("data_source") for row in read_rows(path))
+            return Counter(map(_named, (row.get("data_source") for row in read_rows(path))))
         import pyarrow.parquet  # slow, and not every file needs it
 
         with pyarrow.parquet.ParquetFile(str(path)) as file:
             if "data_source" not in file.schema_arrow.names:
                 return Counter({None: file.metadata.num_rows})
-            return Counter(file.read(columns=["data_source"])["data_source"].to_pylist())
+            column = file.read(columns=["data_source"])["data_source"]
+            return Counter(map(_named, column.to_pylist()))
     except (OSError, ValueError):  # moved, or a custom data set's own kind of file
         return None
 

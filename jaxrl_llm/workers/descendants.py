@@ -14,6 +14,11 @@ POLL_INTERVAL_S = 0.1  # between two looks at what is below
 PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl.h
 
 
+# What is below a process, in which session ever: find it, reap it, end it.
+#
+# A process that adopts orphans is the parent of whatever its children leave behind when they end.
+
+
 def ignore_signals() -> None:
     """Ignore the signals that ask a process to end; whoever wants us to has another way."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -102,6 +107,12 @@ def list_descendants() -> list[int]:
 
 THREADS_BESIDE_CORES = 16  # what libraries start in a process beside a thread for each core
 REMOVE_TIMEOUT_S = 2.0  # for killed processes to end
+
+
+# A control group for a worker and what it starts, where the kernel allows one (Linux, version 2).
+#
+# A group is ended as a whole, whatever its processes have done to hide from each other. Where the
+# system has handed us its controllers, it limits memory and threads of all of them together.
 
 
 def new_group_path() -> str | None:

@@ -122,6 +122,8 @@ class WorkerPool(ABC):
     ) -> Iterator[Answered | Lost]:
         """Wait until something happens, and yield what; nothing once the pool is closed.
 
+        Who takes these does so at once: time limits of other workers run meanwhile.
+
         Args:
             wait_s: seconds to wait at most; None waits for what happens.
             woken: wakes this when it can be read.

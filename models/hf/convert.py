@@ -220,6 +220,15 @@ APART = re.compile(r"(.*\.experts)\.\{experts\}\.\w+\.weight")
 TOGETHER = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 
 
+# The forms in which checkpoints have routed experts: each matrix apart, or a layer's together.
+#
+# Most families have a matrix for each expert and projection. Some, such as Qwen 3.5, have two
+# arrays for a layer, `gate_up_proj` [E 2·F D] and `down_proj` [E D F], in which transformers 5
+# holds those of the others, too; tools that save its arrays as they are leave them in files. In
+# published files of Qwen3-VL-MoE these are transposed, [E D 2·F] and [E F D]; transformers takes
+# and saves either.
+
+
 def experts_as_stored(
     declarations: Declarations, shapes: Mapping[str, tuple[int, ...]]
 ) -> Declarations:

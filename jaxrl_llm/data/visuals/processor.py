@@ -266,6 +266,11 @@ NAMES = {
 """Under which names config.json has a token."""
 
 
+# Placeholder tokens: one per image in a chat template's text, one per feature in a prompt.
+#
+# What comes out is what the processors of `transformers` make, which expand the text.
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placeholders:
     """The tokens that stand for images and videos.

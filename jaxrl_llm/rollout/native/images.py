@@ -156,6 +156,12 @@ def _check_placeholders(vision: VisionSpec, request: Request) -> None:
         raise EngineError("the prompt ends within an image or a video; expected text after it")
 
 
+# The vision tower in the engine: its programs, and slots for the features that it makes.
+#
+# Features lie in slots, [parts, slots, …], one for each token of an image, of the part of the
+# batch that reads it.
+
+
 def encode_into(
     params: Any,
     model: Model,

@@ -12,6 +12,18 @@ FEW = 8
 """Pages that are compared one by one."""
 
 
+# Which pages of the pool hold what: allocation, and prefixes that several sequences share.
+#
+# Pages whose tokens are known and will not change form a tree: a node is one page, its path from
+# the root the tokens before it. A sequence that starts with the same tokens uses the same pages,
+# as in RadixAttention (https://arxiv.org/abs/2312.07104, section 3) with pages (PagedAttention,
+# https://arxiv.org/abs/2309.06180, section 4). A page that nobody uses stays until its room is
+# needed; the one that was used least recently goes first.
+#
+# A sequence writes only into pages of its own. Where it goes on within a shared page, that page
+# is read and its content written, with the new tokens, into a page of its own.
+
+
 @dataclass(eq=False)
 class Node:
     """A page of the tree; `tokens` are fewer than a page holds where a prompt ended there.
@@ -312,6 +324,21 @@ def _most_alike(nodes: Iterable[Node], tokens: Sequence[int]) -> tuple[Node | No
         if count > most:
             best, most = node, count
     return best, most
+
+
+# Pages of sequences that also have a state, as of a DeltaNet: who may go on from where.
+#
+# A state is that after all tokens so far; unlike keys and values it can't be cut. So a sequence
+# goes on only from where a state was kept, its snapshot: at the end of a prompt that was read, or
+# of a sequence that ended or gave its pages back. A page of the tree owns the snapshot after its
+# last token; pages that no snapshot comes after are of no use to anyone, and go first.
+#
+# Where a sequence reads tokens that others have read as well, a snapshot is also kept at the end
+# of the last page that they share (as Marconi, https://arxiv.org/abs/2411.19379, section 4.1):
+# the next one goes on from there.
+#
+# Slots of states are written by one sequence each. One that begins at a snapshot reads it once,
+# and writes into its own.
 
 
 class StatePagePool(PagePool):

@@ -237,14 +237,12 @@ class SchedulerOutput(NamedTuple):
         num_scheduled_tokens: of each sequence in it; where they decode, the most that are drawn.
         rows: of the program, each for a sequence.
         width: tokens that a row prefills, or that it holds where it decodes.
-        preempted: sequences that gave their pages to those that decode.
     """
 
     prefills: bool
     num_scheduled_tokens: dict[SequenceState, int]
     rows: int = 0
     width: int = 0
-    preempted: tuple[SequenceState, ...] = ()
 
 
 def assign_rows(
@@ -446,23 +444,22 @@ class Scheduler:
         Where there are not enough, the youngest give theirs back, and are read again later. Where
         rows would take more room than there is, the youngest get their turn when others end.
         """
-        sizes, preempted = self.sizes, list[SequenceState]()
+        sizes = self.sizes
         for sequence in [s for s in self.running if s not in self._prefilling]:
             end = self._end(sequence)
             while sequence in self.running and not sequence.pages.allocate(sequence.table, end):
                 youngest = next(s for s in reversed(self.running) if s.part == sequence.part)
                 self.preempt(youngest)
-                preempted.append(youngest)
         ready = [s for s in self.running if s not in self._prefilling]
         if not ready:
-            return SchedulerOutput(False, {}, preempted=tuple(preempted))
+            return SchedulerOutput(False, {})
         while True:
             rows, width = fewest_rows(ready, sizes), sizes.width(max(map(self._end, ready)))
             if sizes.fits(rows, width):
                 break
             ready = ready[: len(ready) // 2]
         tokens = {s: min(sizes.steps, s.left) for s in ready}
-        return SchedulerOutput(False, tokens, rows, width, tuple(preempted))
+        return SchedulerOutput(False, tokens, rows, width)
 
     def _end(self, sequence: SequenceState) -> int:
         """Return how many tokens are cached after the next chunk at most."""

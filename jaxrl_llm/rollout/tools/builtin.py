@@ -343,6 +343,11 @@ NOTHING = "No passage was found."
 DEADLINE_SHARE = 0.9  # of the time limit, in which a server must answer
 
 
+# Tools that search: a folder of passages, or a server of Search-R1. Worker processes import this.
+#
+# https://arxiv.org/abs/2503.09516 tells passages as `PASSAGE` does.
+
+
 def told(passages: Sequence[Passage], passage: str) -> str:
     """Return what the model is told of passages.
 

@@ -57,6 +57,13 @@ MOST_BIAS = 100.0  # vLLM cuts what is larger
 PREPROCESSOR = "preprocessor_config.json"
 
 
+# Requests to vLLM: which it can serve, and what its processor is shown of their images.
+#
+# vLLM resizes images and writes placeholder tokens itself. It is shown images as they were
+# resized here, which its own resizing leaves as they are, and one placeholder for each. What it
+# makes of them is compared with the tokens of the request, in the sidecar.
+
+
 class SidecarImages:
     """Makes of requests with images what a sidecar is asked.
 
