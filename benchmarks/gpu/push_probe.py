@@ -86,7 +86,7 @@ def by_the_buffer(shape: str) -> None:
     """Print the rate at which weights are written for vLLM today."""
     from benchmarks.gpu.ours import draw_params, layout_of
     from benchmarks.gpu.specs import spec_of
-    from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+    from jaxrl_llm.rollout.vllm.engine import WeightBuffer
 
     spec = spec_of(shape)
     params, buffer = draw_params(spec, layout_of()), WeightBuffer(spec, "bfloat16")

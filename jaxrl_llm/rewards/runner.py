@@ -46,10 +46,8 @@ from jaxrl_llm.rewards.worker import (
     outcomes_in_thread,
 )
 from jaxrl_llm.rollout.servers import check_client
-from jaxrl_llm.workers.limits import Limits
-from jaxrl_llm.workers.pool import Answered, WorkerPool
-from jaxrl_llm.workers.process import LaunchOptions, WorkerProgram
-from jaxrl_llm.workers.protocol import UNSCORED, shorten
+from jaxrl_llm.workers.pool import Limits, WorkerPool, WorkerProgram
+from jaxrl_llm.workers.values import UNSCORED, shorten
 
 if TYPE_CHECKING:  # Ray's workers start without pydantic
     from jaxrl_llm.config.sections import ScoringConfig
@@ -137,7 +135,8 @@ class RewardRunner(ABC):
             *(spec, config.timeout_s, is_async(self._function)),
             *(config.concurrency, config.retries),
         )
-        self._limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
+        limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
+        self._program = PROGRAM._replace(limits=limits)
         self._on_error = math.nan if config.on_error == UNSCORED else config.on_error
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
         self._rows: Sequence[int] = ()
@@ -288,17 +287,16 @@ class RewardWorkers(WorkerPool):
     Args:
         job: the reward function, and how it is called.
         size: the number of processes.
-        launch: how workers start.
+        program: that calls it.
     """
 
-    def __init__(self, job: RewardJob, size: int, launch: LaunchOptions) -> None:
+    def __init__(self, job: RewardJob, size: int, program: WorkerProgram) -> None:
         self.job = job
         self._size = min(size, job.concurrency) if job.is_async else size
         self._patience_s = job.timeout_s + (SILENCE_S if job.is_async else 0)
         function = repr(job.spec.fn)
-        super().__init__(
-            *(PROGRAM, job, self._patience_s, launch), name=f"reward {function}", loads=function
-        )
+        name = f"reward {function}"
+        super().__init__(program, job, self._patience_s, name=name, loads=function)
 
     def error(self, message: str) -> RewardError:
         """Return what is raised where no worker can start."""
@@ -331,17 +329,17 @@ class RewardWorkers(WorkerPool):
                     self._hand_out(items, waiting)
                 check_open(self.closed)
                 for event in self.poll(MAX_WAIT_S):
-                    if isinstance(event, Answered):
+                    if event.failure is None:
                         left -= 1
-                        yield event.number, event.value
-                    elif self.job.is_async and len(event.pending) > 1:
-                        waiting.extendleft(reversed(event.pending))
-                        suspects.update(event.pending)
-                    elif event.pending:
-                        first, *rest = event.pending
+                        yield event.numbers[0], event.value
+                    elif self.job.is_async and len(event.numbers) > 1:
+                        waiting.extendleft(reversed(event.numbers))
+                        suspects.update(event.numbers)
+                    elif event.numbers:
+                        first, *rest = event.numbers
                         waiting.extendleft(reversed(rest))
                         left -= 1
-                        yield first, self._lost_outcome(event.kind, event.message)
+                        yield first, self._lost_outcome(event.failure, event.message)
         finally:  # after an error some are still busy with items that nobody waits for
             for worker in [w for w in self.workers if w.pending]:
                 self.dismiss(worker)
@@ -390,8 +388,7 @@ class RewardPool(RewardRunner):
 
     def __init__(self, spec: FunctionSpec, config: "ScoringConfig") -> None:
         super().__init__(spec, config)
-        launch = LaunchOptions(limits=self._limits)
-        self._worker_pool = RewardWorkers(self._job, config.workers, launch)
+        self._worker_pool = RewardWorkers(self._job, config.workers, self._program)
         self._in_process = config.workers == 0
 
     def close(self) -> None:
@@ -444,8 +441,8 @@ class RewardTasks(RewardRunner):
             tasks = min(tasks, job.concurrency)
             job = job._replace(concurrency=job.concurrency // tasks)
         self._tasks, self._retries = tasks, retries
-        launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), self._limits)
-        self._pickled = pickle.dumps((job, launch))
+        program = self._program._replace(folder=str(Path.cwd()), search=tuple(sys.path))
+        self._pickled = pickle.dumps((job, program))
         self._remote = _cluster().remote(num_cpus=1, max_retries=0)(_score_chunk)
 
     def close(self) -> None:
@@ -559,5 +556,5 @@ def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
 
 @functools.lru_cache(maxsize=1)
 def _worker_pool(job: bytes) -> RewardWorkers:
-    described, launch = pickle.loads(job)
-    return RewardWorkers(described, 1, launch)
+    described, program = pickle.loads(job)
+    return RewardWorkers(described, 1, program)

@@ -21,19 +21,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.workers.limits import MAX_LINE_BYTES
-from jaxrl_llm.workers.protocol import (
+from jaxrl_llm.workers.retries import wait_before_retry
+from jaxrl_llm.workers.supervisor import MAX_LINE_BYTES, Serve, answering_in_turn, serve_requests
+from jaxrl_llm.workers.values import (
     UNSCORED,
-    Serve,
-    answering_in_turn,
     finite_number,
     memory_limit,
-    serve_requests,
     short_repr,
     shorten,
     to_plain,
 )
-from jaxrl_llm.workers.retries import wait_before_retry
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
 KEYS = "reward."  # how the config's keys for the limits begin

@@ -14,8 +14,7 @@ from jaxrl_llm.config.functions import FunctionSpec, find_function, split_name
 from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.row_fields import row_name
 from jaxrl_llm.models.inputs import Visual
-from jaxrl_llm.rollout.agents.chat import BrokenEpisode, Chat
-from jaxrl_llm.rollout.agents.messages import shown_parts
+from jaxrl_llm.rollout.agents.chat import BrokenEpisode, Chat, shown_parts
 from jaxrl_llm.rollout.engine import SamplingParams
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.verl import Tree, as_attributes, entries, make_tool

@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.gateway.programs import ProgramPool, ProgramSpec
 from jaxrl_llm.rollout.gateway.session import MODEL, GatewaySession, GatewayTally, Ticket
 from jaxrl_llm.rollout.openai_api.requests import APIError, parse_body, read_body
 from jaxrl_llm.rollout.openai_api.responses_api import chat_request
-from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.pool import Limits
 from jaxrl_llm.workers.supervisor import raise_descriptor_limit
 
 log = logging.getLogger(__name__)

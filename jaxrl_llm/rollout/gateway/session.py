@@ -14,8 +14,14 @@ from typing import Any
 from jaxrl_llm.data.chat import REFUSALS
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.inputs import Visual
-from jaxrl_llm.rollout.agents.chat import Answer, Chat, Generate
-from jaxrl_llm.rollout.agents.messages import IMAGES_SHARE, BrokenEpisode, Stretch
+from jaxrl_llm.rollout.agents.chat import (
+    IMAGES_SHARE,
+    Answer,
+    BrokenEpisode,
+    Chat,
+    Generate,
+    Stretch,
+)
 from jaxrl_llm.rollout.engine import Completion, Request, SamplingParams
 from jaxrl_llm.rollout.openai_api.requests import (
     APIError,

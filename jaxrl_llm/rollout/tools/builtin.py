@@ -20,12 +20,12 @@ from jaxrl_llm.files import atomic_write
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool
 from jaxrl_llm.rollout.servers import ServerError, check_client, post
 from jaxrl_llm.rollout.tools.mcp import mcp_tools
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
+from jaxrl_llm.rollout.tools.tool import LoadedTool, marked, toolset_tool
 from jaxrl_llm.rollout.tools.verl import verl_tools
 from jaxrl_llm.sandbox.expression import calculate
 from jaxrl_llm.sandbox.interpreter import CodeResult, open_interpreter, read_limits
-from jaxrl_llm.workers.protocol import shorten
 from jaxrl_llm.workers.retries import wait_before_retry
+from jaxrl_llm.workers.values import shorten
 
 __all__ = [
     "calculator",
@@ -517,7 +517,7 @@ def _passage(document: Any) -> Passage:
 
 
 @marked(is_toolset=True)
-def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[ToolsetTool]:
+def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[LoadedTool]:
     """Give the schemas of the tools of an environment, for the agent `verifiers_environment`.
 
     Args:
@@ -534,7 +534,7 @@ def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[T
 
     env = load_verifiers(id, json.dumps(args or {}, sort_keys=True))
     return [
-        ToolsetTool({"type": "function", "function": _schema(tool)}, _run_elsewhere)
+        toolset_tool({"type": "function", "function": _schema(tool)}, _run_elsewhere)
         for tool in env.tool_defs or []
     ]
 

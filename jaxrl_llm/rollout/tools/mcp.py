@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
+from jaxrl_llm.rollout.tools.tool import LoadedTool, marked, toolset_tool
 from jaxrl_llm.workers.retries import wait_before_retry
 
 SHARE_OF_TIME = 0.8
@@ -58,7 +58,7 @@ def mcp_tools(
     url: str | None = None,
     only: Sequence[str] | None = None,
     session: str = "episode",
-) -> list[ToolsetTool]:
+) -> list[LoadedTool]:
     """Give the tools of a server of the Model Context Protocol.
 
     Args:
@@ -95,7 +95,7 @@ def mcp_tools(
         if name not in tools:
             raise ConfigError(f"mcp_tools: {address} has no tool {name!r}; {closest(name, tools)}")
     return [
-        ToolsetTool(_schema(tool), functools.partial(_opened, address, name, session))
+        toolset_tool(_schema(tool), functools.partial(_opened, address, name, session))
         for name, tool in tools.items()
         if only is None or name in only
     ]

@@ -18,13 +18,13 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError, described_error
 from jaxrl_llm.config.functions import FunctionSpec, find_function
 from jaxrl_llm.rollout.observation import EpisodeRow, Observation
-from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, ToolsetTool, marked
+from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, LoadedTool, marked, toolset_tool
 
 SCHEMAS = "verl.tools.schemas"
 
 
 @marked(is_toolset=True)
-def verl_tools(*, path: str) -> list[ToolsetTool]:
+def verl_tools(*, path: str) -> list[LoadedTool]:
     """Give the tools of a file of verl's, `tools: [{class_name, config, tool_schema}]`.
 
     A class has the coroutines of verl's `BaseTool`, and need not derive from it. `create` runs once
@@ -42,7 +42,7 @@ def verl_tools(*, path: str) -> list[ToolsetTool]:
     Raises:
         ConfigError: the file or one of its entries does not fit.
     """
-    return [_toolset_tool(make_tool(e, path), e.get("tool_schema"), path) for e in entries(path)]
+    return [_to_tool(make_tool(e, path), e.get("tool_schema"), path) for e in entries(path)]
 
 
 def entries(path: str) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def make_tool(entry: Mapping[str, Any], path: str) -> Any:
         raise ConfigError(f"{TOOLS_KEY}: {path}: {name}: {described_error(error)}") from error
 
 
-def _toolset_tool(tool: Any, schema: Any, path: str) -> ToolsetTool:
+def _to_tool(tool: Any, schema: Any, path: str) -> LoadedTool:
     schema = tool.tool_schema if schema is None else schema
     dump = getattr(schema, "model_dump", None)
     plain = dict(dump(exclude_unset=True, exclude_none=True) if dump else schema)
@@ -100,7 +100,7 @@ def _toolset_tool(tool: Any, schema: Any, path: str) -> ToolsetTool:
         raise ConfigError(f"{TOOLS_KEY}: {path}: a tool_schema has no function.name, got {plain}")
     parameters = {"type": "object", "properties": {}} | dict(function.get("parameters") or {})
     told = {"type": "function", "function": {**function, "parameters": parameters}}
-    return ToolsetTool(told, functools.partial(_episode, tool, function["name"]), ends=True)
+    return toolset_tool(told, functools.partial(_episode, tool, function["name"]), ends=True)
 
 
 def _episode(
