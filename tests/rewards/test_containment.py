@@ -372,9 +372,9 @@ import sys
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
-from jaxrl_llm.workers import descendants
+from jaxrl_llm.workers import pool as workers_pool
 from jaxrl_llm.rewards.runner import RewardItem, RewardPool
-if not {grouped}: descendants.new_group_path = lambda: None
+if not {grouped}: workers_pool.new_group_path = lambda: None
 config = ScoringConfig(workers=1, timeout_s=60.0, pass_env=["CONTAINMENT_MARK"])
 pool = RewardPool(FunctionSpec({function!r}), config)
 pool.score([RewardItem("", "start", "", {{}})])

@@ -2,7 +2,7 @@
 
 An agent may ask for `chat` (`rollout.agents.chat.Chat`), `tools` (`Tools`), `environment`
 (`EpisodeEnvironment`), `row` (`EpisodeRow`), `rng` (`random.Random`, seeded by the episode) and
-`gateway` (`EpisodeGateway`, which serves the policy to programs). Its other parameters are keywords
+`gateway` (`GatewaySession`, which serves the policy to programs). Its other parameters are keywords
 of the config. It returns when the episode is over; a limit that is reached ends it by an exception
 that it lets pass.
 """
@@ -22,8 +22,7 @@ from jaxrl_llm.rollout.agents.chat import BrokenEpisode, Chat, EpisodeEnvironmen
 from jaxrl_llm.rollout.agents.verifiers_agent import verifiers_environment
 from jaxrl_llm.rollout.agents.verl_agent import verl_agent_loop
 from jaxrl_llm.rollout.gateway.programs import ProgramEnd, ProgramSpec, given_to_program
-from jaxrl_llm.rollout.gateway.server import EpisodeGateway
-from jaxrl_llm.rollout.gateway.session import GatewaySession
+from jaxrl_llm.rollout.gateway.server import GatewaySession
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.rollouts import tool_seed
 
@@ -44,7 +43,7 @@ LOOK_S = 1.0  # between two looks whether a program does anything
 async def openai_program(
     chat: Chat,
     row: EpisodeRow,
-    gateway: EpisodeGateway,
+    gateway: GatewaySession,
     *,
     run: str | None = None,
     command: Sequence[str] | None = None,
@@ -76,27 +75,27 @@ async def openai_program(
         RunError: the program can't be loaded.
         BrokenEpisode: it raised, ended with an exit code other than 0, or did nothing for long.
     """
-    server, session = gateway
+    server = gateway.server
     told = json.dumps(keywords, sort_keys=True)
     spec = ProgramSpec(run, tuple(command or ()), python, told, server.limits)
     pool = await asyncio.to_thread(server.programs, spec)
-    with server.serving(session, host) as (address, secret):
+    with server.serving(gateway, host) as (address, secret):
         messages = chat.contents.with_pictures(chat.prompt.messages, image_url_part)
         shown = replace(row, messages=messages)
         number, ended = pool.start(given_to_program(address, secret, shown, tool_seed(chat.seed)))
         try:
-            end = await _wait_for_end(asyncio.wrap_future(ended), session, idle_s)
+            end = await _wait_for_end(asyncio.wrap_future(ended), gateway, idle_s)
         finally:
             pool.kill(number)
-            await session.end()
-    if session.prompt_error is not None and not chat.turn:
-        raise BrokenEpisode(session.prompt_error)
+            await gateway.end()
+    if gateway.prompt_error is not None and not chat.turn:
+        raise BrokenEpisode(gateway.prompt_error)
     if end is None or end.error is not None:
-        if session.limit:
+        if gateway.limit:
             return
         reason = f"did nothing for {idle_s:g} s" if end is None else str(end.error)
         output = "" if end is None else end.output
-        server.tally.warn_once(reason.partition(":")[0], "%s: %s\n%s", spec.name, reason, output)
+        server.warn_once(reason.partition(":")[0], "%s: %s\n%s", spec.name, reason, output)
         raise BrokenEpisode(f"{spec.name}: {reason}")
     chat.score = end.value
 

@@ -15,6 +15,7 @@ from PIL import Image
 from jaxrl_llm.data.call_formats import ToolCall, count_common
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
+from jaxrl_llm.data.tool_calls import Answer
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -371,22 +372,6 @@ Generate = Callable[[Request], Awaitable[Completion]]
 """Samples one turn; in `lockstep` order together with those of other episodes."""
 
 
-class Answer(NamedTuple):
-    """One turn of the policy.
-
-    Attributes:
-        text: what is no call and no reasoning.
-        calls: of tools, in the order of the text; of wrong ones `error` says why.
-        reasoning: what the model thought first.
-        finish: "stop", or "length" where it was cut.
-    """
-
-    text: str
-    calls: tuple[ToolCall, ...] = ()
-    reasoning: str = ""
-    finish: str = "stop"
-
-
 class EpisodeEnd(Exception):
     """Ends an episode from within; `reason` is its `finish`."""
 
@@ -617,7 +602,7 @@ class Chat:
         self._add_piece(completion.as_piece())
         self._stopped_by = completion.stopped_by
         parsed = self._template.parse(completion.tokens.tolist(), prompt=before)
-        self._last = Answer(*parsed, completion.finish)
+        self._last = parsed._replace(finish=completion.finish)
         self._messages.append(self._template.message(parsed))
         self._log.end_turn(self._number, completion, self._last.text.strip())
         return completion

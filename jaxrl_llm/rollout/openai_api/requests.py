@@ -20,7 +20,7 @@ from jaxrl_llm.data.call_formats import ToolCall, dump_json
 from jaxrl_llm.data.chat import REFUSALS
 from jaxrl_llm.data.row_fields import REASONING
 from jaxrl_llm.data.token_bytes import BYTE_OF
-from jaxrl_llm.data.tool_calls import ParsedAnswer
+from jaxrl_llm.data.tool_calls import Answer
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -485,13 +485,13 @@ def parse_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return parsed
 
 
-def answer_message(answer: ParsedAnswer) -> dict[str, Any]:
+def answer_message(answer: Answer) -> dict[str, Any]:
     """Return the message of an answer, as `/v1/chat/completions` has it.
 
     Args:
         answer: without wrong calls.
 
-    >>> answer_message(ParsedAnswer("Hi", (), "A greeting."))["reasoning_content"]
+    >>> answer_message(Answer("Hi", (), "A greeting."))["reasoning_content"]
     'A greeting.'
     """
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
