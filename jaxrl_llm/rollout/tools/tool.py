@@ -1,5 +1,6 @@
 """Tools: functions that a model calls, their schemas, arguments and results."""
 
+import asyncio
 import base64
 import enum
 import functools
@@ -9,6 +10,7 @@ import json
 import random
 import re
 import sys
+import threading
 import traceback
 import types
 import typing
@@ -441,7 +443,7 @@ class LoadedTool(NamedTuple):
 
 
 def toolset_tool(
-    schema: dict[str, Any],
+    function: Mapping[str, Any],
     open: Callable[..., Generator[Callable[..., Any], None, None]],
     *,
     ends: bool = False,
@@ -449,12 +451,14 @@ def toolset_tool(
     """Return a tool of those that one function of a config gives, see `marked`.
 
     Args:
-        schema: what the model is told, in OpenAI's format.
+        function: what the model is told, of OpenAI's format: its name, description and parameters.
         open: a generator function, opened for each episode, that yields the function to call.
         ends: whether that function has an `end`.
     """
-    name, injected = schema["function"]["name"], tuple(injected_names(open))
-    return LoadedTool(name, open, open, True, False, injected, schema, ends)
+    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    schema = {"type": "function", "function": {**function, "parameters": parameters}}
+    injected = tuple(injected_names(open))
+    return LoadedTool(function["name"], open, open, True, False, injected, schema, ends)
 
 
 def marked(**marks: Any) -> Callable[[Tool], Tool]:
@@ -551,6 +555,14 @@ def load_tool(spec: FunctionSpec) -> LoadedTool:
     return LoadedTool(name, function, bound, is_fixture, is_async, injected)
 
 
+@functools.cache
+def background_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop in which this process runs what tools await, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="tools_loop", daemon=True).start()
+    return loop
+
+
 def is_generator_function(function: Callable[..., Any]) -> bool:
     """Return whether a function is a generator function, below its decorators.
 
@@ -630,18 +642,8 @@ class ToolResult(NamedTuple):
             start = end
 
 
-TYPES = {
-    "name": str,
-    "text": str,
-    "reward": float,
-    "end": bool,
-    "failure": str | None,
-    "score": float | None,
-    "seconds": float,
-    "images": list,
-    "error": str,
-    "trace": str,
-}
+TYPES = typing.get_type_hints(ToolResult) | {"images": list}
+"""Of the fields of a result, as JSON has them."""
 
 
 def read_result(fields: Any) -> ToolResult | None:

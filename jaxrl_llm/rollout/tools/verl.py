@@ -9,7 +9,6 @@ import inspect
 import numbers
 import random
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -18,7 +17,13 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError, described_error
 from jaxrl_llm.config.functions import FunctionSpec, find_function
 from jaxrl_llm.rollout.observation import EpisodeRow, Observation
-from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, LoadedTool, marked, toolset_tool
+from jaxrl_llm.rollout.tools.tool import (
+    TOOLS_KEY,
+    LoadedTool,
+    background_loop,
+    marked,
+    toolset_tool,
+)
 
 SCHEMAS = "verl.tools.schemas"
 
@@ -98,9 +103,7 @@ def _to_tool(tool: Any, schema: Any, path: str) -> LoadedTool:
     function = dict(plain.get("function") or {})
     if not isinstance(function.get("name"), str):
         raise ConfigError(f"{TOOLS_KEY}: {path}: a tool_schema has no function.name, got {plain}")
-    parameters = {"type": "object", "properties": {}} | dict(function.get("parameters") or {})
-    told = {"type": "function", "function": {**function, "parameters": parameters}}
-    return toolset_tool(told, functools.partial(_episode, tool, function["name"]), ends=True)
+    return toolset_tool(function, functools.partial(_episode, tool, function["name"]), ends=True)
 
 
 def _episode(
@@ -181,16 +184,8 @@ def as_attributes(value: Any) -> Any:
     return [as_attributes(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return this process's loop of verl's tools, which runs in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verl_tools", daemon=True).start()
-    return loop
-
-
 def awaited(value: Any) -> Any:
     """Return what a method has returned, or its coroutine returns."""
     if not inspect.iscoroutine(value):
         return value
-    return asyncio.run_coroutine_threadsafe(value, _event_loop()).result()
+    return asyncio.run_coroutine_threadsafe(value, background_loop()).result()
