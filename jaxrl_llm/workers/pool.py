@@ -66,9 +66,6 @@ class Limits(NamedTuple):
     pass_env: tuple[str, ...] = ()
 
 
-DEFAULT_LIMITS = Limits()
-
-
 def passed_environment(environment: Mapping[str, str], more: tuple[str, ...]) -> dict[str, str]:
     """Return the variables that a worker gets: `PASSED_VARIABLES`, and those of a config.
 
@@ -109,7 +106,7 @@ class WorkerProgram(NamedTuple):
 
     function: str
     keys: str
-    limits: Limits = DEFAULT_LIMITS
+    limits: Limits = Limits()
     folder: str | None = None
     search: Sequence[str] = ()
 
@@ -121,8 +118,8 @@ class Channel:
         connection.setblocking(False)
         self.connection = connection
         self.closed = False  # by the other side
+        self.incoming = bytearray()  # a part of a line
         self._outgoing = memoryview(b"")
-        self._incoming = bytearray()
 
     def send(self, data: bytes) -> None:
         """Send what the other side takes at once; `flush` sends more."""
@@ -150,20 +147,10 @@ class Channel:
         self.closed = self.closed or not data
         *lines, rest = data.split(b"\n")
         if lines:
-            lines[0] = bytes(self._incoming) + lines[0]
-            self._incoming.clear()
-        self._incoming += rest
+            lines[0] = bytes(self.incoming) + lines[0]
+            self.incoming.clear()
+        self.incoming += rest
         return lines
-
-    @property
-    def has_partial_line(self) -> bool:
-        """Whether a part of a line has come."""
-        return bool(self._incoming)
-
-    @property
-    def is_overfull(self) -> bool:
-        """Whether the line that comes in is longer than any answer."""
-        return len(self._incoming) > MAX_LINE_BYTES
 
     @property
     def events(self) -> int:
@@ -257,7 +244,7 @@ class WorkerProcess:
         """Tell whether something came, or it ended, though it has nothing to do."""
         with selectors.DefaultSelector() as selector:
             self.watch(selector)
-            return self.channel.has_partial_line or bool(selector.select(0))
+            return bool(self.channel.incoming) or bool(selector.select(0))
 
     def has_ended(self) -> bool:
         """Tell whether nothing more will come from it."""
@@ -436,7 +423,7 @@ class WorkerPool(ABC):
             for number, value in answers:
                 worker.pending.remove(number)
                 yield PoolEvent(worker, [number], value)
-        if worker.channel.is_overfull:
+        if len(worker.channel.incoming) > MAX_LINE_BYTES:  # longer than any answer
             yield self._lose(worker, "invalid", BAD_OUTPUT)
         elif not lines and worker.has_ended():
             yield self._lose(worker, "died", worker.end_reason())

@@ -48,6 +48,7 @@ from jaxrl_llm.rollout.openai_api.requests import (
     read_body,
     read_images,
     shown,
+    wait_until_gone,
 )
 from jaxrl_llm.rollout.openai_api.responses import event, read_answer, usage
 from jaxrl_llm.rollout.openai_api.responses_api import ResponseEnvelope, chat_request
@@ -823,12 +824,8 @@ class Gateway:
         except RuntimeError as error:  # the loop was closed just now
             work.close()
             raise APIError("the episode is over", status=410, code="episode_over") from error
-
-        async def gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        answered, left = asyncio.wrap_future(asked), asyncio.create_task(gone())
+        left = asyncio.create_task(wait_until_gone(receive))
+        answered = asyncio.wrap_future(asked)
         try:
             await asyncio.wait([answered, left], return_when=asyncio.FIRST_COMPLETED)
             is_left = left.done()

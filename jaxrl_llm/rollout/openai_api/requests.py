@@ -10,7 +10,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -252,6 +252,16 @@ async def read_body(request: Any, most: int) -> bytes:
         if len(body) > most:
             raise APIError(f"the body has more than {most} bytes", status=413)
     return bytes(body)
+
+
+async def wait_until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client of a request has gone.
+
+    Args:
+        receive: of ASGI, with the request's body read to its end.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
