@@ -80,6 +80,11 @@ def passed_environment(environment: Mapping[str, str], more: tuple[str, ...]) ->
     }
 
 
+# One worker process as its pool sees it: a supervisor, its worker, and what goes back and forth.
+#
+# Nothing here blocks on what the worker does or leaves undone, and nothing that it writes is more
+# than text until it has been checked.
+
 START_TIMEOUT_S = 120.0  # for a worker to come up: importing the user's module may be slow
 STOP_TIMEOUT_S = 10.0  # for a supervisor to kill what is below it
 END_REPORT_TIMEOUT_S = 1.0  # for a supervisor to say how its worker ended

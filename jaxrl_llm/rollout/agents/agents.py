@@ -34,7 +34,6 @@ from jaxrl_llm.rollout.gateway.server import GatewaySession
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.rollouts import tool_seed
 
-
 __all__ = [
     "one_answer",
     "openai_program",

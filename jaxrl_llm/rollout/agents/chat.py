@@ -25,6 +25,13 @@ from jaxrl_llm.rollout.rollouts import Episode, ToolRecord, turn_seed
 from jaxrl_llm.rollout.tools.session import Session, ToolResult
 from jaxrl_llm.workers.values import finite_number, short_repr
 
+
+# What the messages of an episode hold: texts that are cut, images and videos that are read once.
+#
+# A message shows an image by a part `{"type": "image", "key": …}`, a video by one of the type
+# `video`: the key is that of its `Visual` in hexadecimal digits, so that messages stay plain and
+# short. What others tell has the picture itself in the part, as `{"type": "image", "image": …}`.
+
 CUT = " ... "
 IMAGES_SHARE = "a sequence's share of batch.max_visual_tokens_per_device"
 

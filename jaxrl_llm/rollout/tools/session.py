@@ -1,4 +1,7 @@
-"""The calls of one episode: checked, answered or read from the journal, tried again."""
+"""The calls of one episode: checked, answered or read from the journal, tried again.
+
+What runs them is at the end of a `SessionPool`: workers, or this process.
+"""
 
 import asyncio
 import copy
@@ -62,6 +65,12 @@ from jaxrl_llm.workers.pool import (
 )
 
 log = logging.getLogger(__name__)
+
+
+# What tools have answered, on disk, so that a step that is drawn again is told the same.
+#
+# The file has a line of JSON for each result, which is handed to the operating system before the
+# result is used. So a process that is killed loses at most the line that it was writing.
 
 VERSION = 2
 FIELDS = ToolResult._fields[:-2]
@@ -207,6 +216,12 @@ class Journal:
             raise self._damaged(number)
         self._entries.setdefault(key[0], {})[key[1]] = digest, read
 
+
+# The workers of tools and environments, and where the state of each episode lives.
+#
+# One thread owns all workers. A worker does one task at a time. What an episode keeps lives in one
+# worker; where that worker is lost, the next task of the episode builds it up again in another one,
+# by the requests of the episode that were answered.
 
 PROGRAM = WorkerProgram("jaxrl_llm.rollout.tools.tool:run_tools", keys="rollout.tool_process.")
 CLOSED = "tools: the pool is closed"
@@ -481,6 +496,9 @@ class ToolWorkers(WorkerPool):
         if task.placement is not None and task.request.kind == "close":
             self._homes.pop(task.placement, None)
         task.finish(self._report)
+
+
+# The calls of an episode, which the journal knows or workers answer.
 
 
 class FailureLog:

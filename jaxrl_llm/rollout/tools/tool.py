@@ -1,4 +1,7 @@
-"""Tools: functions that a model calls, their schemas, arguments and results."""
+"""Tools: functions that a model calls, their schemas, arguments and results, and what runs them.
+
+Worker processes import this: no array library.
+"""
 
 import asyncio
 import base64
@@ -682,6 +685,11 @@ def checked_images(value: Any) -> tuple[tuple[int, str], ...] | None:
         return None
     return tuple((place, image) for place, image in value)
 
+
+# The worker side of the pool of tools: load them, then answer requests until told to stop.
+#
+# A worker is the child of a fresh interpreter, its supervisor, and runs `run_tools`. It imports
+# neither jax nor the program that started it.
 
 KEYS = "rollout.tool_process."  # how the config's keys for the limits begin
 MAX_RESULT_CHARS = 1_000_000
