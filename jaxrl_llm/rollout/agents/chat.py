@@ -25,7 +25,6 @@ from jaxrl_llm.rollout.rollouts import Episode, ToolRecord, turn_seed
 from jaxrl_llm.rollout.tools.session import Session, ToolResult
 from jaxrl_llm.workers.values import finite_number, short_repr
 
-
 # What the messages of an episode hold: texts that are cut, images and videos that are read once.
 #
 # A message shows an image by a part `{"type": "image", "key": …}`, a video by one of the type

@@ -1,7 +1,4 @@
-"""The calls of one episode: checked, answered or read from the journal, tried again.
-
-What runs them is at the end of a `SessionPool`: workers, or this process.
-"""
+"""The calls of an episode: checked, read from the journal or answered by workers, tried again."""
 
 import asyncio
 import copy

@@ -60,7 +60,6 @@ from jaxrl_llm.rollout.vllm.setup import (
 )
 from jaxrl_llm.sharding.reshard import group_by_bytes
 
-
 # A model's weights as vLLM takes them: Hugging Face's arrays, in memory that sidecars can map.
 
 ALIGNMENT = 64
