@@ -5,7 +5,7 @@
 
 Prints a JSON object a line, each with a rate in GB/s: from the device to the host in both ways, a
 copy on the host as it is and transposed, checksums, a transposed copy on the device, and what
-`rollout.vllm.weights.WeightBuffer` does today, once after another. At last torch in another process
+`rollout.vllm.engine.WeightBuffer` does today, once after another. At last torch in another process
 opens the memory of a jax array by its IPC handle, copies it and compares the sum.
 """
 
