@@ -598,6 +598,5 @@ async def _score(url: str, body: dict[str, Any]) -> float:
         return number
     except (LookupError, TypeError, ValueError) as error:
         raise ServerError(
-            response,
-            "one item with one number as data[0].probs, which a model of one label gives",
+            response, "one item with one number as data[0].probs, which a model of one label gives"
         ) from error

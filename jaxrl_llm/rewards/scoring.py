@@ -29,11 +29,7 @@ from jaxrl_llm.rewards.runner import (
     Score,
     check_reward_function,
 )
-from jaxrl_llm.rewards.worker import (
-    BUILTIN_MODULE,
-    RewardItem,
-    load_reward_function,
-)
+from jaxrl_llm.rewards.worker import BUILTIN_MODULE, RewardItem, load_reward_function
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.workers.pool import passed_environment

@@ -332,13 +332,7 @@ class WorkerPool(ABC):
     """
 
     def __init__(
-        self,
-        program: WorkerProgram,
-        spec: Any,
-        timeout_s: float,
-        *,
-        name: str,
-        loads: str,
+        self, program: WorkerProgram, spec: Any, timeout_s: float, *, name: str, loads: str
     ) -> None:
         self._new_worker = functools.partial(WorkerProcess, program, spec, timeout_s)
         self._name, self._loads = name, loads

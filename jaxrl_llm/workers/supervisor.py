@@ -382,9 +382,7 @@ def encode_load_error(message: str | None) -> bytes:
 
 
 def serve_requests(
-    fd: int,
-    load: Callable[[Any], Serve],
-    describe_load_error: Callable[[Exception], str],
+    fd: int, load: Callable[[Any], Serve], describe_load_error: Callable[[Exception], str]
 ) -> None:
     """Answer lists of `(number, request)` until the pool closes the connection.
 

@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.workers.pool import (
-    Limits,
-    WorkerProcess,
-    WorkerProgram,
-    decode_load_error,
-)
+from jaxrl_llm.workers.pool import Limits, WorkerProcess, WorkerProgram, decode_load_error
 from jaxrl_llm.workers.values import to_plain
 
 log = logging.getLogger(__name__)

@@ -872,10 +872,7 @@ class _Listener:
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=self._server.run,
-            kwargs={"sockets": [self._socket]},
-            name="gateway",
-            daemon=True,
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="gateway", daemon=True
         )
         self._thread.start()
 

@@ -86,12 +86,7 @@ class APIError(Exception):
         kinds = {429: "rate_limit_error", 500: "server_error", 504: "timeout_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
 
 

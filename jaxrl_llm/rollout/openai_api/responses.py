@@ -57,12 +57,7 @@ class AnswerStream:
     """
 
     def __init__(
-        self,
-        template: TurnTemplate,
-        *,
-        prompt: Sequence[int],
-        index: int,
-        stops: Sequence[str],
+        self, template: TurnTemplate, *, prompt: Sequence[int], index: int, stops: Sequence[str]
     ) -> None:
         form = template.call_format or NO_CALLS
         self._tools, self._form = template.tools, form
@@ -212,11 +207,7 @@ class ResponseChoice:
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        index: int,
-        vocabulary: Vocabulary,
-        decode: Decode,
+        self, request: GenerationRequest, index: int, vocabulary: Vocabulary, decode: Decode
     ) -> None:
         """Begin without a token."""
         self._request, self._index, self._vocabulary = request, index, vocabulary

@@ -53,13 +53,7 @@ from jaxrl_llm.rollout.tools.tool import (
     to_result,
     tool_schema,
 )
-from jaxrl_llm.workers.pool import (
-    Limits,
-    WorkerPool,
-    WorkerProcess,
-    WorkerProgram,
-    stop_all,
-)
+from jaxrl_llm.workers.pool import Limits, WorkerPool, WorkerProcess, WorkerProgram, stop_all
 
 log = logging.getLogger(__name__)
 
@@ -560,12 +554,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        pool: "SessionPool",
-        number: int,
-        row: EpisodeRow,
-        seed: int,
-        journal: Journal | None,
+        self, pool: "SessionPool", number: int, row: EpisodeRow, seed: int, journal: Journal | None
     ) -> None:
         self._pool, self._number, self._journal = pool, number, journal
         self._row, self._seed = row, seed

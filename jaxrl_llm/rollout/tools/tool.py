@@ -31,13 +31,7 @@ from jaxrl_llm.config.functions import (
 )
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool, Observation
 from jaxrl_llm.workers.supervisor import Serve, answering_in_turn, serve_requests
-from jaxrl_llm.workers.values import (
-    finite_number,
-    memory_limit,
-    short_repr,
-    shorten,
-    to_plain,
-)
+from jaxrl_llm.workers.values import finite_number, memory_limit, short_repr, shorten, to_plain
 
 INJECTED = ("state", "row", "rng", "seconds")
 """Names of parameters that are passed by the trainer, and hidden from the model."""

@@ -245,10 +245,7 @@ class SidecarGroup:
 
 
 def send_weights(
-    group: SidecarGroup,
-    buffer: WeightBuffer,
-    buckets: Iterable[list[Entry]],
-    version: int,
+    group: SidecarGroup, buffer: WeightBuffer, buckets: Iterable[list[Entry]], version: int
 ) -> None:
     """Let paused sidecars take new weights, and compare their checksums with those sent.
 
