@@ -16,7 +16,7 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
 from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.scoring import open_pool
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_numbered, encode_answer
+from jaxrl_llm.rewards.worker import RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import pool as workers_pool
 from jaxrl_llm.workers import supervisor
 from jaxrl_llm.workers.pool import Limits
@@ -518,7 +518,7 @@ def test_limits_are_checked(make, limits, message):
 
 def test_answers_are_read_exactly():
     extra = {"tiny": 5e-324, "third": 1 / 3, "text": "\ud800é\n", "none": None, "list": [1, 2.0]}
-    outcome = Outcome(None, "", 0.1 + 0.2, extra)
+    outcome = Score(0.1 + 0.2, extra, None)
     line = encode_answer(7, outcome)
     assert line.count(b"\n") == 1 and decode_numbered(line, [7]) == (7, outcome)
     assert decode_numbered(line, [8]) is None
@@ -527,14 +527,14 @@ def test_answers_are_read_exactly():
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"number": 2}, {"number": True}, {"number": 1.0}, {"failure": "timeout"}),
-        *({"failure": ["exception"]}, {"message": None}, {"score": math.nan}, {"score": math.inf}),
+        *({"number": 2}, {"number": True}, {"number": 1.0}, {"error": "timeout: 1 s"}),
+        *({"error": ["exception: x"]}, {"error": ""}, {"score": math.nan}, {"score": math.inf}),
         *({"score": "1"}, {"score": 1}, {"score": None}, {"extra": [1]}, {"more": 1}),
     ],
 )
 def test_what_has_not_the_form_of_an_answer_is_none(changes):
-    answer = json.loads(encode_answer(1, Outcome(None, "", 1.0, {})))
-    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Outcome(None, "", 1.0, {}))
+    answer = json.loads(encode_answer(1, Score(1.0, {}, None)))
+    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Score(1.0, {}, None))
     assert decode_numbered(json.dumps(answer | changes).encode(), [1]) is None
     del answer["extra"]
     assert decode_numbered(json.dumps(answer).encode(), [1]) is None
