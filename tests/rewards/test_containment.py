@@ -37,7 +37,7 @@ def write(data):
     while data: data = data[os.write(connection(), data):]
 
 def forge(**changes):
-    answer = {"number": 1, "failure": None, "message": "", "score": 9.0, "extra": {}, **changes}
+    answer = {"number": 1, "score": 9.0, "extra": {}, "error": None, **changes}
     write(json.dumps(answer).encode() + b"\\n")
 
 def stay(session, middle=False):
@@ -119,7 +119,7 @@ ATTACKS = {
     "length": lambda: write((2**62).to_bytes(8)),
     "flood": flood,
     "drip": drip,
-    "half": lambda: write(b'{"number": 1, "failure": nu'),
+    "half": lambda: write(b'{"number": 1, "score": 9'),
     "json list": lambda: write(b"[1, null, 1.0]\\n"),
     "deep": lambda: write(b"[" * 10**5 + b"\\n"),
     "another's": lambda: forge(number=2),
