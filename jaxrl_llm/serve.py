@@ -93,11 +93,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     with activity("opening the devices"):
         layout = open_layout(mesh, "rollout", config.mesh.rollout)
     policy = load_policy(
-        config.model,
-        layout,
-        on_host=True,
-        function_from=config.function_from,
-        vision=config.vision,
+        config.model, layout, on_host=True, function_from=config.function_from, vision=config.vision
     )
     max_tokens = config.max_tokens or policy.model.max_positions
     if max_tokens is None:

@@ -218,12 +218,12 @@ def test_without_a_cluster_nothing_of_ray_is_imported():
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("package", ["rewards", "rollout.tools"])
-def test_workers_import_the_standard_library_alone(package):
+@pytest.mark.parametrize("module", ["rewards.worker", "rollout.tools.tool"])
+def test_workers_import_the_standard_library_alone(module):
     source = f"""if True:
         import sys
         before = set(sys.modules)
-        import jaxrl_llm.workers.supervisor, jaxrl_llm.{package}.worker
+        import jaxrl_llm.workers.supervisor, jaxrl_llm.{module}
         tops = {{name.partition(".")[0] for name in set(sys.modules) - before}}
         print(sorted(tops - sys.stdlib_module_names))
     """

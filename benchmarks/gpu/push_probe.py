@@ -5,7 +5,7 @@
 
 Prints a JSON object a line, each with a rate in GB/s: from the device to the host in both ways, a
 copy on the host as it is and transposed, checksums, a transposed copy on the device, and what
-`rollout.vllm.weights.WeightBuffer` does today, once after another. At last torch in another process
+`rollout.vllm.engine.WeightBuffer` does today, once after another. At last torch in another process
 opens the memory of a jax array by its IPC handle, copies it and compares the sum.
 """
 
@@ -86,7 +86,7 @@ def by_the_buffer(shape: str) -> None:
     """Print the rate at which weights are written for vLLM today."""
     from benchmarks.gpu.ours import draw_params, layout_of
     from benchmarks.gpu.specs import spec_of
-    from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+    from jaxrl_llm.rollout.vllm.engine import WeightBuffer
 
     spec = spec_of(shape)
     params, buffer = draw_params(spec, layout_of()), WeightBuffer(spec, "bfloat16")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.sandbox.attacks import Attack
 from jaxrl_llm.sandbox.interpreter import CodeResult, Interpreter
-from jaxrl_llm.workers.descendants import adopt_orphans, list_descendants
+from jaxrl_llm.workers.supervisor import adopt_orphans, list_descendants
 
 SETTLE_S = 5.0  # for what was killed to be gone
 BYSTANDER = "import signal, time; signal.pthread_sigmask(0, set(signal.Signals)); time.sleep(9999)"

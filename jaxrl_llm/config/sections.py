@@ -24,7 +24,7 @@ from jaxrl_llm.config.keys import (
     Table,
     function_key,
 )
-from jaxrl_llm.workers.protocol import finite_number
+from jaxrl_llm.workers.values import finite_number
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

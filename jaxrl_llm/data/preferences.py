@@ -25,7 +25,7 @@ from jaxrl_llm.data.row_fields import (
     with_tool_schemas,
 )
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.protocol import finite_number
+from jaxrl_llm.workers.values import finite_number
 
 
 def normalize_step_row(row: Row, prompt: list[Row]) -> Row:

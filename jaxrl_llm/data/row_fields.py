@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError
-from jaxrl_llm.workers.protocol import short_repr
+from jaxrl_llm.workers.values import short_repr
 
 Row = dict[str, Any]
 Item = TypeVar("Item")

@@ -20,18 +20,20 @@ CALL_SIGN = re.compile(f"[{BEGIN}-\udfff]")
 ANY_SIGN = re.compile(f"[{OPEN}{BEGIN}-\udfff]")  # a `</think>` alone is text
 
 
-class ParsedAnswer(NamedTuple):
-    """An answer taken apart.
+class Answer(NamedTuple):
+    """One turn of the policy.
 
     Attributes:
         text: what is no call and no reasoning.
-        calls: in the order of the text, those that are wrong included.
+        calls: of tools, in the order of the text; of wrong ones `error` says why.
         reasoning: what stood in `<think>` and `</think>`, or in the analysis channel.
+        finish: "stop", or "length" where it was cut.
     """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    finish: str = "stop"
 
 
 Read = Callable[[str, Tools], tuple[str, list[ToolCall]]]
@@ -65,7 +67,7 @@ class CallFormat(NamedTuple):
         tools: Tools = (),
         *,
         prompt: Sequence[int] = (),
-    ) -> ParsedAnswer:
+    ) -> Answer:
         """Take an answer apart.
 
         Args:
@@ -83,7 +85,7 @@ class CallFormat(NamedTuple):
         is_open = self.split is None and opens_reasoning(prompt, tokenizer)
         return OPEN if is_open else ""
 
-    def read_marked(self, marked: str, tools: Tools) -> ParsedAnswer:
+    def read_marked(self, marked: str, tools: Tools) -> Answer:
         """Take an answer apart whose markers are replaced.
 
         Reasoning begins with the first `<think>`, unless a call may have begun before it. Text
@@ -104,7 +106,7 @@ class CallFormat(NamedTuple):
             text = text.rstrip() if is_first else text.strip()
         named = [c if c.id else c._replace(id=self.call_id(i)) for i, c in enumerate(calls)]
         reasoning = unmark(reasoning, markers).strip()
-        return ParsedAnswer(unmark(text, markers), tuple(named), reasoning)
+        return Answer(unmark(text, markers), tuple(named), reasoning)
 
     def _may_call(self, text: str) -> bool:
         is_bare = bool(self.bare) and text.lstrip().startswith(self.bare)

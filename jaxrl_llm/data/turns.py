@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from jaxrl_llm.data.call_formats import ToolCall, count_common, is_harmony
 from jaxrl_llm.data.chat import PROBE, USER, ChatTemplate, Message, read_calls
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.data.tool_calls import FORMATS, NO_CALLS, ParsedAnswer, choose_format
+from jaxrl_llm.data.tool_calls import FORMATS, NO_CALLS, Answer, choose_format
 
 REPLY = "Sure."
 
-Turn = tuple[ParsedAnswer, list[Message]]
+Turn = tuple[Answer, list[Message]]
 """An answer and what is told after it."""
 
 
@@ -47,7 +47,7 @@ def _turn(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> Tur
     new: list[Message] = [
         {"role": "tool", "name": c.name, "tool_call_id": c.id, "content": text} for c in calls
     ]
-    answer = ParsedAnswer("" if calls else REPLY, tuple(calls), reasoning)
+    answer = Answer("" if calls else REPLY, tuple(calls), reasoning)
     return answer, new or [{"role": "user", "content": text}]
 
 
@@ -167,7 +167,7 @@ class TurnTemplate:
         close = self._stop_texts.get(cut.close) or self.template.ids(cut.close)[0]
         return ids if closed and (stop is None or stop == close) else [close, *ids]
 
-    def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> ParsedAnswer:
+    def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> Answer:
         """Take a sampled answer apart.
 
         Args:
@@ -178,7 +178,7 @@ class TurnTemplate:
         form = self.call_format or NO_CALLS
         return form.parse(tokens, self.tokenizer, self.tools, prompt=prompt)
 
-    def message(self, answer: ParsedAnswer) -> dict[str, Any]:
+    def message(self, answer: Answer) -> dict[str, Any]:
         """Return the assistant's message of an answer; calls that are wrong are left out."""
         calls = [call for call in answer.calls if call.error is None]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
@@ -314,7 +314,7 @@ class TurnTemplate:
         if not given or self.template.style is not None or self.call_format is None:
             return message
         calls = read_calls(message, "message")
-        answer = ParsedAnswer(message.get("content") or "", tuple(calls))
+        answer = Answer(message.get("content") or "", tuple(calls))
         return {k: message[k] for k in message if k != "tool_calls"} | self.message(answer)
 
     def _neutral(self, messages: Sequence[Message]) -> list[Message]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
-from jaxrl_llm.workers.protocol import UNSCORED, shorten
+from jaxrl_llm.workers.values import UNSCORED, shorten
 
 COLUMNS = ("prompt", "answer", "score", "advantage")
 PROMPT_LINES, ANSWER_LINES, ERROR_CHARS = 2, 4, 80

@@ -80,8 +80,7 @@ def math(
     {'score': 1.0, 'acc': 1.0, 'pred': '0.5'}
     """
     reference, pred = answer_text("math", ground_truth), last_boxed(solution_str)
-    right = float(pred is not None and same_answer(pred, reference, seconds))
-    return {"score": right, "acc": right, "pred": pred}
+    return _result(pred is not None and same_answer(pred, reference, seconds), pred)
 
 
 def math_dapo(
@@ -193,6 +192,10 @@ def answer_text(function: str, ground_truth: Any) -> str:
         raise ValueError(
             f"{function}: expected a text or a number as ground truth, got {ground_truth!r}"
         )
+    return _decimal_text(number)
+
+
+def _decimal_text(number: Decimal) -> str:
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -458,10 +461,7 @@ def gsm8k(
 
 def _canonical(number: str) -> str:
     value = Decimal(number.replace(",", "").replace("$", ""))
-    if value == 0:
-        return "0"
-    text = f"{value:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return _decimal_text(value) if value else "0"
 
 
 def reasoning_gym(

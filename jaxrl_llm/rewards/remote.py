@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.rewards.worker import Unscored
 from jaxrl_llm.rollout.servers import ServerError, lock_of, post
-from jaxrl_llm.workers.protocol import finite_number, short_repr, shorten
+from jaxrl_llm.workers.values import finite_number, short_repr, shorten
 
 RATING = """\
 Rate how well the answer responds to the question, from 0 (useless or wrong) to 10 (correct,
@@ -598,6 +598,5 @@ async def _score(url: str, body: dict[str, Any]) -> float:
         return number
     except (LookupError, TypeError, ValueError) as error:
         raise ServerError(
-            response,
-            "one item with one number as data[0].probs, which a model of one label gives",
+            response, "one item with one number as data[0].probs, which a model of one label gives"
         ) from error

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
@@ -35,21 +35,19 @@ from jaxrl_llm.rewards.worker import (
     BEAT,
     BEAT_S,
     FAILURES,
-    Outcome,
     RewardItem,
     RewardJob,
+    Score,
     call_function,
     decode_numbered,
-    failed_outcome,
+    failed_score,
     is_async,
     load_reward_function,
-    outcomes_in_thread,
+    scores_in_thread,
 )
 from jaxrl_llm.rollout.servers import check_client
-from jaxrl_llm.workers.limits import Limits
-from jaxrl_llm.workers.pool import Answered, WorkerPool
-from jaxrl_llm.workers.process import LaunchOptions, WorkerProgram
-from jaxrl_llm.workers.protocol import UNSCORED, shorten
+from jaxrl_llm.workers.pool import Limits, WorkerPool, WorkerProgram
+from jaxrl_llm.workers.values import UNSCORED, shorten
 
 if TYPE_CHECKING:  # Ray's workers start without pydantic
     from jaxrl_llm.config.sections import ScoringConfig
@@ -67,46 +65,11 @@ FUNCTION_COMPONENT = "function"
 ASKING = (judge, classify)
 """The reward functions that ask a server."""
 
-Outcomes = Generator[tuple[int, Outcome], None, None]
+Outcomes = Generator[tuple[int, Score], None, None]
 
 
 class RewardError(RunError):
     """A reward function failed, and the config says to stop; the message names the row."""
-
-
-class Score(NamedTuple):
-    """The reward of one reply, what else was reported of it, and what went wrong, if anything.
-
-    Attributes:
-        score: of the reply; NaN where nobody knows it: such a reply is left out of its group.
-        extra: what else was reported.
-        error: what went wrong.
-        step_rewards: index of a token among those that the policy drew, and its reward, in place
-            of the score on the last one.
-    """
-
-    score: float
-    extra: dict[str, Any]
-    error: str | None
-    step_rewards: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def is_unscored(self) -> bool:
-        """Whether nobody knows the reward.
-
-        >>> Score(math.nan, {}, "unscored: no verdict").is_unscored
-        True
-        """
-        return math.isnan(self.score)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether its reward function failed, rather than to say itself that it is unscored.
-
-        >>> Score(math.nan, {}, "unscored: no verdict").has_failed
-        False
-        """
-        return self.error is not None and not self.error.startswith(f"{UNSCORED}:")
 
 
 class RewardRunner(ABC):
@@ -137,7 +100,8 @@ class RewardRunner(ABC):
             *(spec, config.timeout_s, is_async(self._function)),
             *(config.concurrency, config.retries),
         )
-        self._limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
+        limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
+        self._program = PROGRAM._replace(limits=limits)
         self._on_error = math.nan if config.on_error == UNSCORED else config.on_error
         self.counts: dict[str, int] = dict.fromkeys(("exception", "timeout", "died", "invalid"), 0)
         self._rows: Sequence[int] = ()
@@ -174,7 +138,7 @@ class RewardRunner(ABC):
             RewardError: a call failed and `on_error` is None; a worker can't start; the pool is
                 closed.
         """
-        failures: dict[int, Outcome] = {}
+        failures: dict[int, Score] = {}
         with (
             self._lock,
             activity("scoring", len(items)) as progress,
@@ -194,16 +158,14 @@ class RewardRunner(ABC):
             self._warn(items, unscored, GAVE_NO_SCORE)
         return [scores[number] for number in range(len(items))]
 
-    def _warn(
-        self, items: Sequence[RewardItem], failures: dict[int, Outcome], message: str
-    ) -> None:
+    def _warn(self, items: Sequence[RewardItem], failures: dict[int, Score], message: str) -> None:
         """Log on one line how many calls failed, and the first two ways in which they did."""
         if not failures:
             return
         kinds = Counter(outcome.failure for outcome in failures.values())
         ways: dict[str | None, int] = {}
         for number in sorted(failures):
-            ways.setdefault(failures[number].message, number)
+            ways.setdefault(failures[number].error, number)
         described = [self._described(n, items[n], failures[n]) for n in [*ways.values()][:2]]
         log.warning(
             message,
@@ -212,23 +174,23 @@ class RewardRunner(ABC):
             "; another: ".join(described),
         )
 
-    def _to_score(self, number: int, item: RewardItem, outcome: Outcome) -> Score:
+    def _to_score(self, number: int, item: RewardItem, outcome: Score) -> Score:
         if outcome.failure is None:
-            return Score(outcome.score, outcome.extra, None)
+            return outcome
         if outcome.failure == UNSCORED:
-            return Score(math.nan, {}, f"{UNSCORED}: {outcome.message}")
+            return outcome._replace(score=math.nan)
         self.counts[outcome.failure] += 1
         if self._on_error is None:
             described = self._described(number, item, outcome)
             raise RewardError(f"reward {self._spec.fn!r} failed on {described}")
-        return Score(float(self._on_error), {}, f"{outcome.failure}: {outcome.message}")
+        return outcome._replace(score=float(self._on_error))
 
-    def _described(self, number: int, item: RewardItem, outcome: Outcome) -> str:
+    def _described(self, number: int, item: RewardItem, outcome: Score) -> str:
         """Return which reply a failed call was of, and how it failed."""
         reply, truth = (shorten(repr(part), 120) for part in (item.solution_str, item.ground_truth))
         return (
             f"row {self._rows[number]} (data_source {item.data_source!r}, reply {reply},"
-            f" ground truth {truth}): {outcome.failure}: {outcome.message}"
+            f" ground truth {truth}): {outcome.error}"
         )
 
 
@@ -288,23 +250,22 @@ class RewardWorkers(WorkerPool):
     Args:
         job: the reward function, and how it is called.
         size: the number of processes.
-        launch: how workers start.
+        program: that calls it.
     """
 
-    def __init__(self, job: RewardJob, size: int, launch: LaunchOptions) -> None:
+    def __init__(self, job: RewardJob, size: int, program: WorkerProgram) -> None:
         self.job = job
         self._size = min(size, job.concurrency) if job.is_async else size
         self._patience_s = job.timeout_s + (SILENCE_S if job.is_async else 0)
         function = repr(job.spec.fn)
-        super().__init__(
-            *(PROGRAM, job, self._patience_s, launch), name=f"reward {function}", loads=function
-        )
+        name = f"reward {function}"
+        super().__init__(program, job, self._patience_s, name=name, loads=function)
 
     def error(self, message: str) -> RewardError:
         """Return what is raised where no worker can start."""
         return RewardError(f"reward: {message}")
 
-    def decode(self, line: bytes, pending: Sequence[int]) -> list[tuple[int, Outcome]] | None:
+    def decode(self, line: bytes, pending: Sequence[int]) -> list[tuple[int, Score]] | None:
         """Return the item of which a line tells what, if any; None where it should not be there."""
         if not self.job.is_async:
             numbered = decode_numbered(line, [*pending][:1])
@@ -331,17 +292,17 @@ class RewardWorkers(WorkerPool):
                     self._hand_out(items, waiting)
                 check_open(self.closed)
                 for event in self.poll(MAX_WAIT_S):
-                    if isinstance(event, Answered):
+                    if event.failure is None:
                         left -= 1
-                        yield event.number, event.value
-                    elif self.job.is_async and len(event.pending) > 1:
-                        waiting.extendleft(reversed(event.pending))
-                        suspects.update(event.pending)
-                    elif event.pending:
-                        first, *rest = event.pending
+                        yield event.numbers[0], event.value
+                    elif self.job.is_async and len(event.numbers) > 1:
+                        waiting.extendleft(reversed(event.numbers))
+                        suspects.update(event.numbers)
+                    elif event.numbers:
+                        first, *rest = event.numbers
                         waiting.extendleft(reversed(rest))
                         left -= 1
-                        yield first, self._lost_outcome(event.kind, event.message)
+                        yield first, self._lost_outcome(event.failure, event.message)
         finally:  # after an error some are still busy with items that nobody waits for
             for worker in [w for w in self.workers if w.pending]:
                 self.dismiss(worker)
@@ -370,13 +331,13 @@ class RewardWorkers(WorkerPool):
             worker.submit([(number, items[number])])
             room -= 1
 
-    def _lost_outcome(self, kind: str, message: str) -> Outcome:
+    def _lost_outcome(self, kind: str, message: str) -> Score:
         if kind == "timeout" and self.job.is_async:
             message = (
                 f"no sign of life within {self._patience_s:g} s: it keeps its event loop from "
                 "going on (expected no call that blocks)"
             )
-        return failed_outcome(kind, message)
+        return failed_score(kind, message)
 
 
 class RewardPool(RewardRunner):
@@ -390,8 +351,7 @@ class RewardPool(RewardRunner):
 
     def __init__(self, spec: FunctionSpec, config: "ScoringConfig") -> None:
         super().__init__(spec, config)
-        launch = LaunchOptions(limits=self._limits)
-        self._worker_pool = RewardWorkers(self._job, config.workers, launch)
+        self._worker_pool = RewardWorkers(self._job, config.workers, self._program)
         self._in_process = config.workers == 0
 
     def close(self) -> None:
@@ -406,7 +366,7 @@ class RewardPool(RewardRunner):
             return self._worker_pool.outcomes(items)
         if self._job.is_async:
             still_open = functools.partial(check_open, self._closed)
-            return outcomes_in_thread(self._function, items, self._job, still_open)
+            return scores_in_thread(self._function, items, self._job, still_open)
         return ((number, call_function(self._function, item)) for number, item in enumerate(items))
 
 
@@ -444,8 +404,8 @@ class RewardTasks(RewardRunner):
             tasks = min(tasks, job.concurrency)
             job = job._replace(concurrency=job.concurrency // tasks)
         self._tasks, self._retries = tasks, retries
-        launch = LaunchOptions(str(Path.cwd()), tuple(sys.path), self._limits)
-        self._pickled = pickle.dumps((job, launch))
+        program = self._program._replace(folder=str(Path.cwd()), search=tuple(sys.path))
+        self._pickled = pickle.dumps((job, program))
         self._remote = _cluster().remote(num_cpus=1, max_retries=0)(_score_chunk)
 
     def close(self) -> None:
@@ -510,7 +470,7 @@ def _cluster() -> Any:
     return ray
 
 
-def _receive(ray: Any, ref: Any, numbers: list[int]) -> list[Outcome]:
+def _receive(ray: Any, ref: Any, numbers: list[int]) -> list[Score]:
     """Return the outcomes of a task's first items; of none where it is lost, and held several."""
     kinds = ray.exceptions
     lost = (
@@ -524,7 +484,7 @@ def _receive(ray: Any, ref: Any, numbers: list[int]) -> list[Outcome]:
         return ray.get(ref)
     except lost as error:
         message = f"its Ray worker was lost ({type(error).__name__})"
-        return [failed_outcome("died", message)] if len(numbers) == 1 else []
+        return [failed_score("died", message)] if len(numbers) == 1 else []
     except kinds.RayError as error:
         if isinstance(error, kinds.RayTaskError) and isinstance(error.cause, RewardError):
             raise RewardError(str(error.cause)) from error
@@ -543,7 +503,7 @@ def _cancel(ray: Any, refs: list[Any]) -> None:
     log.warning("reward: %d Ray tasks may go on, though cancelled", len(refs))
 
 
-def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
+def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Score]:
     """Return the items' outcomes, in a Ray worker; the last may be one that ended the process."""
     outcomes, pool = [], _worker_pool(job)
     if pool.job.is_async:  # it has tried those again alone that may be to blame
@@ -559,5 +519,5 @@ def _score_chunk(job: bytes, items: list[RewardItem]) -> list[Outcome]:
 
 @functools.lru_cache(maxsize=1)
 def _worker_pool(job: bytes) -> RewardWorkers:
-    described, launch = pickle.loads(job)
-    return RewardWorkers(described, 1, launch)
+    described, program = pickle.loads(job)
+    return RewardWorkers(described, 1, program)

@@ -29,15 +29,11 @@ from jaxrl_llm.rewards.runner import (
     Score,
     check_reward_function,
 )
-from jaxrl_llm.rewards.worker import (
-    BUILTIN_MODULE,
-    RewardItem,
-    load_reward_function,
-)
+from jaxrl_llm.rewards.worker import BUILTIN_MODULE, RewardItem, load_reward_function
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.workers.limits import passed_environment
-from jaxrl_llm.workers.protocol import UNSCORED, finite_number, short_repr, shorten
+from jaxrl_llm.workers.pool import passed_environment
+from jaxrl_llm.workers.values import UNSCORED, finite_number, short_repr, shorten
 
 log = logging.getLogger(__name__)
 

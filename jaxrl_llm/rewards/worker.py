@@ -9,6 +9,7 @@ import asyncio
 import functools
 import inspect
 import json
+import math
 import pickle
 import threading
 import traceback
@@ -21,19 +22,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, load_function
-from jaxrl_llm.workers.limits import MAX_LINE_BYTES
-from jaxrl_llm.workers.protocol import (
+from jaxrl_llm.workers.retries import wait_before_retry
+from jaxrl_llm.workers.supervisor import MAX_LINE_BYTES, Serve, answering_in_turn, serve_requests
+from jaxrl_llm.workers.values import (
     UNSCORED,
-    Serve,
-    answering_in_turn,
     finite_number,
     memory_limit,
-    serve_requests,
     short_repr,
     shorten,
     to_plain,
 )
-from jaxrl_llm.workers.retries import wait_before_retry
 
 BUILTIN_MODULE = "jaxrl_llm.rewards.functions"
 KEYS = "reward."  # how the config's keys for the limits begin
@@ -77,22 +75,57 @@ class Unscored(Exception):
     """
 
 
-class Outcome(NamedTuple):
-    """What came of one call: `failure` is None, or the kind of failure that `message` explains."""
+class Score(NamedTuple):
+    """The reward of one reply, what else was reported of it, and what went wrong, if anything.
 
-    failure: str | None
-    message: str
+    Attributes:
+        score: of the reply; NaN where nobody knows it: such a reply is left out of its group.
+        extra: what else was reported.
+        error: what went wrong: the kind of failure, a colon, and what happened.
+        step_rewards: index of a token among those that the policy drew, and its reward, in place
+            of the score on the last one.
+    """
+
     score: float
     extra: dict[str, Any]
+    error: str | None
+    step_rewards: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def failure(self) -> str | None:
+        """The kind of failure, if it is one.
+
+        >>> Score(math.nan, {}, "timeout: no answer within 5 s").failure
+        'timeout'
+        """
+        return self.error and self.error.partition(":")[0]
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether nobody knows the reward.
+
+        >>> Score(math.nan, {}, "unscored: no verdict").is_unscored
+        True
+        """
+        return math.isnan(self.score)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its reward function failed, rather than to say itself that it is unscored.
+
+        >>> Score(math.nan, {}, "unscored: no verdict").has_failed
+        False
+        """
+        return self.error is not None and not self.error.startswith(f"{UNSCORED}:")
 
 
-def failed_outcome(failure: str, message: str) -> Outcome:
-    """Return the outcome of a call that gave no usable score.
+def failed_score(failure: str, message: str) -> Score:
+    """Return what came of a call that gave no usable score; the runner says which it gets.
 
-    >>> failed_outcome("timeout", "no answer within 5 s").failure
+    >>> failed_score("timeout", "no answer within 5 s").failure
     'timeout'
     """
-    return Outcome(failure, shorten(message), 0.0, {})
+    return Score(0.0, {}, f"{failure}: {shorten(message)}")
 
 
 def load_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
@@ -108,7 +141,7 @@ def load_reward_function(spec: FunctionSpec) -> Callable[..., Any]:
 
 def call_function(
     function: Callable[..., Any], item: RewardItem, *, memory_gb: float | None = None
-) -> Outcome:
+) -> Score:
     """Call the reward function on one item and bring what it gives into one form.
 
     Args:
@@ -122,45 +155,45 @@ def call_function(
         raised something else, `invalid` when it returned something else, NaN or infinity.
 
     >>> call_function(lambda **item: {"score": True, "pred": "4"}, RewardItem("", "4", "4", None))
-    Outcome(failure=None, message='', score=1.0, extra={'pred': '4'})
+    Score(score=1.0, extra={'pred': '4'}, error=None, step_rewards=())
     """
     try:
         value = function(**item._asdict())
     except (Exception, SystemExit) as error:
-        return raised_outcome(error, memory_gb)
-    return returned_outcome(value)
+        return raised_score(error, memory_gb)
+    return returned_score(value)
 
 
-def raised_outcome(error: BaseException, memory_gb: float | None) -> Outcome:
-    """Return the outcome of a call that raised.
+def raised_score(error: BaseException, memory_gb: float | None) -> Score:
+    """Return what came of a call that raised.
 
-    >>> raised_outcome(Unscored("no verdict"), None).failure
+    >>> raised_score(Unscored("no verdict"), None).failure
     'unscored'
     """
     if isinstance(error, Unscored):
-        return failed_outcome(UNSCORED, str(error))
+        return failed_score(UNSCORED, str(error))
     traceback.clear_frames(error.__traceback__)  # they may hold all memory that we may take
-    return failed_outcome("exception", f"{describe_error(error, memory_gb)} ({_raised_at(error)})")
+    return failed_score("exception", f"{describe_error(error, memory_gb)} ({_raised_at(error)})")
 
 
-def returned_outcome(value: Any) -> Outcome:
-    """Return the outcome of a call that returned a value, which may be no score.
+def returned_score(value: Any) -> Score:
+    """Return what came of a call that returned a value, which may be no score.
 
-    >>> returned_outcome(None).message
-    'expected a finite number (float32) as score, got None'
+    >>> returned_score(None).error
+    'invalid: expected a finite number (float32) as score, got None'
     """
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in extra:
-        return failed_outcome("invalid", f"expected a dict with 'score', got keys {list(extra)}")
+        return failed_score("invalid", f"expected a dict with 'score', got keys {list(extra)}")
     given = extra.pop("score")
     if (score := finite_number(given)) is None:
         message = f"expected a finite number (float32) as score, got {short_repr(given)}"
-        return failed_outcome("invalid", message)
+        return failed_score("invalid", message)
     try:
         extra = json.loads(json.dumps(extra, default=to_plain))
     except Exception as error:  # also of a class of the user's
-        return failed_outcome("invalid", f"expected plain data, got {short_repr(value)}: {error}")
-    return Outcome(None, "", score, extra)
+        return failed_score("invalid", f"expected plain data, got {short_repr(value)}: {error}")
+    return Score(score, extra, None)
 
 
 def _raised_at(error: BaseException) -> str:
@@ -171,17 +204,21 @@ def _raised_at(error: BaseException) -> str:
     return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
-def encode_answer(number: int, outcome: Outcome) -> bytes:
+ANSWER_FIELDS = ("number", "score", "extra", "error")
+
+
+def encode_answer(number: int, outcome: Score) -> bytes:
     """Return the line that tells the pool what came of an item.
 
-    >>> encode_answer(3, Outcome(None, "", 1.0, {}))
-    b'{"number": 3, "failure": null, "message": "", "score": 1.0, "extra": {}}\\n'
+    >>> encode_answer(3, Score(1.0, {}, None))
+    b'{"number": 3, "score": 1.0, "extra": {}, "error": null}\\n'
     """
-    line = json.dumps({"number": number, **outcome._asdict()}).encode() + b"\n"
+    values = (number, outcome.score, outcome.extra, outcome.error)
+    line = json.dumps(dict(zip(ANSWER_FIELDS, values, strict=True))).encode() + b"\n"
     if len(line) <= MAX_LINE_BYTES:
         return line
     message = f"expected at most {MAX_LINE_BYTES} bytes beside the score, got {len(line)}"
-    return encode_answer(number, failed_outcome("invalid", message))
+    return encode_answer(number, failed_score("invalid", message))
 
 
 FAILURES = ("exception", "invalid", UNSCORED)
@@ -190,7 +227,7 @@ FAILURES = ("exception", "invalid", UNSCORED)
 
 def decode_numbered(
     line: bytes, pending: Collection[int], failures: Collection[str] = FAILURES
-) -> tuple[int, Outcome] | None:
+) -> tuple[int, Score] | None:
     """Return of which item a line tells what; None where it is no answer to one that is pending.
 
     Nothing is taken on trust: the reward function may have written the line itself.
@@ -199,17 +236,16 @@ def decode_numbered(
         answer = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(answer, dict) or answer.keys() != {"number", *Outcome._fields}:
+    if not isinstance(answer, dict) or answer.keys() != {*ANSWER_FIELDS}:
         return None
-    message, score, extra = answer["message"], answer["score"], answer["extra"]
-    number = answer["number"]
-    plain = isinstance(message, str) and type(score) is float and isinstance(extra, dict)
+    number, score, extra, error = (answer[name] for name in ANSWER_FIELDS)
+    plain = isinstance(error, str | None) and type(score) is float and isinstance(extra, dict)
     if not plain or type(number) is not int or number not in pending:
         return None
-    if answer["failure"] in failures:
-        return number, failed_outcome(answer["failure"], message)
-    sound = answer["failure"] is None and finite_number(score) is not None
-    return (number, Outcome(None, "", score, extra)) if sound else None
+    if error is None:
+        return None if finite_number(score) is None else (number, Score(score, extra, None))
+    failure, _, message = error.partition(": ")
+    return (number, failed_score(failure, message)) if failure in failures else None
 
 
 def describe_load_error(error: Exception, memory_gb: float | None) -> str:
@@ -247,7 +283,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 async def call_repeatedly(
     function: Callable[..., Any], item: RewardItem, job: RewardJob, memory_gb: float | None = None
-) -> Outcome:
+) -> Score:
     """Call an `async def` reward function on one item, and again where that may help.
 
     Args:
@@ -264,16 +300,16 @@ async def call_repeatedly(
         value, error = await _call(function, item, job.timeout_s)
         tries += 1
         if error is None:
-            return returned_outcome(value)
+            return returned_score(value)
         wait = wait_before_retry(error, tries) if tries <= job.retries else None
         if wait is None:
             break
         await asyncio.sleep(wait)
     if isinstance(error, _OutOfTime):
-        outcome = failed_outcome("timeout", str(error))
+        outcome = failed_score("timeout", str(error))
     else:
-        outcome = raised_outcome(error, memory_gb)
-    return outcome if tries == 1 else outcome._replace(message=f"{outcome.message} (try {tries})")
+        outcome = raised_score(error, memory_gb)
+    return outcome if tries == 1 else outcome._replace(error=f"{outcome.error} (try {tries})")
 
 
 class _OutOfTime(TimeoutError):
@@ -366,12 +402,12 @@ def _read_in_thread(requests: BinaryIO) -> asyncio.Queue[Any]:
     return incoming
 
 
-def outcomes_in_thread(
+def scores_in_thread(
     function: Callable[..., Any],
     items: Sequence[RewardItem],
     job: RewardJob,
     check_open: Callable[[], None],
-) -> Generator[tuple[int, Outcome], None, None]:
+) -> Generator[tuple[int, Score], None, None]:
     """Yield the number and the outcome of every item as they come in, from a thread's event loop.
 
     This thread may have an event loop of its own, as that of a notebook has.
@@ -390,7 +426,7 @@ def outcomes_in_thread(
         ready.set_result((asyncio.get_running_loop(), stop))
         await stop.wait()  # then what still runs is cancelled
 
-    async def call(number: int, item: RewardItem) -> tuple[int, Outcome]:
+    async def call(number: int, item: RewardItem) -> tuple[int, Score]:
         async with places:
             return number, await call_repeatedly(function, item, job)
 
@@ -399,7 +435,7 @@ def outcomes_in_thread(
     )
     thread.start()
     loop, stop = ready.result()
-    ended = SimpleQueue[Future[tuple[int, Outcome]]]()
+    ended = SimpleQueue[Future[tuple[int, Score]]]()
     for given in enumerate(items):
         asyncio.run_coroutine_threadsafe(call(*given), loop).add_done_callback(ended.put)
     left = len(items)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.workers.protocol import shorten
+from jaxrl_llm.workers.values import shorten
 
 
 class ServerError(Exception):

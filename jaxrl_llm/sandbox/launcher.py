@@ -25,7 +25,7 @@ from types import CodeType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm.sandbox import jail
-from jaxrl_llm.workers.descendants import (
+from jaxrl_llm.workers.supervisor import (
     adopt_orphans,
     end_descendants,
     ignore_signals,

@@ -26,12 +26,7 @@ from jaxrl_llm.sandbox.interpreter import (
     Interpreter,
 )
 from jaxrl_llm.sandbox.jail import AUDIT_ARCHS, Layers, landlock_version
-from jaxrl_llm.sandbox.launcher import (
-    READY,
-    RUN_BEGINS,
-    RUN_ENDS,
-    LaunchedSession,
-)
+from jaxrl_llm.sandbox.launcher import READY, RUN_BEGINS, RUN_ENDS, LaunchedSession
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])  # where this package was imported from
 LAUNCHER_PROGRAM = (

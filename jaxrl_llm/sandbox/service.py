@@ -18,8 +18,8 @@ from jaxrl_llm.sandbox.interpreter import (
     Interpreter,
     shorten_output,
 )
-from jaxrl_llm.workers.protocol import shorten
 from jaxrl_llm.workers.retries import wait_before_retry
+from jaxrl_llm.workers.values import shorten
 
 PATH = "/run_code"
 MAX_ANSWER_BYTES = 16_000_000

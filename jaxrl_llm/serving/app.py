@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.openai_api.requests import (
     parse_chat,
     parse_completion,
     read_body,
+    wait_until_gone,
 )
 from jaxrl_llm.rollout.openai_api.responses import Envelope, ResponseChoice, event, prompt_logprobs
 from jaxrl_llm.rollout.openai_api.responses_api import ResponseEnvelope, chat_request
@@ -105,12 +106,7 @@ async def while_connected(
         Disconnected: the client has gone.
         APIError: with status 504, out of time.
     """
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    tasks = [asyncio.create_task(work), asyncio.create_task(wait_until_gone(receive))]
     try:
         left = deadline - asyncio.get_running_loop().time()
         done, _ = await asyncio.wait(

@@ -21,7 +21,7 @@ from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.training.microbatches import sequence_sizes
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.protocol import finite_number
+from jaxrl_llm.workers.values import finite_number
 
 OVER_UPDATES = {"divergence/max": np.max, "divergence/min": np.min}
 """How the metrics of a step's updates become one number; all others are means."""

@@ -21,7 +21,7 @@ from jaxrl_llm.monitoring.writer import Outages
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.protocol import shorten
+from jaxrl_llm.workers.values import shorten
 
 DUMPED = {
     "advantages": "advantages",

@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.rollouts import without_lone
 from jaxrl_llm.training.objectives import LossError, per_token, shape_text
 from jaxrl_llm.types import Batch
-from jaxrl_llm.workers.protocol import finite_number, short_repr
+from jaxrl_llm.workers.values import finite_number, short_repr
 
 Function = Callable[..., Any]
 

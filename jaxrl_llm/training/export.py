@@ -49,7 +49,7 @@ from jaxrl_llm.runs.directory import UserFunction, source_of
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
 from jaxrl_llm.training.objectives import LOGITS, SCORES
-from jaxrl_llm.workers.protocol import shorten
+from jaxrl_llm.workers.values import shorten
 
 WAITS_S = (1.0, 4.0, 16.0)
 """Seconds before each new attempt, where the hub does not answer or fails."""

@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.workers.protocol import finite_number
+from jaxrl_llm.workers.values import finite_number
 
 LEVEL = 0.95
 """Of the intervals."""

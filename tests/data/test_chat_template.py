@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.data.chat import ChatTemplate
 from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.preferences import tokenize_preferences
-from jaxrl_llm.data.tool_calls import ParsedAnswer, ToolCall
+from jaxrl_llm.data.tool_calls import Answer, ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from tests.data.real_templates import WRITTEN, build
 
@@ -369,6 +369,6 @@ def test_tools_of_rows_reach_the_template():
 def test_answers_of_episodes_are_messages_that_the_template_takes():
     turns = TurnTemplate(*build("qwen3"), tools=[SCHEMA])
     call = ToolCall("look_up", {"text": "zsun"}, "abcdefghi")
-    chat = [USER, turns.message(ParsedAnswer("", (call,), "R one")), RESULT, ANSWER]
+    chat = [USER, turns.message(Answer("", (call,), "R one")), RESULT, ANSWER]
     ((ids, mask),) = turns.template.conversation(chat, [SCHEMA])
     assert sum(mask) < len(mask) and ids[: len(turns.opening([USER]))] == turns.opening([USER])

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer
-from jaxrl_llm.data.tool_calls import ParsedAnswer, ToolCall
+from jaxrl_llm.data.tool_calls import Answer, ToolCall
 from jaxrl_llm.data.turns import TurnTemplate
 from tests.data.real_templates import build
 
@@ -88,7 +88,7 @@ def test_stream_is_what_the_template_writes_in_one_go(template, content):
         (CALLS[:1], results(content)),
         ((), [{"role": "user", "content": content}]),
     ]:
-        answer = ParsedAnswer("" if calls else "Sure.", calls)
+        answer = Answer("" if calls else "Sure.", calls)
         kept, whole = kept_and_whole(template, answer, new)
         told = make(template).following(new, calls=calls)
         assert [*kept, *told] == encode(template, whole)
@@ -223,7 +223,7 @@ def test_5_templates_that_drop_thoughts(template, caplog):
     told = turns.following(new)
     if "<think>" in build(template)[0].decode(told):  # the prompt opens it
         stream = [*turns.opening([USER]), *encode(template, "Hm.\n</think>\n\nA"), *close]
-    chat = [USER, turns.message(ParsedAnswer("A", (), "Hm."))]
+    chat = [USER, turns.message(Answer("A", (), "Hm."))]
     assert not turns.drifts(chat, stream)
     assert turns.drifts([*chat, *new], [*stream, *told])  # the stream keeps the thought
 
@@ -240,14 +240,14 @@ def test_6_templates_that_ask_for_ids_and_a_text_of_arguments():
         turns = make(template, call_format=None if template != "gemma4_v5" else "pythonic")
         assert turns.following(bare, calls=CALLS[:1]) == turns.following(results("18"))
     assert "call00000" in build("mistral")[0].decode(make("mistral").following(bare, calls=CALLS))
-    arguments = make("deepseekv3").message(ParsedAnswer("", CALLS))["tool_calls"][0]["function"]
+    arguments = make("deepseekv3").message(Answer("", CALLS))["tool_calls"][0]["function"]
     assert arguments["arguments"] == '{"text": "sun"}'
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3_5_think", "deepseekv3", "mistral"])
 def test_7_results_that_one_turn_holds(template):
     new = results("18", "19")
-    kept, whole = kept_and_whole(template, ParsedAnswer("", CALLS), new)
+    kept, whole = kept_and_whole(template, Answer("", CALLS), new)
     assert [*kept, *make(template).following(new, calls=CALLS)] == encode(template, whole)
 
 
@@ -337,7 +337,7 @@ def test_quickstart_tokenizer_and_a_template_without_an_end(tokenizer):
     told = turns.following([{"role": "user", "content": "7<|end|>"}])
     assert quickstart.decode(told) == "<|user|>7<|end|><|end|><|assistant|>"
     assert told.count(257) == 1
-    assert turns.parse([*quickstart.encode("4 "), 257]) == ParsedAnswer("4 ")
+    assert turns.parse([*quickstart.encode("4 "), 257]) == Answer("4 ")
 
     class Words:  # of the character tokenizer: it knows no letters
         eos, user, reply = 15, 16, 17
@@ -360,7 +360,7 @@ def test_answers_to_a_prompt_that_opens_a_thought():
     turns = make("qwen3_5_think")
     prompt, call = turns.opening([USER]), "<tool_call>\n<function=now>\n</function>\n</tool_call>"
     thought = encode("qwen3_5_think", f"Hm.{call}")
-    assert turns.parse(thought, prompt=prompt) == ParsedAnswer("", (), f"Hm.{call}")
+    assert turns.parse(thought, prompt=prompt) == Answer("", (), f"Hm.{call}")
     done = encode("qwen3_5_think", f"Hm.</think>{call}")
     answer = turns.parse(done, prompt=prompt)
     assert (answer.calls[0].name, answer.reasoning) == ("now", "Hm.")
@@ -443,7 +443,7 @@ def test_a_call_of_gpt_oss_and_what_follows_are_as_its_template_writes_them():
 
 def test_words_and_thoughts_beside_a_call_of_gpt_oss_are_one_thought_in_its_template():
     turns = make("gptoss")
-    chat = [USER, turns.message(ParsedAnswer("I look.", CALLS[:1], "Hm.")), *results("18")]
+    chat = [USER, turns.message(Answer("I look.", CALLS[:1], "Hm.")), *results("18")]
     text = render("gptoss", turns.as_rendered(chat))
     assert "<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>" in text
 
@@ -454,7 +454,7 @@ def test_the_stop_token_of_gpt_oss_is_followed_by_what_ends_the_turn_in_a_histor
     turns, new = TurnTemplate(tokenizer, stops), [{"role": "user", "content": "B"}]
     stop, end = harmony("<|return|>")[0], harmony("<|end|>")[0]
     drawn = harmony("<|channel|>final<|message|>A")
-    assert turns.parse([*drawn, stop]) == ("A", (), "")  # without tools, too
+    assert turns.parse([*drawn, stop]) == Answer("A")  # without tools, too
     told = turns.following(new, stop=stop)
     assert told == [end, *turns.following(new)] == turns.following(new, closed=False)
     chat = [USER, {"role": "assistant", "content": "A"}]

@@ -18,7 +18,7 @@ from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params, log_untouched
 from jaxrl_llm.models.hf.save import find_kept, save_arrays, save_params
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+from jaxrl_llm.rollout.vllm.engine import WeightBuffer
 from tests.specs import tiny_spec
 
 PREFIX = "model.language_model."

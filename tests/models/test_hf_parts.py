@@ -24,7 +24,7 @@ from jaxrl_llm.models.hf.load import load_arrays, load_params
 from jaxrl_llm.models.hf.save import host_arrays, joined, save_arrays, save_params
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+from jaxrl_llm.rollout.vllm.engine import WeightBuffer
 from jaxrl_llm.sharding.layout import shardings
 from tests.specs import tiny_spec
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file as save_torch_file
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.rollout.vllm.engine import WeightBuffer
 from jaxrl_llm.rollout.vllm.setup import language_model
-from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 from tests.parity.reference import (
     assert_near,
     load,

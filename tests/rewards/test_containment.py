@@ -16,9 +16,10 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
 from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.scoring import open_pool
-from jaxrl_llm.rewards.worker import Outcome, RewardItem, decode_numbered, encode_answer
-from jaxrl_llm.workers import descendants, process
-from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.rewards.worker import RewardItem, decode_numbered, encode_answer
+from jaxrl_llm.workers import pool as workers_pool
+from jaxrl_llm.workers import supervisor
+from jaxrl_llm.workers.pool import Limits
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
@@ -36,7 +37,7 @@ def write(data):
     while data: data = data[os.write(connection(), data):]
 
 def forge(**changes):
-    answer = {"number": 1, "failure": None, "message": "", "score": 9.0, "extra": {}, **changes}
+    answer = {"number": 1, "score": 9.0, "extra": {}, "error": None, **changes}
     write(json.dumps(answer).encode() + b"\\n")
 
 def stay(session, middle=False):
@@ -118,7 +119,7 @@ ATTACKS = {
     "length": lambda: write((2**62).to_bytes(8)),
     "flood": flood,
     "drip": drip,
-    "half": lambda: write(b'{"number": 1, "failure": nu'),
+    "half": lambda: write(b'{"number": 1, "score": 9'),
     "json list": lambda: write(b"[1, null, 1.0]\\n"),
     "deep": lambda: write(b"[" * 10**5 + b"\\n"),
     "another's": lambda: forge(number=2),
@@ -130,10 +131,10 @@ EACH = 3  # processes of a worker: itself, its supervisor, and what waits betwee
 
 
 def can_group():
-    folder = descendants.new_group_path()
-    group = descendants.create_group(folder, None, None)
+    folder = supervisor.new_group_path()
+    group = supervisor.create_group(folder, None, None)
     if group is not None:
-        descendants.discard(str(group))
+        supervisor.discard(str(group))
     return group is not None
 
 
@@ -166,13 +167,13 @@ def marked(mark):
 def groups(monkeypatch):
     """The control groups of the test's workers: none may be left."""
     folders = []
-    new_group_path = descendants.new_group_path
+    new_group_path = supervisor.new_group_path
 
     def noted():
         folders.append(new_group_path())
         return folders[-1]
 
-    monkeypatch.setattr(descendants, "new_group_path", noted)
+    monkeypatch.setattr(workers_pool, "new_group_path", noted)
     yield
     assert [folder for folder in folders if folder and Path(folder).exists()] == []
 
@@ -181,7 +182,7 @@ def groups(monkeypatch):
 def grouped(request, monkeypatch):
     """Whether each worker has a control group."""
     if request.param == "no group":
-        monkeypatch.setattr(descendants, "new_group_path", lambda: None)
+        monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
     elif not can_group():
         pytest.skip("there can be no control groups here")
     return request.param == "group"
@@ -264,21 +265,21 @@ def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
 def test_a_group_gets_the_limits_whose_controllers_it_has(tmp_path):
     for name in ("memory.max", "memory.swap.max", "pids.max"):
         (tmp_path / name).write_text("max")
-    descendants.set_limits(tmp_path, 10**9, 3)
+    supervisor.set_limits(tmp_path, 10**9, 3)
     values = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
     assert values.pop("pids.max") >= 4 * 16
     assert values == {"memory.max": 10**9, "memory.swap.max": 0}
     for path in tmp_path.iterdir():
         path.unlink()
-    descendants.set_limits(tmp_path, 10**9, 3)
+    supervisor.set_limits(tmp_path, 10**9, 3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_that_ran_out_of_memory_is_known(tmp_path):
-    assert not descendants.ran_out_of_memory(tmp_path)
+    assert not supervisor.ran_out_of_memory(tmp_path)
     for kills in (0, 2):
         (tmp_path / "memory.events").write_text(f"low 0\noom 1\noom_kill {kills}\n")
-        assert descendants.ran_out_of_memory(tmp_path) == (kills > 0)
+        assert supervisor.ran_out_of_memory(tmp_path) == (kills > 0)
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -335,14 +336,14 @@ def test_a_reward_function_can_end_its_supervisor_and_dies_with_it(make, mark, g
 
 
 def test_a_reward_function_that_stops_its_supervisor_is_ended(make, mark, grouped, monkeypatch):
-    monkeypatch.setattr(process, "STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(workers_pool, "STOP_TIMEOUT_S", 0.5)
     scores = make(timeout_s=0.5).score(items("1", "stop the supervisor", "2"))
     assert scores[1].error == "timeout: no answer within 0.5 s"
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
 def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
-    monkeypatch.setattr(descendants, "new_group_path", lambda: None)
+    monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
     pool = make()
     scores = pool.score(items("1", "start, kill the group", "2"))
     message = "died: its process ended with exit code -9"
@@ -351,12 +352,14 @@ def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make,
 
 
 def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
-    monkeypatch.setattr(descendants, "new_group_path", lambda: None)
+    monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
     patch = "import jaxrl_llm.workers.supervisor as m; m.adopt_orphans = lambda: False;"
     words = "from jaxrl_llm.workers.supervisor import"
-    assert words in process.SUPERVISOR_PROGRAM
+    assert words in workers_pool.SUPERVISOR_PROGRAM
     monkeypatch.setattr(
-        process, "SUPERVISOR_PROGRAM", process.SUPERVISOR_PROGRAM.replace(words, f"{patch} {words}")
+        workers_pool,
+        "SUPERVISOR_PROGRAM",
+        workers_pool.SUPERVISOR_PROGRAM.replace(words, f"{patch} {words}"),
     )
     pool = make(timeout_s=1.0)
     scores = pool.score(items("1", "bomb", "2"))  # 128 processes of one group
@@ -369,9 +372,9 @@ import sys
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
-from jaxrl_llm.workers import descendants
+from jaxrl_llm.workers import pool as workers_pool
 from jaxrl_llm.rewards.runner import RewardItem, RewardPool
-if not {grouped}: descendants.new_group_path = lambda: None
+if not {grouped}: workers_pool.new_group_path = lambda: None
 config = ScoringConfig(workers=1, timeout_s=60.0, pass_env=["CONTAINMENT_MARK"])
 pool = RewardPool(FunctionSpec({function!r}), config)
 pool.score([RewardItem("", "start", "", {{}})])
@@ -382,7 +385,7 @@ pool.score([RewardItem("", "start, hang", "", {{}})])
 
 @pytest.mark.parametrize("children", ["alone", "with its children"])
 def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, grouped, children):
-    search = [*sys.path, process.PACKAGE_ROOT]
+    search = [*sys.path, workers_pool.PACKAGE_ROOT]
     text = PROGRAM.format(search=search, function=f"{functions_file}:act", grouped=grouped)
     trainer = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
     with trainer:
@@ -515,7 +518,7 @@ def test_limits_are_checked(make, limits, message):
 
 def test_answers_are_read_exactly():
     extra = {"tiny": 5e-324, "third": 1 / 3, "text": "\ud800é\n", "none": None, "list": [1, 2.0]}
-    outcome = Outcome(None, "", 0.1 + 0.2, extra)
+    outcome = Score(0.1 + 0.2, extra, None)
     line = encode_answer(7, outcome)
     assert line.count(b"\n") == 1 and decode_numbered(line, [7]) == (7, outcome)
     assert decode_numbered(line, [8]) is None
@@ -524,14 +527,14 @@ def test_answers_are_read_exactly():
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"number": 2}, {"number": True}, {"number": 1.0}, {"failure": "timeout"}),
-        *({"failure": ["exception"]}, {"message": None}, {"score": math.nan}, {"score": math.inf}),
+        *({"number": 2}, {"number": True}, {"number": 1.0}, {"error": "timeout: 1 s"}),
+        *({"error": ["exception: x"]}, {"error": ""}, {"score": math.nan}, {"score": math.inf}),
         *({"score": "1"}, {"score": 1}, {"score": None}, {"extra": [1]}, {"more": 1}),
     ],
 )
 def test_what_has_not_the_form_of_an_answer_is_none(changes):
-    answer = json.loads(encode_answer(1, Outcome(None, "", 1.0, {})))
-    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Outcome(None, "", 1.0, {}))
+    answer = json.loads(encode_answer(1, Score(1.0, {}, None)))
+    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Score(1.0, {}, None))
     assert decode_numbered(json.dumps(answer | changes).encode(), [1]) is None
     del answer["extra"]
     assert decode_numbered(json.dumps(answer).encode(), [1]) is None

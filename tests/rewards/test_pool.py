@@ -23,7 +23,7 @@ from jaxrl_llm.data.preferences import normalize_preference_row
 from jaxrl_llm.rewards import runner
 from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.worker import RewardItem
-from jaxrl_llm.workers import process
+from jaxrl_llm.workers import pool as workers_pool
 from tests.waiting import ended, wait_until
 
 FUNCTIONS = """
@@ -326,7 +326,7 @@ def test_worker_that_dies_while_starting(tmp_path):
 
 
 def test_worker_that_never_comes_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(workers_pool, "START_TIMEOUT_S", 0.5)
     path = tmp_path / "slow.py"
     path.write_text(
         f"import os, time\nif os.getpid() != {os.getpid()}: time.sleep(600)\n"

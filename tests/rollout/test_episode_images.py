@@ -16,9 +16,13 @@ from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
 from jaxrl_llm.rollout.engine import Completion, Engine, SamplingParams
 from jaxrl_llm.rollout.observation import Observation
 from jaxrl_llm.rollout.rollouts import lay_out
-from jaxrl_llm.rollout.tools.tool import ToolResult
+from jaxrl_llm.rollout.tools.tool import (
+    ToolResult,
+    decode_tool_result,
+    encode_tool_result,
+    to_result,
+)
 from jaxrl_llm.rollout.tools.verl import response_content
-from jaxrl_llm.rollout.tools.worker import decode_tool_result, encode_tool_result, to_result
 from jaxrl_llm.types import VISUALS
 from tests.episodes import config
 

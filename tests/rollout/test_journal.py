@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.journal import Journal, call_digest
+from jaxrl_llm.rollout.tools.session import Journal, call_digest
 from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult
 from tests.tool_pools import open_tools
 
@@ -270,7 +270,7 @@ sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.journal import Journal
+from jaxrl_llm.rollout.tools.session import Journal
 from tests.tool_pools import open_tools
 
 async def episode(pool, journal):

@@ -16,8 +16,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult
-from jaxrl_llm.rollout.tools.worker import MAX_RESULT_CHARS
+from jaxrl_llm.rollout.tools.tool import MAX_RESULT_CHARS, ToolError, ToolResult
 from tests.tool_pools import open_tools
 from tests.waiting import wait_until
 
@@ -287,7 +286,7 @@ def test_functions_given_from_python_run_in_workers(make):
 
 def test_workers_import_no_array_library():
     program = (
-        "import sys, jaxrl_llm.rollout.tools.worker, jaxrl_llm.rollout.tools.builtin,"
+        "import sys, jaxrl_llm.rollout.tools.tool, jaxrl_llm.rollout.tools.builtin,"
         " jaxrl_llm.rollout.agents.environments, jaxrl_llm.rewards.functions\n"
         "print(*{'jax', 'numpy', 'pydantic', 'torch', 'transformers'} & set(sys.modules))"
     )

@@ -10,7 +10,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.tool_calls import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.journal import Journal
+from jaxrl_llm.rollout.tools.session import Journal
 from tests.episodes import Scripted, picture, play, prompt
 from tests.tool_pools import open_tools
 

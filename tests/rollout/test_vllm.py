@@ -37,7 +37,8 @@ from jaxrl_llm.rollout.engine import (
     Stop,
 )
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.vllm import process, weights
+from jaxrl_llm.rollout.vllm import engine as vllm_engine
+from jaxrl_llm.rollout.vllm import process
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.setup import HOME
 from jaxrl_llm.sharding.layout import Layout, make_mesh
@@ -503,9 +504,9 @@ def test_a_weight_sync_that_fails_is_an_error_and_the_next_one_repairs(
         other = "model.layers.1.mlp.sideways.weight"
         return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
 
-    tell = weights._as_messages
+    tell = vllm_engine._as_messages
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_as_messages", spoiled)
+        patch.setattr(vllm_engine, "_as_messages", spoiled)
         with pytest.raises(EngineError, match=told):
             engine.load(SECOND, version=1)
     with pytest.raises(EngineError, match="no weights"):
@@ -538,10 +539,10 @@ def mapped(group):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
     """Wherever it ended: in the trainer, or with an array that one or all ranks do not know."""
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)  # less than any matrix
+    monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", 2**13)  # less than any matrix
     with opened(tmp_path, tensor_parallel=ranks) as engine:
         engine.load(FIRST, version=0)
-        sent, write, tell = engine._buffer, engine._buffer.write, weights._as_messages
+        sent, write, tell = engine._buffer, engine._buffer.write, vllm_engine._as_messages
         assert len(sent.buckets) > 12
         waiting = []
 
@@ -569,7 +570,7 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
                 return tell(e._replace(name=e.name.replace(renamed, "x.weight")) for e in entries)
 
             with monkeypatch.context() as patch, pytest.raises(EngineError, match="no module or"):
-                patch.setattr(weights, "_as_messages", other)
+                patch.setattr(vllm_engine, "_as_messages", other)
                 engine.load(THIRD, version=100)
             repairs(version)
         assert engine.stats().restarts == 0
@@ -578,7 +579,7 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
 @pytest.mark.parametrize("sleep", [False, True])
 def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, sleep):
     """Neither by `resume` nor by `wake`, until a push works."""
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 2**13)
+    monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", 2**13)
     with opened(tmp_path, sleep=sleep) as engine:
         engine.load(FIRST, version=0)
         worker, answers = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
@@ -664,14 +665,14 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(engine, monkeypatch):
-    killed, tell = pid_of(engine), weights._as_messages
+    killed, tell = pid_of(engine), vllm_engine._as_messages
 
     def deadly(entries):
         monkeypatch.undo()
         os.killpg(killed, signal.SIGKILL)
         return tell(entries)
 
-    monkeypatch.setattr(weights, "_as_messages", deadly)
+    monkeypatch.setattr(vllm_engine, "_as_messages", deadly)
     assert engine.load(SECOND, version=5).version == 5
     assert pid_of(engine) != killed
     [answer] = engine.sample([ask()])

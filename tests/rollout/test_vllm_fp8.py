@@ -17,8 +17,7 @@ from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, setup
-from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.weights import WeightBuffer
+from jaxrl_llm.rollout.vllm.engine import VllmEngine, WeightBuffer
 from tests.decoders import forward, logits
 
 pytestmark = [

@@ -38,10 +38,10 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import agreement_tolerance
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings
 from jaxrl_llm.rollout.router import Router
-from jaxrl_llm.rollout.vllm import process, setup, weights
-from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.vllm import engine as vllm_engine
+from jaxrl_llm.rollout.vllm import process, setup
+from jaxrl_llm.rollout.vllm.engine import VllmEngine, WeightBuffer
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
-from jaxrl_llm.rollout.vllm.weights import WeightBuffer
 from jaxrl_llm.training.bind import corrections
 from tests.waiting import wait_until
 
@@ -96,7 +96,7 @@ def start(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_weight_buffer_holds_what_a_checkpoint_does(tmp_path, monkeypatch, dtype):
     """Compared with a file that transformers and vLLM read; cut into buckets on the way."""
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 2000)
+    monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", 2000)
     params = init_params(SPEC, key=jax.random.key(0))
     save_params(tmp_path / "saved", params, SPEC, source=None, dtype=dtype)
     saved = load_file(tmp_path / "saved" / "model.safetensors")

@@ -21,8 +21,7 @@ from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.agents.chat import EpisodeLog
-from jaxrl_llm.rollout.agents.messages import Stretch
+from jaxrl_llm.rollout.agents.chat import EpisodeLog, Stretch
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings

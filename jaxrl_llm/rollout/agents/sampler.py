@@ -29,10 +29,10 @@ from jaxrl_llm.rollout.agents.chat import (
     EpisodeEnd,
     EpisodeEnvironment,
     Generate,
+    MessageContents,
     Tools,
     record,
 )
-from jaxrl_llm.rollout.agents.messages import MessageContents
 from jaxrl_llm.rollout.engine import (
     Completion,
     Engine,
@@ -55,8 +55,7 @@ from jaxrl_llm.rollout.rollouts import (
     sampling_activity,
     tool_seed,
 )
-from jaxrl_llm.rollout.tools.journal import Journal
-from jaxrl_llm.rollout.tools.session import SessionPool
+from jaxrl_llm.rollout.tools.session import Journal, SessionPool
 from jaxrl_llm.rollout.tools.tool import (
     TOOLS_KEY,
     check_tool,
@@ -64,7 +63,7 @@ from jaxrl_llm.rollout.tools.tool import (
     load_tools,
     tool_schema,
 )
-from jaxrl_llm.workers.limits import Limits
+from jaxrl_llm.workers.pool import Limits
 
 T = TypeVar("T")
 

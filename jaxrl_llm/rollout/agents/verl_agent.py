@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,7 @@ from jaxrl_llm.config.functions import FunctionSpec, find_function, split_name
 from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.row_fields import row_name
 from jaxrl_llm.models.inputs import Visual
-from jaxrl_llm.rollout.agents.chat import BrokenEpisode, Chat
-from jaxrl_llm.rollout.agents.messages import shown_parts
+from jaxrl_llm.rollout.agents.chat import BrokenEpisode, Chat, shown_parts
 from jaxrl_llm.rollout.engine import SamplingParams
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.verl import Tree, as_attributes, entries, make_tool
@@ -166,18 +165,6 @@ def asked_sampling(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-@dataclass
-class TokenOutput:
-    """One turn, as verl's servers return it."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    stop_reason: str = "completed"
-    routed_experts: None = None
-    num_preempted: int = 0
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-
-
 class ChatServer:
     """What stands for verl's server of an engine: the chat of one episode.
 
@@ -196,8 +183,8 @@ class ChatServer:
         sampling_params: Mapping[str, Any],
         image_data: Sequence[Any] | None = None,
         **media: Any,
-    ) -> TokenOutput:
-        """Draw a turn after these tokens.
+    ) -> SimpleNamespace:
+        """Draw a turn after these tokens, and return it as verl's servers do.
 
         Args:
             request_id: as verl has it; of no use here.
@@ -234,7 +221,14 @@ class ChatServer:
             max_tokens=min(limits, default=None),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
-        return TokenOutput(completion.tokens.tolist(), completion.logprobs.tolist())
+        return SimpleNamespace(
+            token_ids=completion.tokens.tolist(),
+            log_probs=completion.logprobs.tolist(),
+            stop_reason="completed",
+            routed_experts=None,
+            num_preempted=0,
+            extra_fields={},
+        )
 
     def _visual(self, image: Any) -> Visual:
         """Return an image, which is read once though each turn brings it again."""

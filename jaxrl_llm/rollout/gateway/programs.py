@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.workers.limits import Limits
-from jaxrl_llm.workers.process import LaunchOptions, WorkerProcess, WorkerProgram
-from jaxrl_llm.workers.protocol import decode_load_error, to_plain
+from jaxrl_llm.workers.pool import Limits, WorkerProcess, WorkerProgram, decode_load_error
+from jaxrl_llm.workers.values import to_plain
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class ProgramPool:
             "memory_gb": spec.limits.memory_gb,
             "search": [] if spec.python else [p for p in sys.path if p],
         }
-        self._worker = WorkerProcess(PROGRAM, told, 0.0, LaunchOptions(limits=limits))
+        self._worker = WorkerProcess(PROGRAM._replace(limits=limits), told, 0.0)
         self._connection = self._worker.channel.connection
         self._connection.setblocking(True)  # each direction has a thread that may wait
         self._worker.channel.flush()

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.rollout.engine import ScoredTokens
-from jaxrl_llm.workers.protocol import shorten
 from jaxrl_llm.workers.retries import wait_before_retry
+from jaxrl_llm.workers.values import shorten
 
 SAMPLE = 'The sum of 12 and 345 is 357.\n\tdef f(x): return x != "naïve"  # 世界 🙂\n'
 """The known text by which a server's tokens are compared with those that it will be sent."""

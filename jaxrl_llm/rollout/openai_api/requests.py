@@ -10,7 +10,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jaxrl_llm.data.call_formats import ToolCall, dump_json
 from jaxrl_llm.data.chat import REFUSALS
 from jaxrl_llm.data.row_fields import REASONING
 from jaxrl_llm.data.token_bytes import BYTE_OF
-from jaxrl_llm.data.tool_calls import ParsedAnswer
+from jaxrl_llm.data.tool_calls import Answer
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -86,12 +86,7 @@ class APIError(Exception):
         kinds = {429: "rate_limit_error", 500: "server_error", 504: "timeout_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
 
 
@@ -252,6 +247,16 @@ async def read_body(request: Any, most: int) -> bytes:
         if len(body) > most:
             raise APIError(f"the body has more than {most} bytes", status=413)
     return bytes(body)
+
+
+async def wait_until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client of a request has gone.
+
+    Args:
+        receive: of ASGI, with the request's body read to its end.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -485,13 +490,13 @@ def parse_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return parsed
 
 
-def answer_message(answer: ParsedAnswer) -> dict[str, Any]:
+def answer_message(answer: Answer) -> dict[str, Any]:
     """Return the message of an answer, as `/v1/chat/completions` has it.
 
     Args:
         answer: without wrong calls.
 
-    >>> answer_message(ParsedAnswer("Hi", (), "A greeting."))["reasoning_content"]
+    >>> answer_message(Answer("Hi", (), "A greeting."))["reasoning_content"]
     'A greeting.'
     """
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}

@@ -22,8 +22,8 @@ from jaxrl_llm.data.token_bytes import (
 from jaxrl_llm.data.tool_calls import (
     NO_CALLS,
     THINK,
+    Answer,
     CallFormat,
-    ParsedAnswer,
     marker_signs,
     sign_decoder,
     unmark,
@@ -57,12 +57,7 @@ class AnswerStream:
     """
 
     def __init__(
-        self,
-        template: TurnTemplate,
-        *,
-        prompt: Sequence[int],
-        index: int,
-        stops: Sequence[str],
+        self, template: TurnTemplate, *, prompt: Sequence[int], index: int, stops: Sequence[str]
     ) -> None:
         form = template.call_format or NO_CALLS
         self._tools, self._form = template.tools, form
@@ -78,7 +73,7 @@ class AnswerStream:
         self._sent = {"reasoning_content": "", "content": ""}
         self._thinks = self._thought = self._strips = bool(self._marked)
         self._holds = form.split is not None  # its channels are told apart at the end
-        self.answer: ParsedAnswer | None = None
+        self.answer: Answer | None = None
 
     @property
     def stopped(self) -> bool:
@@ -150,7 +145,7 @@ class AnswerStream:
         if self._form.bare and self._content.lstrip().startswith(self._form.bare):
             self._content, self._holds = "", True
 
-    def _read_answer(self) -> ParsedAnswer:
+    def _read_answer(self) -> Answer:
         """Take the complete answer apart. If one of its calls is wrong, all stay in the text."""
         form, marked = self._form, self._signed(self._marked)
         answer = form.read_marked(marked, self._tools)
@@ -180,7 +175,7 @@ def read_answer(
     prompt: Sequence[int],
     index: int = 0,
     stops: Sequence[str] = (),
-) -> ParsedAnswer:
+) -> Answer:
     """Take a sampled answer apart for a client; the arguments are those of `AnswerStream`."""
     stream = AnswerStream(template, prompt=prompt, index=index, stops=stops)
     stream.push(tokens, last=True)
@@ -212,11 +207,7 @@ class ResponseChoice:
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        index: int,
-        vocabulary: Vocabulary,
-        decode: Decode,
+        self, request: GenerationRequest, index: int, vocabulary: Vocabulary, decode: Decode
     ) -> None:
         """Begin without a token."""
         self._request, self._index, self._vocabulary = request, index, vocabulary
@@ -284,7 +275,7 @@ class ResponseChoice:
             text += self._text.push([token] if i < len(seen) else [])
         text += self._text.push([] if self._request.logprobs else seen, last=last)
         if whole:
-            return answer_message(ParsedAnswer(text)), offsets, False
+            return answer_message(Answer(text)), offsets, False
         return begins | ({"content": text} if text else {}), offsets, False
 
 

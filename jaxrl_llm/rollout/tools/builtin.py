@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from jaxrl_llm.config.errors import ConfigError
@@ -20,12 +20,12 @@ from jaxrl_llm.files import atomic_write
 from jaxrl_llm.rollout.observation import BrokenTool, EpisodeRow, FailedTool
 from jaxrl_llm.rollout.servers import ServerError, check_client, post
 from jaxrl_llm.rollout.tools.mcp import mcp_tools
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
+from jaxrl_llm.rollout.tools.tool import LoadedTool, marked, toolset_tool
 from jaxrl_llm.rollout.tools.verl import verl_tools
 from jaxrl_llm.sandbox.expression import calculate
 from jaxrl_llm.sandbox.interpreter import CodeResult, open_interpreter, read_limits
-from jaxrl_llm.workers.protocol import shorten
 from jaxrl_llm.workers.retries import wait_before_retry
+from jaxrl_llm.workers.values import shorten
 
 __all__ = [
     "calculator",
@@ -171,16 +171,8 @@ SELECT id, contents FROM (
 """
 
 
-class Passage(NamedTuple):
-    """A passage of a corpus.
-
-    Attributes:
-        id: its name, unique in the corpus.
-        contents: its text; the first line of several is the title.
-    """
-
-    id: str
-    contents: str
+Passage = tuple[str, str]
+"""Of a corpus: its id, unique there, and its text; the first line of several is the title."""
 
 
 class _IsBuilt(Exception):
@@ -215,7 +207,7 @@ def search_corpus(
     try:
         with closing(_connect(path, READ)) as database:
             rows = database.execute(FIND, [" OR ".join(f'"{word}"' for word in words), k])
-            return [Passage(*row) for row in rows.fetchall()]
+            return rows.fetchall()
     except sqlite3.Error as error:
         raise BrokenTool(f"{path}: {error}") from error
 
@@ -315,8 +307,11 @@ def _read_lines(path: Path) -> Iterator[tuple[str, str, str]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                passage = _read_passage(line, place)
-                yield passage.id, passage.contents, place
+                yield (*_read_passage(line, place), place)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def _read_passage(line: bytes, place: str) -> Passage:
@@ -331,7 +326,7 @@ def _read_passage(line: bytes, place: str) -> Passage:
         if contents is None and isinstance(fields.get("text"), str):
             contents = f"{fields.get('title') or ''}\n{fields['text']}"
         if type(name) in (str, int) and isinstance(contents, str):
-            return Passage(*(str(t).encode("utf-8", "replace").decode() for t in (name, contents)))
+            return _encodable(str(name)), _encodable(contents)
     raise ValueError(
         f"corpus: {place}: expected an object with 'id' and 'contents', or 'title' and 'text',"
         f" got {got}"
@@ -356,7 +351,7 @@ def told(passages: Sequence[Passage], passage: str) -> str:
         passage: how each is written, with any of `{rank}`, `{id}`, `{title}` (the first line),
             `{text}` (the others) and `{contents}`.
 
-    >>> told([Passage("7", "Rome\\nis old.")], PASSAGE)
+    >>> told([("7", "Rome\\nis old.")], PASSAGE)
     'Doc 1(Title: Rome) is old.'
     """
     lines = []
@@ -371,7 +366,7 @@ def _check(k: int, passage: str) -> None:
     if type(k) is not int or k < 1:
         raise ValueError(f"k: expected a number of passages from 1 on, got {k!r}")
     try:
-        told([Passage("", "")], passage)
+        told([("", "")], passage)
     except (LookupError, ValueError, AttributeError) as error:
         raise ValueError(
             "passage: expected a text with any of {rank}, {id}, {title}, {text} and {contents},"
@@ -513,11 +508,11 @@ def _passage(document: Any) -> Passage:
     contents = document["contents"]
     if not isinstance(contents, str):
         raise TypeError("contents is no text")
-    return Passage(str(document.get("id", "")), contents)
+    return str(document.get("id", "")), contents
 
 
 @marked(is_toolset=True)
-def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[ToolsetTool]:
+def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[LoadedTool]:
     """Give the schemas of the tools of an environment, for the agent `verifiers_environment`.
 
     Args:
@@ -534,14 +529,12 @@ def verifiers_tools(*, id: str, args: Mapping[str, Any] | None = None) -> list[T
 
     env = load_verifiers(id, json.dumps(args or {}, sort_keys=True))
     return [
-        ToolsetTool({"type": "function", "function": _schema(tool)}, _run_elsewhere)
-        for tool in env.tool_defs or []
+        toolset_tool(
+            {"name": t.name, "description": t.description, "parameters": t.parameters},
+            _run_elsewhere,
+        )
+        for t in env.tool_defs or []
     ]
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {}} | tool.parameters
-    return {"name": tool.name, "description": tool.description, "parameters": parameters}
 
 
 def _run_elsewhere() -> Generator[Callable[..., Any], None, None]:

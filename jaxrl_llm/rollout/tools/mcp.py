@@ -8,18 +8,17 @@ import functools
 import json
 import logging
 import os
-import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
-from jaxrl_llm.rollout.tools.tool import ToolsetTool, marked
+from jaxrl_llm.rollout.tools.tool import LoadedTool, background_loop, marked, toolset_tool
 from jaxrl_llm.workers.retries import wait_before_retry
 
 SHARE_OF_TIME = 0.8
@@ -40,15 +39,8 @@ MOST_SAID = 10
 SESSIONS = ("episode", "worker")
 
 
-class ServerAddress(NamedTuple):
-    """Where a server is: a program to be started, or the address of one that runs."""
-
-    command: tuple[str, ...] = ()
-    url: str = ""
-
-    def __str__(self) -> str:
-        """Return it as a user wrote it."""
-        return self.url or " ".join(self.command)
+ServerAddress = str | tuple[str, ...]
+"""The URL of a server that runs, or the words that start one."""
 
 
 @marked(is_toolset=True)
@@ -58,7 +50,7 @@ def mcp_tools(
     url: str | None = None,
     only: Sequence[str] | None = None,
     session: str = "episode",
-) -> list[ToolsetTool]:
+) -> list[LoadedTool]:
     """Give the tools of a server of the Model Context Protocol.
 
     Args:
@@ -85,17 +77,20 @@ def mcp_tools(
         )
     if session not in SESSIONS:
         raise ConfigError(f"mcp_tools: got session {session!r}; {closest(session, SESSIONS)}")
-    address = ServerAddress(tuple(command or ()), url or "")
-    listed = _listed(address)
+    address = url or tuple(command or ())
+    server, listed = _shown(address), _listed(address)
     tools = {tool.name: tool for tool in listed}
     if not listed or len(tools) < len(listed):
         names = ", ".join(tool.name for tool in listed) or "none"
-        raise ConfigError(f"mcp_tools: {address}: got the tools {names}, expected each once")
+        raise ConfigError(f"mcp_tools: {server}: got the tools {names}, expected each once")
     for name in only or ():
         if name not in tools:
-            raise ConfigError(f"mcp_tools: {address} has no tool {name!r}; {closest(name, tools)}")
+            raise ConfigError(f"mcp_tools: {server} has no tool {name!r}; {closest(name, tools)}")
     return [
-        ToolsetTool(_schema(tool), functools.partial(_opened, address, name, session))
+        toolset_tool(
+            {"name": name, "description": tool.description or "", "parameters": tool.input_schema},
+            functools.partial(_opened, address, name, session),
+        )
         for name, tool in tools.items()
         if only is None or name in only
     ]
@@ -116,10 +111,9 @@ def _listed(address: ServerAddress) -> list[Any]:
             connection.close()
 
 
-def _schema(tool: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {}} | tool.input_schema
-    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
-    return {"type": "function", "function": function}
+def _shown(address: ServerAddress) -> str:
+    """Return an address as a user wrote it."""
+    return address if isinstance(address, str) else " ".join(address)
 
 
 def _opened(
@@ -129,7 +123,7 @@ def _opened(
     if is_shared:
         connection = _shared(address)
     else:  # the tools of a server have one for an episode
-        connection = state.setdefault(f"mcp {address}", McpConnection(address))
+        connection = state.setdefault(f"mcp {_shown(address)}", McpConnection(address))
     connection.open(SHARE_OF_TIME * seconds)
 
     def call(**arguments: Any) -> Any:
@@ -155,7 +149,7 @@ class McpConnection:
     """
 
     def __init__(self, address: ServerAddress) -> None:
-        self._address = address
+        self._address, self._server = address, _shown(address)
         self._client: Any = None
         self._ending = asyncio.Event()
         self._holder: Any = None
@@ -220,17 +214,17 @@ class McpConnection:
                 self._client = await began
         except TimeoutError:
             await self._end()
-            raise ConnectionError(f"{self._address}: no session within {seconds:g} s") from None
+            raise ConnectionError(f"{self._server}: no session within {seconds:g} s") from None
 
     async def _hold(self, began: asyncio.Future[Any]) -> None:
         """Keep a session: it has to end in the task in which it began."""
         from mcp import Client, StdioServerParameters
 
         _COMPLAINTS.addFilter(_say_once)
-        command = self._address.command
-        server = self._address.url or StdioServerParameters(
-            command=command[0], args=list(command[1:]), env=dict(os.environ)
-        )
+        server = self._address
+        if not isinstance(server, str):
+            program, *arguments = server
+            server = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
         try:
             async with Client(server) as client:
                 if not began.done():
@@ -238,7 +232,7 @@ class McpConnection:
                 await self._ending.wait()
         except (Exception, asyncio.CancelledError) as error:
             if not began.done():
-                began.set_exception(ConnectionError(f"{self._address}: {_first_cause(error)}"))
+                began.set_exception(ConnectionError(f"{self._server}: {_first_cause(error)}"))
 
     async def _end(self, *, wait: bool = True) -> None:
         holder, is_open = self._holder, self._client is not None
@@ -263,7 +257,7 @@ class McpConnection:
                     if cursor is None:
                         return tools
         except Exception as error:
-            raise ConnectionError(f"{self._address}: no tools: {_first_cause(error)}") from error
+            raise ConnectionError(f"{self._server}: no tools: {_first_cause(error)}") from error
 
     async def _call(self, name: str, arguments: dict[str, Any], seconds: float) -> Any:
         from mcp import MCPError
@@ -281,10 +275,10 @@ class McpConnection:
                 raise FailedTool(
                     f"error: no answer within {seconds:g} s", kind="timeout"
                 ) from error
-            raise BrokenTool(f"{self._address}: {error}") from error
+            raise BrokenTool(f"{self._server}: {error}") from error
         except Exception as error:  # it answers what the protocol does not have
             await self._end(wait=False)
-            raise BrokenTool(f"{self._address}: {_first_cause(error)}") from error
+            raise BrokenTool(f"{self._server}: {_first_cause(error)}") from error
         told = _content_of(result)
         if result.is_error:
             raise FailedTool(told if isinstance(told, str) and told else "error")
@@ -330,13 +324,5 @@ def _say_once(record: logging.LogRecord) -> bool:
 _HOLDERS: set[asyncio.Task[None]] = set()
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which this process keeps its sessions, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="mcp_tools", daemon=True).start()
-    return loop
-
-
 def _wait_for(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+    return asyncio.run_coroutine_threadsafe(work, background_loop()).result()

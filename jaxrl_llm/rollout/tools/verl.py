@@ -9,7 +9,6 @@ import inspect
 import numbers
 import random
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -18,13 +17,19 @@ from typing import Any
 from jaxrl_llm.config.errors import ConfigError, described_error
 from jaxrl_llm.config.functions import FunctionSpec, find_function
 from jaxrl_llm.rollout.observation import EpisodeRow, Observation
-from jaxrl_llm.rollout.tools.tool import TOOLS_KEY, ToolsetTool, marked
+from jaxrl_llm.rollout.tools.tool import (
+    TOOLS_KEY,
+    LoadedTool,
+    background_loop,
+    marked,
+    toolset_tool,
+)
 
 SCHEMAS = "verl.tools.schemas"
 
 
 @marked(is_toolset=True)
-def verl_tools(*, path: str) -> list[ToolsetTool]:
+def verl_tools(*, path: str) -> list[LoadedTool]:
     """Give the tools of a file of verl's, `tools: [{class_name, config, tool_schema}]`.
 
     A class has the coroutines of verl's `BaseTool`, and need not derive from it. `create` runs once
@@ -42,7 +47,7 @@ def verl_tools(*, path: str) -> list[ToolsetTool]:
     Raises:
         ConfigError: the file or one of its entries does not fit.
     """
-    return [_toolset_tool(make_tool(e, path), e.get("tool_schema"), path) for e in entries(path)]
+    return [_to_tool(make_tool(e, path), e.get("tool_schema"), path) for e in entries(path)]
 
 
 def entries(path: str) -> list[dict[str, Any]]:
@@ -91,16 +96,14 @@ def make_tool(entry: Mapping[str, Any], path: str) -> Any:
         raise ConfigError(f"{TOOLS_KEY}: {path}: {name}: {described_error(error)}") from error
 
 
-def _toolset_tool(tool: Any, schema: Any, path: str) -> ToolsetTool:
+def _to_tool(tool: Any, schema: Any, path: str) -> LoadedTool:
     schema = tool.tool_schema if schema is None else schema
     dump = getattr(schema, "model_dump", None)
     plain = dict(dump(exclude_unset=True, exclude_none=True) if dump else schema)
     function = dict(plain.get("function") or {})
     if not isinstance(function.get("name"), str):
         raise ConfigError(f"{TOOLS_KEY}: {path}: a tool_schema has no function.name, got {plain}")
-    parameters = {"type": "object", "properties": {}} | dict(function.get("parameters") or {})
-    told = {"type": "function", "function": {**function, "parameters": parameters}}
-    return ToolsetTool(told, functools.partial(_episode, tool, function["name"]), ends=True)
+    return toolset_tool(function, functools.partial(_episode, tool, function["name"]), ends=True)
 
 
 def _episode(
@@ -181,16 +184,8 @@ def as_attributes(value: Any) -> Any:
     return [as_attributes(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return this process's loop of verl's tools, which runs in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verl_tools", daemon=True).start()
-    return loop
-
-
 def awaited(value: Any) -> Any:
     """Return what a method has returned, or its coroutine returns."""
     if not inspect.iscoroutine(value):
         return value
-    return asyncio.run_coroutine_threadsafe(value, _event_loop()).result()
+    return asyncio.run_coroutine_threadsafe(value, background_loop()).result()

@@ -113,9 +113,7 @@ LOG_LINES = 10
 ERROR_LINE = re.compile(r"(?:.*\] +)?((?:\w+\.)*\w*Error: .+)")
 POLL_INTERVAL_S = 0.2
 BACKLOG = 128  # callers that the kernel holds until they are accepted
-EXIT_TIMEOUT_S = (
-    10.0  # for a process that can't be killed from here to see that its connection has ended
-)
+EXIT_TIMEOUT_S = 10.0  # for one that can't be killed from here to see its connection's end
 
 
 class SidecarLost(EngineError):

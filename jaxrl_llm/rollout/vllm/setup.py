@@ -178,12 +178,7 @@ ARGUMENTS_FOR_IMAGES = {
 
 
 def engine_arguments(
-    spec: ModelSpec,
-    config: VllmConfig,
-    settings: EngineSettings,
-    *,
-    model: str,
-    cpu: bool,
+    spec: ModelSpec, config: VllmConfig, settings: EngineSettings, *, model: str, cpu: bool
 ) -> dict[str, Any]:
     """Return the keywords of vLLM's `AsyncEngineArgs` for one sidecar.
 

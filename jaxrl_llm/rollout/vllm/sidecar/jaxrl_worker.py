@@ -72,9 +72,7 @@ class TrainersSampler(Sampler):
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
-def answered(
-    method: Callable[..., dict[str, int]],
-) -> Callable[..., dict[str, Any]]:
+def answered(method: Callable[..., dict[str, int]]) -> Callable[..., dict[str, Any]]:
     """Let a worker's method answer with its `checksums` or with its `error`, and never raise.
 
     Where one rank raises, vLLM does not fetch the answers of the others, and takes them for those
