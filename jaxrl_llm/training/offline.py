@@ -28,13 +28,8 @@ from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.preferences import (
-    Preference,
-    normalize_preference_row,
-    preference_batch,
-    rotate_answers,
-    tokenize_preferences,
-)
+from jaxrl_llm.data.preferences import Preference, preference_batch, rotate_answers, tokenize_preferences
+from jaxrl_llm.data.rows import normalize_preference_row
 from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params

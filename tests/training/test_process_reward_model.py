@@ -17,14 +17,8 @@ from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.data.preferences import (
-    Preference,
-    last_tokens,
-    normalize_preference_row,
-    preference_batch,
-    split_steps,
-    tokenize_preferences,
-)
+from jaxrl_llm.data.preferences import Preference, last_tokens, preference_batch, split_steps, tokenize_preferences
+from jaxrl_llm.data.rows import normalize_preference_row
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of
