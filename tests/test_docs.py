@@ -43,7 +43,7 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring import trackers as trackers
-from jaxrl_llm.reporting.data import metric_pattern
+from jaxrl_llm.reporting.page import metric_pattern
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS

@@ -9,9 +9,16 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.memory import PhaseMemory, memory_by_phase, tokens_on_device
 from jaxrl_llm.planning.program import NOTHING, OperationCounts
-from jaxrl_llm.planning.steps import BANDWIDTH, COMPUTE, LINKS, CompiledStep
+from jaxrl_llm.planning.steps import (
+    BANDWIDTH,
+    COMPUTE,
+    LINKS,
+    CompiledStep,
+    PhaseMemory,
+    memory_by_phase,
+    tokens_on_device,
+)
 from jaxrl_llm.sharding.layout import Layout, batch_shards
 from jaxrl_llm.training.compile import ENGINE, RunShapes, StepId, StepKind, plan_shapes
 from jaxrl_llm.training.layouts import overlaps_training

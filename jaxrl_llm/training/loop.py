@@ -32,9 +32,8 @@ from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due, reporting_compilation
-from jaxrl_llm.monitoring.display import Display
+from jaxrl_llm.monitoring.display import Display, open_display
 from jaxrl_llm.monitoring.metrics_log import MetricsLog
-from jaxrl_llm.monitoring.notebook import open_display
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.writer import quiet_libraries
 from jaxrl_llm.runs.checkpoint import Checkpoints, Saved

@@ -25,12 +25,16 @@ from jaxrl_llm.config.fields import asks_for, check_fields
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.programs import PreferConfig, PreferValidationConfig, SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.dataset import Example, tokenize_examples
-from jaxrl_llm.data.generated import prepare_files
+from jaxrl_llm.data.dataset import (
+    Example,
+    Preference,
+    preference_batch,
+    rotate_answers,
+    tokenize_examples,
+    tokenize_preferences,
+)
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.preferences import Preference, preference_batch, rotate_answers, tokenize_preferences
-from jaxrl_llm.data.rows import normalize_preference_row
-from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
+from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row, normalize_preference_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
@@ -38,7 +42,7 @@ from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.metrics_log import check_trackers
 from jaxrl_llm.runs.checkpoint import Saved
-from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folder
+from jaxrl_llm.runs.directory import check_same_data, ending_together, prepare_files, run_folder
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop

@@ -16,9 +16,8 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import USER, VOCABULARIES, ChatTemplate, Message, load_tokenizer
-from jaxrl_llm.data.dataset import check_ids
+from jaxrl_llm.data.dataset import check_ids, encode_steps, last_tokens, split_steps
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.preferences import encode_steps, last_tokens, split_steps
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_scoring, read_spec

@@ -16,14 +16,12 @@ from jaxrl_llm.config.programs import SftConfig, TrainConfig, processes_can_trai
 from jaxrl_llm.config.sections import RolloutSizes
 from jaxrl_llm.data.chat import load_policy_tokens
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts, tokenize_prompts
-from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.notebook import open_display
+from jaxrl_llm.monitoring.display import Display, open_display
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler, open_episode_sampler
@@ -32,6 +30,7 @@ from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import SamplingParams
 from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.runs import directory
+from jaxrl_llm.runs.directory import build_once, digest, prepare_files
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training import loop

@@ -23,10 +23,9 @@ from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning import steps
-from jaxrl_llm.planning.memory import memory_by_phase, workload
 from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
 from jaxrl_llm.planning.report import advise, scale_scratch
-from jaxrl_llm.planning.steps import GPUS, analyze_step
+from jaxrl_llm.planning.steps import GPUS, analyze_step, memory_by_phase, workload
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.sizes import PAGE
