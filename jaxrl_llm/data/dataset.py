@@ -103,32 +103,19 @@ class RowPictures:
         return digest.digest()
 
 
-class RowPrompt(NamedTuple):
-    """What a row becomes.
+@dataclass(frozen=True)
+class Example:
+    """A tokenized supervised example.
 
     Attributes:
-        messages: the chat, in which typed parts mention images and videos.
-        tokens: of the chat.
+        tokens: of a chat.
+        mask: of each token, whether the loss falls on it: those of answers that are trained.
         load: decodes the images and videos; None: there are none.
-    """
-
-    messages: list[dict[str, Any]]
-    tokens: tuple[int, ...]
-    load: RowPictures | None = None
-
-
-class RowSequence(NamedTuple):
-    """A sequence that a row's chat gives to train on.
-
-    Attributes:
-        tokens: of it.
-        mask: of each token, whether it is an answer's.
-        load: as of `RowPrompt`.
     """
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
-    load: RowPictures | None = None
+    load: RowPictures | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -151,7 +138,7 @@ class RowVisuals:
         number: int,
         encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
         tokenizer: Any,
-    ) -> "RowPrompt":
+    ) -> tuple[list[dict[str, Any]], tuple[int, ...], RowPictures | None]:
         """Return a row's messages, its tokens, and what decodes its images and videos.
 
         Args:
@@ -166,10 +153,9 @@ class RowVisuals:
         """
         messages, pictures = self.split(row)
         tokens = encode(messages)
-        ((tokens, _, load),) = self._expand(
-            [(tokens, [False] * len(tokens))], pictures, row, number, tokenizer
-        )
-        return RowPrompt(messages, tokens, load)
+        untrained = [(tokens, [False] * len(tokens))]
+        (made,) = self._expand(untrained, pictures, row, number, tokenizer)
+        return messages, made.tokens, made.load
 
     def conversation(
         self,
@@ -178,7 +164,7 @@ class RowVisuals:
         number: int,
         encode: Callable[[Sequence[Mapping[str, Any]]], Sequence[tuple[list[int], list[bool]]]],
         tokenizer: Any,
-    ) -> "list[RowSequence]":
+    ) -> list[Example]:
         """Return a chat as sequences to train on, each with what decodes its images and videos.
 
         Args:
@@ -207,10 +193,10 @@ class RowVisuals:
         row: Mapping[str, Any],
         number: int,
         tokenizer: Any,
-    ) -> "list[RowSequence]":
+    ) -> list[Example]:
         """Put a placeholder for each feature; the last of the sequences shows all pictures."""
         if self.processor is None:
-            return [RowSequence(tuple(tokens), tuple(mask)) for tokens, mask in sequences]
+            return [Example(tuple(tokens), tuple(mask)) for tokens, mask in sequences]
         folder = row.folder if isinstance(row, FileRow) else Path()
         shapes = self.shapes(pictures, folder)
         counts = [shape.tokens for shape in shapes]
@@ -222,7 +208,7 @@ class RowVisuals:
                 tokens, mask, shapes, tokenizer, all_shown=is_last
             )
             load = RowPictures(self.processor, pictures[:shown], *place, counts[:shown])
-            made.append(RowSequence(*grown, load if shown else None))
+            made.append(Example(*grown, load if shown else None))
         return made
 
     def check_drawn(self, tokens: Sequence[int], tokenizer: Any) -> None:
@@ -450,21 +436,6 @@ PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
 """A prompt, a text that is a chat's only message, the messages of a chat, or token ids."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """A tokenized supervised example.
-
-    Attributes:
-        tokens: of a chat.
-        mask: of each token, whether the loss falls on it: those of answers that are trained.
-        load: decodes the images and videos; None: there are none.
-    """
-
-    tokens: tuple[int, ...]
-    mask: tuple[bool, ...]
-    load: RowPictures | None = field(default=None, compare=False, repr=False)
-
-
 def tokenize_prompts(
     rows: Sequence[Row],
     tokenizer: Tokenizer,
@@ -621,10 +592,10 @@ def tokenize_examples(
         )
         chat = [*row["prompt"], as_answer(row["response"])] if chat is None else chat
         made = []
-        for tokens, mask, load in visuals.conversation(row, chat, index, encode, tokenizer):
-            check_ids(tokens, vocab_size, tokenizer)
-            is_short = fits(len(tokens), max_tokens, "max_tokens", filter_overlong, load)
-            made.append(Example(tokens, mask, load) if is_short else None)
+        for one in visuals.conversation(row, chat, index, encode, tokenizer):
+            check_ids(one.tokens, vocab_size, tokenizer)
+            is_short = fits(len(one.tokens), max_tokens, "max_tokens", filter_overlong, one.load)
+            made.append(one if is_short else None)
         return made
 
     made = [example for of_row in map_rows(tokenized, rows) for example in of_row]

@@ -238,7 +238,7 @@ def choose_format(template: ChatTemplate) -> str:
             "call_format: the chat template writes no calls of tools, so their format can't be "
             f"found; expected the name of one (known: {known})"
         )
-    chat = [USER, template.style.message([PROBE])]
+    chat = [USER, template.style([PROBE])]
     before = template.ids(template.render(chat[:1], generation=True))
     tokens = template.ids(template.render(chat, generation=False))
     same = count_common(before, tokens)
@@ -298,18 +298,6 @@ def _turn(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> Tur
 
 
 log = logging.getLogger(__name__)
-
-
-class Cut(NamedTuple):
-    """A neutral chat with new messages, cut after the assistant's turn.
-
-    `close` is the text of the stop token that ends the turn; `inside` says whether the template
-    itself writes it.
-    """
-
-    close: str
-    told: str
-    inside: bool
 
 
 class TurnTemplate:
@@ -408,9 +396,9 @@ class TurnTemplate:
             raise ValueError("messages: got none, expected what is told after the answer")
         hidden, signs = self._special.hide(self.template.prepared(messages, calls))
         self._check_shown(hidden)
-        cut = self._cut(hidden)
-        ids = self._special.encode(cut.told, signs, after=cut.close)
-        close = self._stop_texts.get(cut.close) or self.template.ids(cut.close)[0]
+        told, end, _ = self._cut(hidden)
+        ids = self._special.encode(told, signs, after=end)
+        close = self._stop_texts.get(end) or self.template.ids(end)[0]
         return ids if closed and (stop is None or stop == close) else [close, *ids]
 
     def parse(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> ParsedAnswer:
@@ -429,7 +417,7 @@ class TurnTemplate:
         calls = [call for call in answer.calls if call.error is None]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if calls and self.template.style:
-            message = self.template.style.message(calls, answer.text)
+            message = self.template.style(calls, answer.text)
         elif calls and self.call_format:
             message["content"] = f"{answer.text}\n{self.call_format.write(calls)}".strip()
         return message | ({"reasoning_content": answer.reasoning} if answer.reasoning else {})
@@ -452,12 +440,13 @@ class TurnTemplate:
         rendered = self.template.render(chat, generation=waits, tools=self._told_tools)
         split = re.compile("|".join(f"({re.escape(text)})" for text in self._added) or "(?!)")
         decode = text_decoder(self.tokenizer, skip_special_tokens=False)
-        unwritten = () if self._usual.inside else self._stop_texts
+        _, close, is_written = self._usual
+        unwritten = () if is_written else self._stop_texts
         stream, whole = (
             [p.strip() for p in split.split(text) if p and p.strip() and p not in unwritten]
             for text in (decode(list(tokens)), rendered)
         )
-        if (close := self._usual.close) not in self._stop_texts:  # a sampled one stands before it
+        if close not in self._stop_texts:  # a sampled one stands before it
             pairs = zip(stream, [*stream[1:], ""], strict=True)
             stream = [p for p, after in pairs if p not in self._stop_texts or after != close]
         opens = len(stream) == len(whole) + 1 and stream[-1] in self._stop_texts
@@ -533,7 +522,7 @@ class TurnTemplate:
         return False
 
     @functools.cached_property
-    def _usual(self) -> Cut:
+    def _usual(self) -> tuple[str, str, bool]:
         return self._cut([{"role": "user", "content": "More."}])
 
     @functools.cached_property
@@ -573,7 +562,7 @@ class TurnTemplate:
         if not calls or self.template.style is None:
             return [USER, {"role": "assistant", "content": REPLY}]
         several = self.template.takes_several_calls
-        return [USER, self.template.style.message(calls if several else calls[:1])]
+        return [USER, self.template.style(calls if several else calls[:1])]
 
     def _check_shown(self, messages: Sequence[Message]) -> None:
         """Raise ValueError if the template leaves out what messages after an answer say.
@@ -584,7 +573,7 @@ class TurnTemplate:
         if roles not in self._shown:
             signs = [f"zq{number}sign" for number in range(len(messages))]
             signed = [{**m, "content": s} for m, s in zip(messages, signs, strict=True)]
-            told = self._cut(signed).told
+            told, _, _ = self._cut(signed)
             self._shown[roles] = [i for i, sign in enumerate(signs) if sign not in told]
         for number in self._shown[roles]:
             raise ValueError(
@@ -592,8 +581,11 @@ class TurnTemplate:
                 "after an answer; use a role that it knows, such as user"
             )
 
-    def _cut(self, messages: Sequence[Message]) -> Cut:
+    def _cut(self, messages: Sequence[Message]) -> tuple[str, str, bool]:
         """Render a neutral chat with new messages, and cut it after the assistant's turn.
+
+        Returned are the text behind it, that of the stop token which ends the turn, and whether the
+        template itself writes this token.
 
         The turn's end is the last stop token before what the first message says, which is where
         the texts of two chats part that differ in nothing else.
@@ -609,16 +601,16 @@ class TurnTemplate:
         ends = [(text.rfind(stop, start, end), stop) for stop in self._stop_texts]
         position, close = max(ends, key=lambda pair: pair[0])
         if position >= 0:
-            return Cut(close, text[position + len(close) :], inside=True)
+            return text[position + len(close) :], close, True
         before = self.template.render(neutral, generation=False)
         for stop in filter(before.endswith, self._stop_texts):  # in history it ends otherwise
             kept = before.removesuffix(stop)
             close = next(filter(text[len(kept) :].startswith, self._added), None)
             if text.startswith(kept) and close is not None:
-                return Cut(close, text[len(kept) + len(close) :], inside=True)
+                return text[len(kept) + len(close) :], close, True
         if not text.startswith(before):
             raise ValueError(
                 f"chat template: it is not append-only: got {text!r}, expected this to begin with "
                 f"{before!r}"
             )
-        return Cut(next(iter(self._stop_texts)), text[len(before) :], inside=False)
+        return text[len(before) :], next(iter(self._stop_texts)), False

@@ -73,7 +73,8 @@ def memory_by_phase(shapes: RunShapes, scratch: Mapping[StepId, int | float]) ->
 
 def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int | float]:
     """Return the bytes that a layout's devices hold in a step, without offloaded arrays."""
-    here, offload = set(layout.mesh.devices.flat), shapes.config.offload
+    here, config = set(layout.mesh.devices.flat), shapes.config
+    offload = config.offload
     offloaded = {"optimizer": offload.optimizer, "parameters": offload.params}
     held = {}
     for allocation in shapes.throughout:
@@ -82,18 +83,14 @@ def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int
         waits |= role == "reference" and offload.reference
         waits |= role.startswith(TEACHER) and offload.teacher
         is_updating = step.role == "actor" and step.kind is StepKind.ACCUMULATE
-        needed = is_updating and role == TEACHER and is_run_in_update(shapes.config)
+        needed = is_updating and role == TEACHER and config.teacher.top_k is None
+        needed &= config.algorithm.distillation is not None  # else a pass before the update runs it
         has_no_role = role == TEACHER and TEACHER not in shapes.roles  # the policy's own teacher
         needed |= has_no_role and step == StepId("actor", StepKind.INFER)
         needed |= role == step.role and (array != "optimizer" or step.kind is not StepKind.INFER)
         if here & set(where.mesh.devices.flat) and (needed or not waits):
             held[allocation.label] = size
     return held
-
-
-def is_run_in_update(config: TrainConfig) -> bool:
-    """Return whether the actor's update runs the teacher, rather than a pass before it."""
-    return config.algorithm.distillation is not None and config.teacher.top_k is None
 
 
 def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:

@@ -17,7 +17,7 @@ import subprocess
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,26 +48,12 @@ INSTALLED = ("site-packages", "dist-packages")
 # `versions.json` has the versions.
 
 
-class UserFunction(NamedTuple):
-    """A function that is none of an installed package.
+def user_functions(config: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """Return the users' functions that a config names or holds, by their keys.
 
-    Attributes:
-        name: as the config has it.
-        source: its text, and that of what it uses of its module.
+    Each is its name in the config, and its source; none is of an installed package.
     """
-
-    name: str
-    source: str
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of the source."""
-        return hashlib.sha256(self.source.encode()).hexdigest()
-
-
-def user_functions(config: Any, prefix: str = "") -> dict[str, UserFunction]:
-    """Return the users' functions that a config names or holds, by their keys."""
-    functions: dict[str, UserFunction] = {}
+    functions: dict[str, tuple[str, str]] = {}
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if group_of(type(value)) is not None and not isinstance(value, FunctionSpec):
@@ -76,8 +62,12 @@ def user_functions(config: Any, prefix: str = "") -> dict[str, UserFunction]:
         for number, item in items:
             source = source_of(item) if isinstance(item, FunctionSpec) else None
             if source is not None:
-                functions[f"{key}.{number}".rstrip(".")] = UserFunction(item.fn, source)
+                functions[f"{key}.{number}".rstrip(".")] = item.fn, source
     return functions
+
+
+def _source_digests(config: Any) -> dict[str, str]:
+    return {f"{key}: source": digest(text) for key, (_, text) in user_functions(config).items()}
 
 
 def source_of(spec: FunctionSpec) -> str | None:
@@ -304,24 +294,15 @@ DECIDING = ("steps", "epochs", "data.prepare")
 """Those among them that decide the weights at the end nevertheless."""
 
 
-class RunFolder(NamedTuple):
-    """A run's folder, while it is held.
-
-    Attributes:
-        path: of the folder.
-        record: writes config, users' functions, versions and commit into it. Called once nothing is
-            left that could refuse the run; before, no file of an earlier run is changed.
-    """
-
-    path: Path
-    record: Callable[[], None]
-
-
 @contextlib.contextmanager
-def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[RunFolder]:
+def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[Callable[[], None]]:
     """Hold a run's folder, for one run at a time, and keep compiled programs.
 
     A folder in which no run has begun, as where it is refused, is left as it was before.
+
+    Yields:
+        What writes config, users' functions, versions and commit into it. Called once nothing is
+        left that could refuse the run; before, no file of an earlier run is changed.
 
     Raises:
         ConfigError: another run is there, the one there was begun otherwise, or nothing can be
@@ -337,7 +318,7 @@ def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[RunFolder]:
         distributed.run_on_first(lambda: _check_unchanged(folder, config, functions))
         if config.compilation_cache:
             stack.enter_context(use_compilation_cache(compilation_cache_of(folder)))
-        yield RunFolder(folder, record)
+        yield record
 
 
 @contextlib.contextmanager
@@ -384,7 +365,7 @@ def _remove_empty(paths: Iterable[Path]) -> None:
 def _check_unchanged(
     folder: Path,
     config: RunConfig,
-    functions: Mapping[str, UserFunction],
+    functions: Mapping[str, tuple[str, str]],
 ) -> None:
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
@@ -409,7 +390,7 @@ def _completed(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
 def _record(
     folder: Path,
     config: RunConfig,
-    functions: Mapping[str, UserFunction],
+    functions: Mapping[str, tuple[str, str]],
 ) -> None:
     """Write what a run is made with, and can be repeated by."""
     write_text(folder / "config.yaml", to_yaml(config))
@@ -418,19 +399,19 @@ def _record(
     write_text(folder / "versions.json", versions + "\n")
 
 
-def _write_functions(folder: Path, functions: Mapping[str, UserFunction]) -> None:
+def _write_functions(folder: Path, functions: Mapping[str, tuple[str, str]]) -> None:
     """Keep the users' functions: names and digests in `functions.json`, sources in `functions/`."""
     if not functions and not (folder / "functions.json").exists():
         return
     (folder / "functions").mkdir(exist_ok=True)
-    for key, function in functions.items():
-        write_text(folder / "functions" / f"{key}.py", function.source)
-    kept = {k: {"name": f.name, "sha256": f.digest} for k, f in functions.items()}
+    for key, (_, source) in functions.items():
+        write_text(folder / "functions" / f"{key}.py", source)
+    kept = {k: {"name": name, "sha256": digest(text)} for k, (name, text) in functions.items()}
     write_text(folder / "functions.json", json.dumps(kept, indent=1) + "\n")
 
 
 def _changed_functions(
-    folder: Path, functions: Mapping[str, UserFunction], changed: Sequence[str]
+    folder: Path, functions: Mapping[str, tuple[str, str]], changed: Sequence[str]
 ) -> list[str]:
     """Return what changed in a run's config, with functions compared by their sources.
 
@@ -440,10 +421,10 @@ def _changed_functions(
     path = folder / "functions.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     both = {key for key in functions if key in before}
-    same = {key for key in both if before[key]["sha256"] == functions[key].digest}
+    same = {key for key in both if before[key]["sha256"] == digest(functions[key][1])}
     kept = [c for c in changed if c.partition(":")[0].removesuffix(".fn") not in same]
     return kept + [
-        f"{key}: the source of {functions[key].name} is no longer that in "
+        f"{key}: the source of {functions[key][0]} is no longer that in "
         f"{folder / 'functions' / key}.py"
         for key in sorted(both - same)
     ]
@@ -477,8 +458,7 @@ def recipe_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
     Returns:
         Values by keys' whole names, as JSON has them; digests of users' sources by `KEY: source`.
     """
-    functions = {f"{key}: source": f.digest for key, f in user_functions(config).items()}
-    recipe = {**_given_keys(config), **functions}
+    recipe = {**_given_keys(config), **_source_digests(config)}
     model, packaged = Path(config.model.path).resolve(), PACKAGED.resolve()
     if model.is_relative_to(packaged):  # wherever the package lies, and however it is named
         recipe["model.path"] = f"configs/{model.relative_to(packaged).as_posix()}"
@@ -522,9 +502,12 @@ def join(config: Any, *rules: Callable[[Any, int], Iterator[str]]) -> None:
         raise ConfigError(str(error)) from error
     except TimeoutError as error:
         raise RunError(str(error)) from error
-    functions = {f"{key}: source": f.digest[:12] for key, f in user_functions(config).items()}
-    program = {"program": type(config).__name__}
-    ours = {**program, **dict(dotted_items(as_tree(config))), **functions, **package_versions()}
+    ours = {
+        "program": type(config).__name__,
+        **dict(dotted_items(as_tree(config))),
+        **{key: text[:12] for key, text in _source_digests(config).items()},
+        **package_versions(),
+    }
     everyone = distributed.all_gather(ours)
     for number, theirs in enumerate(everyone):
         if differing := _differences(theirs, everyone[0], number):

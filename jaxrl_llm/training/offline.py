@@ -200,7 +200,7 @@ def _run(
         held_out = config.data.validation if isinstance(config, PreferConfig) else ()
         prepare_files(config.data.prepare, (*config.data.train, *held_out))
         check_export(config.export_to)
-        folder = stack.enter_context(run_folder(config.run_dir, config))
+        record = stack.enter_context(run_folder(config.run_dir, config))
         with ending_together():  # the others, before this process waits for its files to close
             loop.compile_on_demand(stack)
             watchdog = stack.enter_context(loop.open_watchdog(config))
@@ -210,7 +210,7 @@ def _run(
                 layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=own_axes)
             opening = Opening(function, optimizer, schedule, layout, watchdog, stack)
             trainer, loaded = open_trainer(config, opening)
-            folder.record()
+            record()
             model, base = loaded.model, jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
             del loaded
             loop.validate_before(trainer)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -305,17 +305,17 @@ def open_here(config: TrainConfig) -> Run:
 def run_training(config: TrainConfig) -> None:
     """Open a run, run it to its end and print what it has learned."""
     with contextlib.ExitStack() as stack:
-        functions, folder = _claim(config, stack)
-        if _is_finished(config, folder.path):
+        functions, record = _claim(config, stack)
+        if _is_finished(config, Path(config.run_dir)):
             return
-        with _build(config, functions, folder, stack) as run, directory.ending_together():
+        with _build(config, functions, record, stack) as run, directory.ending_together():
             run.finish()
 
 
 def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
-) -> tuple[AlgorithmFunctions, directory.RunFolder]:
-    """Check what needs no model, and hold the run's folder."""
+) -> tuple[AlgorithmFunctions, Callable[[], None]]:
+    """Check what needs no model, and hold the run's folder; see `run_folder`."""
     loop.enter_process(config, stack, processes_can_train)
     with activity("checking the config"):
         functions = resolve_functions(config)  # wrong names fail before anything is loaded
@@ -326,7 +326,7 @@ def _claim(
 def _build(
     config: TrainConfig,
     functions: AlgorithmFunctions,
-    folder: directory.RunFolder,
+    record: Callable[[], None],
     stack: contextlib.ExitStack,
 ) -> Run:
     """Make what the run needs, and build it where it stands; it takes over the stack."""
@@ -334,14 +334,15 @@ def _build(
     warm_start(config)
     stack.enter_context(directory.ending_together())
     stack.enter_context(job_context.reporting_failure())
-    with compiling_ahead(config, folder.path) as wait:
-        trainer = open_trainer(config, functions, folder.path, stack)
+    folder = Path(config.run_dir)
+    with compiling_ahead(config, folder) as wait:
+        trainer = open_trainer(config, functions, folder, stack)
         wait()
-    folder.record()
+    record()
     trainer.files.compiled.metrics()  # what was compiled until here is none of a step's
     trainer.sync(trainer.number)
     loop.validate_before(trainer)
-    return Run(folder.path, trainer, stack.pop_all())
+    return Run(folder, trainer, stack.pop_all())
 
 
 def open_trainer(

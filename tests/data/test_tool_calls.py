@@ -96,7 +96,7 @@ def test_formats_read_what_real_templates_write(template, arguments):
     renders = ChatTemplate(tokenizer)
     assert choose_format(renders) == name
     chat = [{"role": "user", "content": "?"}]
-    message = renders.style.message([ToolCall("look_up", arguments, "a1b2c3d4e")])
+    message = renders.style([ToolCall("look_up", arguments, "a1b2c3d4e")])
     prompts = [renders.render(chat, generation=more) for more in (True, False)]
     whole = renders.render([*chat, message], generation=False)
     opening = next(prompt for prompt in prompts if whole.startswith(prompt))
