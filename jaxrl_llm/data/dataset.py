@@ -609,11 +609,7 @@ def as_answer(answer: str | Message) -> Message:
 
 
 def fits(
-    length: int,
-    limit: int,
-    name: str,
-    filter_overlong: bool,
-    load: RowPictures | None = None,
+    length: int, limit: int, name: str, filter_overlong: bool, load: RowPictures | None = None
 ) -> bool:
     """Return whether a row is short enough; raise ValueError unless longer ones are dropped."""
     if length > limit and not filter_overlong:

@@ -196,10 +196,7 @@ def sum_by_rank(
 
 
 def imbalance(
-    sizes: Int[np.ndarray, " B"],
-    batches: Sequence[Sequence[Sequence[int]]],
-    ranks: int,
-    cost: Cost,
+    sizes: Int[np.ndarray, " B"], batches: Sequence[Sequence[Sequence[int]]], ranks: int, cost: Cost
 ) -> dict[str, float]:
     """Return how evenly a plan loads the ranks.
 
@@ -586,16 +583,12 @@ def padding(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape:
     >>> padding(np.array([3, 2, 3]), [[[0], [1]], [[2]]], RowShape(rows=2, length=4, sequences=4))
     0.5
     """
-    return 1 - int(sizes.sum()) / sum(_places(sizes, batch, shape) for batch in batches)
-
-
-def _places(sizes: Int[np.ndarray, " B"], batch: list[list[int]], shape: RowShape) -> int:
-    return in_bucket(sizes, batch, shape)[1].tokens
+    return 1 - int(sizes.sum()) / sum(in_bucket(sizes, batch, shape)[1].tokens for batch in batches)
 
 
 def _time(sizes: Int[np.ndarray, " B"], batches: list[list[list[int]]], shape: RowShape) -> float:
     """Return the cost of all places of a rank, and that of the slowest ranks' attention."""
-    places = sum(_places(sizes, batch, shape) for batch in batches) / shape.ranks
+    places = sum(in_bucket(sizes, batch, shape)[1].tokens for batch in batches) / shape.ranks
     attention = sum_by_rank(shape.cost(sizes) - sizes, batches, shape.ranks)
     return places + float(attention.max(1).sum())
 

@@ -361,22 +361,19 @@ def outcome_of(lines: Sequence[Line]) -> str:
 def run_facts(tree: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, str]:
     """Return what a run trains, and how much of it, by short names."""
     model, algorithm = tree.get("model") or {}, tree.get("algorithm") or {}
+    data = (tree.get("data") or {}).get("train")
     tokens = sum(line.get("perf/total_num_tokens") or 0.0 for line in lines)
     seconds = sum(line.get("timing_s/step") or 0.0 for line in lines)
     facts = {
         "model": model.get("path"),
         "first taught by": model.get("warm_start"),
-        "data": _listed((tree.get("data") or {}).get("train")),
+        "data": ", ".join(map(str, data)) if isinstance(data, list) else data,
         **{key.replace("_", " "): name for key, name in learned_by(algorithm).items()},
         "seed": tree.get("seed", 0),
         "tokens": f"{tokens:,.0f}" if tokens else None,
         "time of the steps": _duration(seconds) if seconds else None,
     }
     return {name: str(value) for name, value in facts.items() if value is not None}
-
-
-def _listed(value: Any) -> Any:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _duration(seconds: float) -> str:
@@ -571,11 +568,7 @@ class KeptAnswers:
             return None, str(error)
 
     def _choose(
-        self,
-        steps: Sequence[int],
-        budget: int,
-        token_texts: TokenTexts | None,
-        problems: list[str],
+        self, steps: Sequence[int], budget: int, token_texts: TokenTexts | None, problems: list[str]
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """Return as many answers as there is room for, and their prompts, to which they point.
 
@@ -685,13 +678,9 @@ def _token_values(answer: Mapping[str, Any]) -> dict[str, Any]:
             values[short_name] = [_short_finite(v) for v in known[name]]
     if "logprobs" in known and "rollout_logprobs" in known:
         pairs = zip(known["logprobs"], known["rollout_logprobs"], strict=True)
-        values["diff"] = [_difference(*pair) for pair in pairs]
+        differences = [_short_finite(trainer - engine) for trainer, engine in pairs]
+        values["diff"] = [None if d is None else float(f"{d:.2g}") for d in differences]
     return {n: v[0] if len(set(v)) == 1 and len(v) > 1 else v for n, v in values.items()}
-
-
-def _difference(trainer: float, engine: float) -> float | None:
-    value = _short_finite(trainer - engine)
-    return None if value is None else float(f"{value:.2g}")
 
 
 def _number_of(text: str, numbers: dict[str, int]) -> int:
@@ -804,8 +793,7 @@ class Page:
 
 
 def write_report(
-    runs: str | Path | RunFiles | Sequence[str | Path | RunFiles],
-    out: str | Path | None = None,
+    runs: str | Path | RunFiles | Sequence[str | Path | RunFiles], out: str | Path | None = None
 ) -> Path:
     """Write one or more runs as a page of HTML, which a browser opens without a network.
 

@@ -352,20 +352,13 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             if not (folder / "config.yaml").exists():
-                _remove_empty(ours)
-
-
-def _remove_empty(paths: Iterable[Path]) -> None:
-    """Remove the lock and folders as long as they are empty."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()
+                for path in ours:
+                    with contextlib.suppress(OSError):
+                        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _check_unchanged(
-    folder: Path,
-    config: RunConfig,
-    functions: Mapping[str, tuple[str, str]],
+    folder: Path, config: RunConfig, functions: Mapping[str, tuple[str, str]]
 ) -> None:
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
@@ -387,11 +380,7 @@ def _completed(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
     return complete
 
 
-def _record(
-    folder: Path,
-    config: RunConfig,
-    functions: Mapping[str, tuple[str, str]],
-) -> None:
+def _record(folder: Path, config: RunConfig, functions: Mapping[str, tuple[str, str]]) -> None:
     """Write what a run is made with, and can be repeated by."""
     write_text(folder / "config.yaml", to_yaml(config))
     _write_functions(folder, functions)
@@ -510,20 +499,18 @@ def join(config: Any, *rules: Callable[[Any, int], Iterator[str]]) -> None:
     }
     everyone = distributed.all_gather(ours)
     for number, theirs in enumerate(everyone):
-        if differing := _differences(theirs, everyone[0], number):
+        first = everyone[0]
+        differing = [
+            f"process {number} has {key}={theirs.get(key)}, process 0 has {first.get(key)}"
+            for key in {**first, **theirs}
+            if theirs.get(key) != first.get(key)
+        ]
+        if differing:
             shown = "; ".join(differing[:SHOWN])
             more = f"; {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
             raise ConfigError(f"{shown}{more}: all processes of a run need the same")
     if lines := [line for rule in rules for line in rule(config, len(everyone))]:
         raise ConfigError(*lines)
-
-
-def _differences(theirs: Mapping[str, Any], first: Mapping[str, Any], number: int) -> list[str]:
-    return [
-        f"process {number} has {key}={theirs.get(key)}, process 0 has {first.get(key)}"
-        for key in {**first, **theirs}
-        if theirs.get(key) != first.get(key)
-    ]
 
 
 def check_same_data(key: str, sequences: Iterable[Sequence[int]]) -> None:

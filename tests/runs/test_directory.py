@@ -45,7 +45,7 @@ def recorded(folder, config):
     """A run that nothing refuses."""
     with run_folder(folder, config) as record:
         record()
-        yield folder
+        yield Path(folder)
 
 
 def enter(folder, config):

@@ -427,11 +427,7 @@ class VisualProcessor:
 
     @classmethod
     def from_directory(
-        cls,
-        directory: str | Path,
-        *,
-        max_pixels: int | None = None,
-        min_pixels: int | None = None,
+        cls, directory: str | Path, *, max_pixels: int | None = None, min_pixels: int | None = None
     ) -> "VisualProcessor":
         """Return the processor of a checkpoint.
 
