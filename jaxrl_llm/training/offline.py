@@ -40,7 +40,7 @@ from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
-from jaxrl_llm.monitoring.metrics_log import check_trackers
+from jaxrl_llm.monitoring.trackers import check_trackers
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.runs.directory import check_same_data, ending_together, prepare_files, run_folder
 from jaxrl_llm.runs.preemption import Watchdog
