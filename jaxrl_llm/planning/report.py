@@ -17,7 +17,6 @@ from jaxrl_llm.planning.steps import (
     CompiledStep,
     PhaseMemory,
     memory_by_phase,
-    tokens_on_device,
 )
 from jaxrl_llm.sharding.layout import Layout, batch_shards
 from jaxrl_llm.training.compile import ENGINE, RunShapes, StepId, StepKind, plan_shapes
@@ -135,7 +134,8 @@ def _per_slot(shapes: RunShapes) -> int | float:
 
 def _load(shapes: RunShapes, role: str) -> int | float:
     model = shapes.roles[role]
-    return tokens_on_device(model) / model.layout.mesh.shape["tensor"]
+    mesh, pieces = model.layout.mesh, model.layout.pieces
+    return model.shape.tokens / (batch_shards(mesh) * pieces) / mesh.shape["tensor"]
 
 
 def stored_per_token(shapes: RunShapes) -> int | float:

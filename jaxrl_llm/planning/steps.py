@@ -20,7 +20,7 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.flops import forward_flops, tower_flops
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.planning.program import Loop, OperationCounts, count_operations, list_loops
-from jaxrl_llm.sharding.layout import Layout, batch_shards
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.compile import (
     ENGINE,
     TEACHER,
@@ -93,26 +93,6 @@ def _allocated(shapes: RunShapes, step: StepId, layout: Layout) -> dict[str, int
     return held
 
 
-def count_microbatches(config: TrainConfig, role: AbstractModel) -> int:
-    """Return the micro-batches of an update if every sequence is of full length."""
-    groups = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
-    sequences = groups * config.rollout.samples_per_prompt
-    per_row = role.shape.length // config.longest_sequence
-    return math.ceil(sequences / (role.shape.rows * per_row))
-
-
-def count_pair_microbatches(config: TrainConfig, role: AbstractModel) -> int:
-    """Return the micro-batches of an update on a pair of the longest answers to each prompt."""
-    pairs = config.batch.prompts_per_minibatch or config.batch.prompts_per_step
-    shape = role.update_shape
-    return math.ceil(pairs / (shape.rows * (shape.length // (2 * config.longest_sequence))))
-
-
-def tokens_on_device(role: AbstractModel) -> int | float:
-    """Return the tokens of a micro-batch that each device has."""
-    return role.shape.tokens / (batch_shards(role.layout.mesh) * role.layout.pieces)
-
-
 class Work(NamedTuple):
     """How often a step runs, and the least that it must read and compute.
 
@@ -141,13 +121,14 @@ def workload(shapes: RunShapes, step: StepId) -> Work:
     batch, mesh = config.batch, role.layout.mesh
     groups = batch.prompts_per_minibatch or batch.prompts_per_step
     updates = batch.prompts_per_step // groups * batch.epochs_per_step
-    runs = count_microbatches(config, role)
     params, moments = bytes_per_device(role.params), bytes_per_device(role.optimizer)
-    tokens = role.shape.tokens
+    shape, longest = role.shape, config.longest_sequence
+    packed, length = groups * config.rollout.samples_per_prompt, longest
     if kind is StepKind.ACCUMULATE and config.algorithm.pairs is not None:
-        runs, tokens = count_pair_microbatches(config, role), role.update_shape.tokens
-    forward = forward_flops(role.spec, tokens, tokens * config.longest_sequence / 2)
-    forward += _flops_of_images(config, role, tokens / config.longest_sequence)
+        shape, packed, length = role.update_shape, groups, 2 * longest  # a pair of each prompt
+    runs = math.ceil(packed / (shape.rows * (shape.length // length)))  # of an update
+    forward = forward_flops(role.spec, shape.tokens, shape.tokens * longest / 2)
+    forward += _flops_of_images(config, role, shape.tokens / longest)
     if kind is StepKind.APPLY:
         return Work(mesh, updates, 3 * params + 2 * moments, 0.0)
     if kind is StepKind.ACCUMULATE:

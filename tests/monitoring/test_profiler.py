@@ -111,7 +111,7 @@ def test_the_programs_in_a_trace_are_those_that_xla_compiled(traced):
     (multiply,) = (
         operations for name, operations in programs.items() if name.startswith("jit_multiply(")
     )
-    opcodes = {opcode for operation in multiply.values() for opcode in operation.opcodes}
+    opcodes = {opcode for of_one, _ in multiply.values() for opcode in of_one}
     assert {"while", "dot", "all-reduce", "tanh"} <= opcodes
     assert [
         name

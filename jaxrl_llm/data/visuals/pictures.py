@@ -109,7 +109,11 @@ def open_picture(
     """
     with contextlib.ExitStack() as stack:
         image = _as_image(source, folder, stack)
-        _check_header(image)
+        _check_size(*image.size)
+        short, long = sorted(image.size)
+        if long > MAX_ASPECT * short:
+            width, height = image.size
+            raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
         with refusing():
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
         if animated and not frames:
@@ -254,14 +258,6 @@ def _check_webp(head: bytes) -> None:
     else:
         width, height = (int.from_bytes(head[i : i + 2], "little") & low14 for i in (26, 28))
     _check_size(width, height)
-
-
-def _check_header(image: Image.Image) -> None:
-    _check_size(*image.size)
-    short, long = sorted(image.size)
-    if long > MAX_ASPECT * short:
-        width, height = image.size
-        raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
 
 
 def _alone(image: Image.Image) -> Image.Image:
