@@ -471,8 +471,7 @@ class Mlflow(Service):
             for name, value in record.metrics.items()
         ]
         for start in range(0, len(metrics), MOST_METRICS):
-            part = metrics[start : start + MOST_METRICS]
-            self._store.log_batch(self._run, metrics=part)
+            self._store.log_batch(self._run, metrics=metrics[start : start + MOST_METRICS])
         if record.answers:
             columns, rows = as_table(record.answers)
             table = {"columns": columns, "data": rows}  # as `mlflow.log_table` writes it
@@ -498,8 +497,7 @@ class Mlflow(Service):
             for key, value in dotted_keys(self._tracked.config).items()
         ]
         for start in range(0, len(params), MOST_PARAMS):
-            part = params[start : start + MOST_PARAMS]
-            self._store.log_batch(run, params=part)
+            self._store.log_batch(run, params=params[start : start + MOST_PARAMS])
         self._store.log_dict(run, dict(self._tracked.config), "config.json")
         return run
 

@@ -86,7 +86,7 @@ class TextEncoder:
         return ChatTemplate(self.tokenizer, self.template_kwargs)
 
     def answer(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
+        """Encode as `data.dataset` does: the prompt, and the answer to its closing token."""
         messages = self._shown(whole_chat(rollouts, row))
         with unreadable():
             prompt, answer = self.template.answer(messages, rollouts.prompts[row].tools)
@@ -110,7 +110,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class StepEncoder(TextEncoder):
-    """Encodes the steps of answers for a process reward model, as `data.preferences` does.
+    """Encodes the steps of answers for a process reward model, as `data.dataset` does.
 
     Attributes:
         separator: that the model was trained with.
