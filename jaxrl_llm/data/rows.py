@@ -434,24 +434,23 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-            if line.strip():
-                rows.append(_json_row(line, f"{path}, line {number}"))
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: can't be read: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # the latter of what is nested too deep
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected a JSON object, got a {type(row).__name__}")
+        rows.append(row)
     return rows
-
-
-def _json_row(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # the latter of what is nested too deep
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got a {type(row).__name__}")
-    return row
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

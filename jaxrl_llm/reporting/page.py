@@ -905,35 +905,22 @@ def open_server(runs: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
     """
     page, lock = Page(runs), threading.Lock()
 
-    def answer(path: str, query: dict[str, list[str]]) -> tuple[str, bytes] | None:
+    def answer(path: str, known: dict[str, list[str]]) -> tuple[str, bytes] | None:
         if path.startswith("/docs/"):
             name = path.removeprefix("/docs/")
             pages = {page.name: page for page in DOCS.glob("*.md")}
             return (PLAIN, pages[name].read_bytes()) if name in pages else None
+        if path not in ("/", "/data"):
+            return None
         with lock:  # one reader of files at a time
+            versions = page.versions()  # before the files are read
             if path == "/":
-                live = {"live": page.versions()}  # before the files are read
-                return HTML, fill_page(live | page.metrics(), page.answers()).encode()
-            return (JSON, as_json(_changes(page, query))) if path == "/data" else None
+                metrics = {"live": versions} | page.metrics()
+                return HTML, fill_page(metrics, page.answers()).encode()
+            read = {"metrics": page.metrics, "answers": page.answers}
+            news = {part: read[part]() for part, v in versions.items() if known.get(part) != [v]}
+            return JSON, as_json({"versions": versions, **news})
 
-    try:
-        return ThreadingHTTPServer(("127.0.0.1", port), _handler(answer))
-    except (OSError, OverflowError) as error:  # the latter: no such number
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--port {port}: can't listen there: {reason}; name another") from error
-
-
-def _changes(page: Page, known: dict[str, list[str]]) -> dict[str, object]:
-    """Return those parts of the page that the reader does not have."""
-    versions = page.versions()
-    read = {"metrics": page.metrics, "answers": page.answers}
-    news = {part: read[part]() for part, v in versions.items() if known.get(part) != [v]}
-    return {"versions": versions, **news}
-
-
-def _handler(
-    answer: Callable[[str, dict[str, list[str]]], tuple[str, bytes] | None],
-) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rpartition(":")[0]
@@ -968,4 +955,8 @@ def _handler(
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: the page asks every two seconds."""
 
-    return Handler
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:  # the latter: no such number
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--port {port}: can't listen there: {reason}; name another") from error
