@@ -83,10 +83,7 @@ class RowPictures:
         """
         read = {"image": self.processor.image, "video": self.processor.video}
         with naming_row(self.where, self.row):
-            visuals = tuple(
-                _named(functools.partial(read[p.media], folder=self.folder), p)
-                for p in self.pictures
-            )
+            visuals = tuple(_named(read[p.media], p, self.folder) for p in self.pictures)
             for picture, visual, count in zip(self.pictures, visuals, self.tokens, strict=True):
                 if visual.tokens != count:
                     raise PictureError(
@@ -275,7 +272,7 @@ class RowVisuals:
         """
         assert self.processor is not None, "`split` has refused rows with pictures"
         read = {"image": self.processor.image_shape, "video": self.processor.video_shape}
-        return [_named(functools.partial(read[p.media], folder=folder), p) for p in pictures]
+        return [_named(read[p.media], p, folder) for p in pictures]
 
 
 @dataclass
@@ -330,9 +327,9 @@ def _add(digest: Any, source: Any, folder: Path) -> None:
         digest.update(repr(source).encode())
 
 
-def _named(read: Any, picture: Picture) -> Any:
+def _named(read: Callable[..., Any], picture: Picture, folder: Path) -> Any:
     try:
-        return read(picture.source)
+        return read(picture.source, folder=folder)
     except PictureError as error:
         raise PictureError(f"field {picture.name!r}: {error}") from error
 
