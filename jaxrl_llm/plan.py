@@ -64,7 +64,7 @@ def plan_run(
         devices: the GPUs to compile for; by default jax's own, which are of the CPU.
     """
     from jaxrl_llm.models.kernels import cuda_device
-    from jaxrl_llm.planning import memory, report, steps
+    from jaxrl_llm.planning import report, steps
     from jaxrl_llm.training.compile import plan_shapes
 
     device = steps.GPUS[gpu]
@@ -72,7 +72,7 @@ def plan_run(
     compiled_for = gpu if devices else None
     compiled = steps.compile_planned_steps(shapes, device, steps.UNTUNED if devices else None)
     scratch = {planned.step: planned.scratch for planned in compiled}
-    phases, limit = memory.memory_by_phase(shapes, scratch), device.memory * steps.USABLE
+    phases, limit = steps.memory_by_phase(shapes, scratch), device.memory * steps.USABLE
     lines = [*report.describe_run(shapes), *report.describe_compiler(compiled_for), ""]
     lines += report.describe_memory(phases, limit, gpu)
     if max(phase.total for phase in phases) > limit:

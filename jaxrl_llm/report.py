@@ -43,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.serve:
             follow_runs(options.runs, options.port)
         elif options.health:
-            sys.stdout.write(checked_runs(options.runs))
+            from jaxrl_llm.reporting.health import check_run, health_text
+            from jaxrl_llm.training.run_files import read_run
+
+            checked = [f"{run}\n{health_text(check_run(read_run(run)))}\n" for run in options.runs]
+            sys.stdout.write("\n".join(checked))
         else:
             from jaxrl_llm.reporting.page import write_report
 
@@ -53,18 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
-
-
-def checked_runs(runs: Sequence[str]) -> str:
-    """Return what looks wrong in runs, as text.
-
-    Raises:
-        ConfigError: there is no run in a folder.
-    """
-    from jaxrl_llm.reporting.health import check_run, health_text
-    from jaxrl_llm.training.run_files import read_run
-
-    return "\n".join(f"{folder}\n{health_text(check_run(read_run(folder)))}\n" for folder in runs)
 
 
 def follow_runs(runs: Sequence[str], port: int) -> None:

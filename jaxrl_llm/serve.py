@@ -137,7 +137,7 @@ def find_call_format(tokenizer: Any, given: str | None) -> str | None:
         ConfigError: there is no such format.
     """
     from jaxrl_llm.data.chat import ChatTemplate
-    from jaxrl_llm.data.tool_calls import FORMATS, choose_format
+    from jaxrl_llm.data.turns import FORMATS, choose_format
 
     if given is None:
         with contextlib.suppress(ValueError):  # which a request with tools is told

@@ -43,7 +43,7 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring import trackers as trackers
-from jaxrl_llm.reporting.data import metric_pattern
+from jaxrl_llm.reporting.page import metric_pattern
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
@@ -715,7 +715,7 @@ def test_every_documented_metric_exists(written):
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
     files = (
         "monitoring/clock",
-        "monitoring/metrics_log",
+        "training/loop",
         "training/offline",
         "monitoring/job_context",
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.tables import markdown_row, parser_of
-from jaxrl_llm.reporting.data import find_metric
+from jaxrl_llm.reporting.page import find_metric
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("metrics.md", "preference.md")

@@ -25,8 +25,7 @@ from benchmarks.gpu.specs import scored_flops, spec_of
 from jaxrl_llm.algorithms.logprobs import token_stats
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.data.balance import model_cost
-from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.data.packing import model_cost, row_shape
 from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.attention import PLAIN, attend
 from jaxrl_llm.models.flops import update_flops

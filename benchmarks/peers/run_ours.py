@@ -141,8 +141,8 @@ def main() -> None:
     job = read_job()
     with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
         config = settings(job, Path(work))
-        folder = stack.enter_context(run_folder(config.run_dir, config)).path
-        trainer = open_trainer(config, resolve_functions(config), folder, stack)
+        stack.enter_context(run_folder(config.run_dir, config))
+        trainer = open_trainer(config, resolve_functions(config), Path(config.run_dir), stack)
         stack.callback(trainer.close)
         if trainer.models.reference is None:
             raise RuntimeError("the run has no reference, but its loss has a KL term")

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import AgentConfig, ToolProcessConfig
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.session import SessionPool
 from jaxrl_llm.sandbox.interpreter import open_interpreter

@@ -16,8 +16,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.tables import describe_run, markdown_head, markdown_row, parser_of
-from jaxrl_llm.data.balance import VERL_COST, imbalance, sum_by_rank
-from jaxrl_llm.data.packing import RowShape, best_fit, plan_microbatches, row_shape
+from jaxrl_llm.data.packing import (
+    VERL_COST,
+    RowShape,
+    best_fit,
+    imbalance,
+    plan_microbatches,
+    row_shape,
+    sum_by_rank,
+)
 
 MEAN, LENGTH, DRAWS = 512, 4096, 10
 Plan = list[list[list[int]]]

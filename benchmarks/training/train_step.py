@@ -44,8 +44,14 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.compilation import BACKGROUND
-from jaxrl_llm.data.balance import model_cost
-from jaxrl_llm.data.packing import RowShape, choose_rows, padding, plan_microbatches, row_shape
+from jaxrl_llm.data.packing import (
+    RowShape,
+    choose_rows,
+    model_cost,
+    padding,
+    plan_microbatches,
+    row_shape,
+)
 from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.row_fields import map_rows
-from jaxrl_llm.data.rows import Row, read_rows
+from jaxrl_llm.data.rows import Row, map_rows, read_rows
 
 HUB_TIMEOUT_S = 10.0
 """Seconds in which the hub must answer, or it is taken for unreachable."""

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from jaxrl_llm.configs.tasks._sources import read_train
-from jaxrl_llm.data.row_fields import map_rows
-from jaxrl_llm.data.rows import Row, Written, write_splits
+from jaxrl_llm.data.rows import Row, Written, map_rows, write_splits
 
 
 def dapo_math(

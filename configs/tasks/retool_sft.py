@@ -6,8 +6,7 @@ from pathlib import Path
 from jaxrl_llm.configs.tasks._rows import Messages, chat_message, turn_rows
 from jaxrl_llm.configs.tasks._sources import read_train
 from jaxrl_llm.data.call_formats import ToolCall, write_hermes
-from jaxrl_llm.data.row_fields import map_rows
-from jaxrl_llm.data.rows import Row, Written, write_splits
+from jaxrl_llm.data.rows import Row, Written, map_rows, write_splits
 
 QUESTION = "*user question:*"
 PART = re.compile(r"<(code|interpreter)>(.*?)</\1>", re.DOTALL)

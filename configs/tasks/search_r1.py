@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.configs.tasks._sources import source_rows
-from jaxrl_llm.data.row_fields import map_rows
-from jaxrl_llm.data.rows import Row, Written, write_splits
+from jaxrl_llm.data.rows import Row, Written, map_rows, write_splits
 
 SEARCH_INSTRUCTION = (
     "Answer the question below. Reason inside <think> and </think> whenever you have learned"

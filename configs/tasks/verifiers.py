@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.row_fields import map_rows
-from jaxrl_llm.data.rows import Row, Written, write_splits
+from jaxrl_llm.data.rows import Row, Written, map_rows, write_splits
 from jaxrl_llm.data.verifiers_rows import SOURCE, load_verifiers
 
 

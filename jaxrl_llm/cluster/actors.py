@@ -155,12 +155,7 @@ class EngineHost(_Process):
     """
 
     def __init__(
-        self,
-        folder: str,
-        env: Mapping[str, str],
-        config: TrainConfig,
-        coordinator: str,
-        index: int,
+        self, folder: str, env: Mapping[str, str], config: TrainConfig, coordinator: str, index: int
     ) -> None:
         """Make the engine when weights come: there may be no model yet."""
         import ray

@@ -548,7 +548,8 @@ def watch(job: RayJob, stall_timeout_s: float | None, preemption: Preemption) ->
                 call_result(job.coordinator.request_stop.remote())
                 stop_sent = True
             if stall_timeout_s and time.monotonic() - progressed > stall_timeout_s:
-                dump_stacks(query_job(job, {})[1])
+                send_signal(query_job(job, {})[1], DUMP_STACKS_SIGNAL)
+                time.sleep(STACKS_WAIT_S)  # what they print comes through Ray
                 raise LostError(f"there was no step for {stall_timeout_s:g} s (stall_timeout_s)")
         update_displays(job, displays, stack)
 
@@ -610,12 +611,6 @@ def check_exit(job: RayJob, task: Any, others: list[Any]) -> None:
         kind, text = failure
         raise (ConfigError if kind == "ConfigError" else RunError)(text)
     raise LostError("a training process was lost: " + " ".join(losses[0].split()))
-
-
-def dump_stacks(processes: Sequence[ProcessInfo]) -> None:
-    """Let all processes print the stacks of their threads, as far as they still can."""
-    send_signal(processes, DUMP_STACKS_SIGNAL)
-    time.sleep(STACKS_WAIT_S)  # what they print comes through Ray
 
 
 # Ray shows a line of several processes once; of stacks all are expected, of Gloo's greetings none

@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -170,28 +170,22 @@ UNSHOWN = {"tool": ("name", "tool_call_id"), "user": ("as_tokens",)}
 MOST_FORMS = 4096
 
 
-class CallStyle(NamedTuple):
-    """How a chat template wants the message of an assistant that calls tools.
+def write_calls(
+    calls: Sequence[ToolCall], text: str = "", *, as_text: bool = False
+) -> dict[str, Any]:
+    """Return the message of an assistant that calls tools.
 
-    Attributes:
+    Args:
+        calls: at least one.
+        text: that comes with them.
         as_text: whether arguments are a text of JSON instead of an object.
     """
-
-    as_text: bool
-
-    def message(self, calls: Sequence[ToolCall], text: str = "") -> dict[str, Any]:
-        """Return an assistant's message.
-
-        Args:
-            calls: at least one.
-            text: that comes with them.
-        """
-        written = []
-        for call in calls:
-            arguments = dump_json(call.arguments) if self.as_text else call.arguments
-            function = {"name": call.name, "arguments": arguments}
-            written.append({"id": call.id, "type": "function", "function": function})
-        return {"role": "assistant", "content": text, "tool_calls": written}
+    written = []
+    for call in calls:
+        arguments = dump_json(call.arguments) if as_text else call.arguments
+        function = {"name": call.name, "arguments": arguments}
+        written.append({"id": call.id, "type": "function", "function": function})
+    return {"role": "assistant", "content": text, "tool_calls": written}
 
 
 class Close(NamedTuple):
@@ -453,7 +447,7 @@ class ChatTemplate:
         usual = self._close(False) if calls else None
         if calls:
             assert self.style is not None, "there are calls"
-            answer = self.style.message([ToolCall("zqcall", {"zqkey": "zqsaid"}, PROBE.id)])
+            answer = self.style([ToolCall("zqcall", {"zqkey": "zqsaid"}, PROBE.id)])
             reply |= {"role": "tool", "name": "zqcall", "tool_call_id": PROBE.id}
         alone = self._behind([answer], generation=False)
         try:
@@ -480,7 +474,7 @@ class ChatTemplate:
         """Return what ends an answer with a call; raise ValueError if it ends each of two."""
         assert self.style is not None, "there are calls"
         calls = [ToolCall("zqcall", {"zqkey": text}, PROBE.id) for text in ("zqsaid", "zqmore")]
-        two = self._behind([self.style.message(calls)], generation=False)
+        two = self._behind([self.style(calls)], generation=False)
         if end is None or two.count(end) > 1:
             raise ValueError("chat template: no token ends an answer that calls tools")
         return end
@@ -557,11 +551,11 @@ class ChatTemplate:
         return bool(re.search(r"\btools\b", self.source))
 
     @functools.cached_property
-    def style(self) -> CallStyle | None:
+    def style(self) -> Callable[..., dict[str, Any]] | None:
         """How the template wants calls; None: it writes none."""
         for as_text in (False, True):
-            style = CallStyle(as_text)
-            text = self._tried([self._in_form(USER), style.message([PROBE])])
+            style = functools.partial(write_calls, as_text=as_text)
+            text = self._tried([self._in_form(USER), style([PROBE])])
             if PROBE.name in text and "Zürich" in text:
                 return style
         return None
@@ -572,7 +566,7 @@ class ChatTemplate:
         if self.style is None:
             return True
         calls = [PROBE._replace(name=f"probe{i}", id=f"call0000{i}") for i in (1, 2)]
-        text = self._tried([USER, self.style.message(calls)])
+        text = self._tried([USER, self.style(calls)])
         return "probe1" in text and "probe2" in text
 
     @functools.cached_property
@@ -580,7 +574,7 @@ class ChatTemplate:
         """Whether the template shows messages of tools; else they are shown as the user's."""
         answer: Message = {"role": "assistant", "content": "Sure."}
         if self.style is not None:
-            answer = self.style.message([PROBE])
+            answer = self.style([PROBE])
         result = {
             "role": "tool",
             "content": "zqprobe",
@@ -657,7 +651,7 @@ class ChatTemplate:
                 waiting = iter(calls)
                 message = with_thinking(message) if self._is_harmony else message
                 if calls and self.style is not None:
-                    message |= self.style.message(calls, message["content"])
+                    message |= self.style(calls, message["content"])
             elif role == "tool" and not joins:
                 call = next(waiting, ToolCall("tool", {}, PROBE.id))
                 named = [c for c in calls if c.id and c.id == message.get("tool_call_id")]

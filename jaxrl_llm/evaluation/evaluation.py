@@ -19,11 +19,10 @@ from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.programs import EvaluateConfig
 from jaxrl_llm.config.sections import SftMeshConfig, episodes_have_one_process
-from jaxrl_llm.data.dataset import Prompt, tokenize_prompts
+from jaxrl_llm.data.dataset import Prompt, RowVisuals, tokenize_prompts
 from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row, write_rows
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.data.visuals.processor import configured_processor
-from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.files import write_text
 from jaxrl_llm.models.model import for_length
 from jaxrl_llm.monitoring.activity import activity

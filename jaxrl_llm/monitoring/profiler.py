@@ -85,17 +85,9 @@ class Trace(NamedTuple):
     operations: list[Operation]
 
 
-class HloOperation(NamedTuple):
-    """An operation of a compiled program.
-
-    Attributes:
-        opcodes: its own, and those of what is fused into it.
-        source: its path in the Python program, and the library function that it calls, if any.
-    """
-
-    opcodes: frozenset[str]
-    source: str
-
+Hlo = tuple[frozenset[str], str]
+"""An operation of a compiled program: its opcodes, with those of what is fused into it; and its
+path in the Python program, with the library function that it calls, if any."""
 
 # ------------------------------------------------------------------------------------ the events
 
@@ -122,7 +114,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _read_device(
-    plane: Any, programs: Mapping[str, Mapping[str, HloOperation]]
+    plane: Any, programs: Mapping[str, Mapping[str, Hlo]]
 ) -> Iterator[Operation | None]:
     """Yield what the streams of a GPU ran: kernels and copies, not allocations or whole graphs."""
     for line in plane.lines:
@@ -136,7 +128,7 @@ def _read_device(
 
 
 def _read_host(
-    plane: Any, programs: Mapping[str, Mapping[str, HloOperation]]
+    plane: Any, programs: Mapping[str, Mapping[str, Hlo]]
 ) -> tuple[list[Operation | None], list[tuple[str, dict[str, Any], float, float]]]:
     """Return what CPU devices ran, and the marks of steps and phases.
 
@@ -174,17 +166,17 @@ def _operation(
     device: str,
     event: str,
     stats: Mapping[str, Any],
-    programs: Mapping[str, Mapping[str, HloOperation]],
+    programs: Mapping[str, Mapping[str, Hlo]],
     start: float,
     end: float,
 ) -> Operation | None:
     """Return an event as an operation; None for one that only holds others."""
     program, name = str(stats.get("hlo_module", "")), str(stats.get("hlo_op", event))
-    instruction = programs.get(f"{program}({stats.get('program_id')})", {}).get(name)
-    opcodes = instruction.opcodes if instruction else frozenset({re.sub(r"[.\d]*$", "", name)})
+    unknown = frozenset({re.sub(r"[.\d]*$", "", name)}), ""
+    known = programs.get(f"{program}({stats.get('program_id')})", {})
+    opcodes, source = known.get(name, unknown)
     if opcodes & NO_WORK:
         return None
-    source = instruction.source if instruction else ""
     group = operation_group(f"{event} {name}", opcodes, source)
     return Operation(device, program, name, source, group, start, end)
 
@@ -221,7 +213,7 @@ def operation_group(name: str, opcodes: Iterable[str], source: str = "") -> str:
 # ---------------------------------------------------------------------------------- the programs
 
 
-def read_programs(data: bytes) -> dict[str, dict[str, HloOperation]]:
+def read_programs(data: bytes) -> dict[str, dict[str, Hlo]]:
     """Return the instructions of all programs in a serialized XSpace, by program and by name.
 
     Field numbers are those of `xplane.proto` and `hlo.proto`.
@@ -240,7 +232,7 @@ def read_programs(data: bytes) -> dict[str, dict[str, HloOperation]]:
     return programs
 
 
-def _instructions(module: bytes) -> dict[str, HloOperation]:
+def _instructions(module: bytes) -> dict[str, Hlo]:
     inside: dict[int, frozenset[str]] = {}
     instructions = {}
     for computation in _all(module, 3):  # those that are called come first
@@ -253,7 +245,7 @@ def _instructions(module: bytes) -> dict[str, HloOperation]:
             opcodes |= within
             paths = [p for metadata in _all(instruction, 7) for p in _all(metadata, 2)]
             source = " ".join(part.decode() for part in (*paths, *_all(instruction, 28)))
-            instructions[name] = HloOperation(frozenset(within), source)
+            instructions[name] = frozenset(within), source
         inside[_all(computation, 5)[0]] = frozenset(opcodes)
     return instructions
 

@@ -57,14 +57,12 @@ def answer_cells(rows: Sequence[Mapping[str, Any]], width: int = 120) -> Iterato
         width: of the screen, in characters; what is longer loses its middle.
     """
     for row in rows:
-        messages = json.loads(row["prompt"])
-        prompt = last_message(messages)
         parts = [] if row["score"] is None else [f"{row['score']:.4g}"]
         if row["error"] is not None:
             parts.append(shorten(printable(explained(row["error"])), ERROR_CHARS))
         advantage = row["advantage"]
         yield [
-            shorten(printable(prompt), PROMPT_LINES * width),
+            shorten(printable(_last_message(row["prompt"])), PROMPT_LINES * width),
             shorten(printable(row["answer"]), ANSWER_LINES * width),
             "\n".join(parts),
             "" if advantage is None else f"{advantage:.3g}",

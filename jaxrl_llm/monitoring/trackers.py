@@ -27,9 +27,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, described_error
-from jaxrl_llm.config.load import dotted_items
+from jaxrl_llm.config.functions import FunctionSpec, described_failure, load_function
+from jaxrl_llm.config.load import as_tree, dotted_items, without_secrets
+from jaxrl_llm.config.programs import RunConfig
 from jaxrl_llm.monitoring.writer import Sink
+from jaxrl_llm.sharding.distributed import run_on_first
 
 __all__ = ["comet", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
@@ -100,6 +104,57 @@ class TrackedStep(NamedTuple):
 
 Tracker = Sink[TrackedStep]
 """What a tracker function returns."""
+
+KEY = "log.trackers"
+
+
+ALWAYS_ON = {
+    "console": "the terminal has a line for each step in any case",
+    "file": "metrics.jsonl in run_dir has every step in any case",
+}
+"""Names of verl's that no run here can do without."""
+
+
+def load_trackers(specs: Sequence[FunctionSpec], run: TrackedRun) -> list[Tracker]:
+    """Return a run's trackers, none of which is open.
+
+    It is called before anything is loaded, to see that it works, and when the run begins.
+
+    Args:
+        specs: tracker functions, each called with the run.
+        run: to be tracked.
+
+    Raises:
+        ConfigError: a function can't be found, called or used, or a package is not installed.
+    """
+    trackers = []
+    for spec in specs:
+        if spec.given is None and spec.fn in ALWAYS_ON:
+            raise ConfigError(f"{KEY}: remove {spec.fn!r}, {ALWAYS_ON[spec.fn]}")
+        make = load_function(spec, functions.TRACKERS, passed=None, key=KEY)
+        try:
+            tracker = make(run)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{KEY}: {spec.fn!r}: {described_failure(error, make)}") from error
+        if not isinstance(tracker, Sink):
+            raise ConfigError(
+                f"{KEY}: expected from {spec.fn!r} an object with name, open, write and close, got "
+                f"a {type(tracker).__name__}"
+            )
+        trackers.append(tracker)
+    return trackers
+
+
+def check_trackers(config: RunConfig) -> None:
+    """See that a run's trackers can be used, in the process that will have them.
+
+    Raises:
+        ConfigError: a function can't be found, called or used, or a package is not installed.
+    """
+    run = TrackedRun(Path(config.run_dir), without_secrets(as_tree(config)), first_step=0)
+    run_on_first(lambda: load_trackers(config.log.trackers, run) and None)
 
 
 def distribution(values: np.ndarray) -> Distribution | None:
@@ -416,8 +471,7 @@ class Mlflow(Service):
             for name, value in record.metrics.items()
         ]
         for start in range(0, len(metrics), MOST_METRICS):
-            part = metrics[start : start + MOST_METRICS]
-            self._store.log_batch(self._run, metrics=part)
+            self._store.log_batch(self._run, metrics=metrics[start : start + MOST_METRICS])
         if record.answers:
             columns, rows = as_table(record.answers)
             table = {"columns": columns, "data": rows}  # as `mlflow.log_table` writes it
@@ -443,8 +497,7 @@ class Mlflow(Service):
             for key, value in dotted_keys(self._tracked.config).items()
         ]
         for start in range(0, len(params), MOST_PARAMS):
-            part = params[start : start + MOST_PARAMS]
-            self._store.log_batch(run, params=part)
+            self._store.log_batch(run, params=params[start : start + MOST_PARAMS])
         self._store.log_dict(run, dict(self._tracked.config), "config.json")
         return run
 

@@ -3,15 +3,21 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.memory import PhaseMemory, memory_by_phase, tokens_on_device
 from jaxrl_llm.planning.program import NOTHING, OperationCounts
-from jaxrl_llm.planning.steps import BANDWIDTH, COMPUTE, LINKS, CompiledStep
+from jaxrl_llm.planning.steps import (
+    BANDWIDTH,
+    COMPUTE,
+    LINKS,
+    CompiledStep,
+    PhaseMemory,
+    memory_by_phase,
+)
 from jaxrl_llm.sharding.layout import Layout, batch_shards
 from jaxrl_llm.training.compile import ENGINE, RunShapes, StepId, StepKind, plan_shapes
 from jaxrl_llm.training.layouts import overlaps_training
@@ -23,13 +29,6 @@ from jaxrl_llm.training.layouts import overlaps_training
 # the numbers that `models.layers` says are stored.
 
 
-class Remedy(NamedTuple):
-    """Changes of a config, and the fullest phase with them."""
-
-    changes: tuple[str, ...]
-    worst: PhaseMemory
-
-
 def advise(
     shapes: RunShapes,
     scratch: Mapping[StepId, int | float],
@@ -38,7 +37,7 @@ def advise(
     *,
     most: int = 6,
     devices: Sequence[Any] | None = None,
-) -> list[Remedy]:
+) -> list[tuple[tuple[str, ...], PhaseMemory]]:
     """Look for changes that make every phase fit, each time the one that saves most.
 
     Args:
@@ -54,7 +53,7 @@ def advise(
     """
     done: tuple[str, ...] = ()
     current, now = shapes, fullest_phase(shapes, scratch)
-    path: list[Remedy] = []
+    path: list[tuple[tuple[str, ...], PhaseMemory]] = []
     while now.total > limit and len(path) < most:
         best: tuple[float, tuple[str, ...], RunShapes, PhaseMemory] | None = None
         for option in list_changes(current, now):
@@ -69,7 +68,7 @@ def advise(
             break
         _, option, current, now = best
         done += option
-        path.append(Remedy(option, now))
+        path.append((option, now))
     return path
 
 
@@ -135,7 +134,8 @@ def _per_slot(shapes: RunShapes) -> int | float:
 
 def _load(shapes: RunShapes, role: str) -> int | float:
     model = shapes.roles[role]
-    return tokens_on_device(model) / model.layout.mesh.shape["tensor"]
+    mesh, pieces = model.layout.mesh, model.layout.pieces
+    return model.shape.tokens / (batch_shards(mesh) * pieces) / mesh.shape["tensor"]
 
 
 def stored_per_token(shapes: RunShapes) -> int | float:
@@ -216,13 +216,15 @@ def describe_memory(phases: Sequence[PhaseMemory], limit: int | float, gpu: str)
     return [*lines, row(f"on {gpu}: {limit / GIB:.0f}", fits)]
 
 
-def describe_advice(path: Sequence[Remedy], limit: int | float) -> list[str]:
+def describe_advice(
+    path: Sequence[tuple[tuple[str, ...], PhaseMemory]], limit: int | float
+) -> list[str]:
     """Say which changes make the run fit."""
     lines = ["what would make it fit, one after another (scratch is scaled: plan the result again)"]
-    for tried in path:
-        size = f"{tried.worst.total / GIB:.1f} GiB in {tried.worst.step}"
-        lines.append(f"  {' '.join(tried.changes)}: {size}")
-    if not path or path[-1].worst.total > limit:
+    for changes, worst in path:
+        size = f"{worst.total / GIB:.1f} GiB in {worst.step}"
+        lines.append(f"  {' '.join(changes)}: {size}")
+    if not path or path[-1][1].total > limit:
         lines.append("  and still it does not fit: take more devices")
     return lines
 

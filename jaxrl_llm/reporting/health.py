@@ -18,18 +18,29 @@ WINDOW = 5
 """Steps whose mean stands for a time of the run, where it has twice as many."""
 
 
-class Sign(NamedTuple):
-    """What a check has found.
+class Finding(NamedTuple):
+    """Something that looks wrong in a run.
 
     Attributes:
+        name: of the check, the same in every run.
+        title: what is wrong, in a few words.
         detail: the numbers that say so, in a sentence or two.
         steps: where it shows; empty where it is about the whole run.
-        is_error: whether the run can't learn what it should, or has ended too early.
+        page: the page and heading below `docs/` that help, as in `health.md#nothing-is-learned`.
+        severity: `error` where the run can't learn what it should, or has ended; else `warning`.
     """
 
+    name: str
+    title: str
     detail: str
-    steps: tuple[int, ...] = ()
-    is_error: bool = False
+    steps: tuple[int, ...]
+    page: str
+    severity: str
+
+
+def sign(detail: str, steps: tuple[int, ...] = (), is_error: bool = False) -> Finding:
+    """Return what a check has found, to which `check_history` adds what is known of the check."""
+    return Finding("", "", detail, steps, "", "error" if is_error else "warning")
 
 
 class Series(NamedTuple):
@@ -205,7 +216,7 @@ NEWEST = 10
 """Steps whose mean says how a run is now."""
 
 
-def no_signal(run: RunHistory) -> Iterator[Sign]:
+def no_signal(run: RunHistory) -> Iterator[Finding]:
     """Find nothing to learn from in the newest three steps, or in all of a shorter run.
 
     That is: all advantages are zero, or no group has spread and all answers of the step have the
@@ -221,7 +232,7 @@ def no_signal(run: RunHistory) -> Iterator[Sign]:
         for mean, low, high, down, up, alike in zip(*(c.values for c in columns), strict=True)
     ]
     if flat and all(flat[-3:]):
-        yield Sign(
+        yield sign(
             f"In the newest step the scores are from {lowest.values[-1]:.4g} to "
             f"{highest.values[-1]:.4g}, and equal among the answers to a prompt.",
             score.where(flat),
@@ -229,7 +240,7 @@ def no_signal(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def most_groups_equal(run: RunHistory) -> Iterator[Sign]:
+def most_groups_equal(run: RunHistory) -> Iterator[Finding]:
     """Find at least 80 % of groups without spread, but not all, as the mean of ten steps.
 
     The mean score must be nearer to the lowest score of an answer than to the highest: where nearly
@@ -246,14 +257,14 @@ def most_groups_equal(run: RunHistory) -> Iterator[Sign]:
     if len(equal.steps) < 5 or any(True for _ in entropy_collapsed(run)):
         return
     if 0.8 <= equal.mean < 1 and is_low:
-        yield Sign(
+        yield sign(
             f"In the newest {len(equal.steps)} steps {equal.mean:.0%} of the prompts had only "
             f"answers of one score; the mean score is {score.mean:.4g}.",
             equal.steps,
         )
 
 
-def score_fell(run: RunHistory) -> Iterator[Sign]:
+def score_fell(run: RunHistory) -> Iterator[Finding]:
     """Find a mean score, over five steps, that has fallen clearly below its best.
 
     It has lost more than a quarter of what it had gained, more than a tenth of the span of scores,
@@ -267,7 +278,7 @@ def score_fell(run: RunHistory) -> Iterator[Sign]:
     lost, gained = best - means.values[-1], best - means.values[0]
     if lost > max(gained / 4, run.score_span / 10, 3 * score.usual_change):
         since = means.steps[means.values.index(best)]
-        yield Sign(
+        yield sign(
             f"The mean of five steps was {best:.4g} at step {since} and is "
             f"{means.values[-1]:.4g} now.",
             means.where(step > since for step in means.steps),
@@ -275,7 +286,7 @@ def score_fell(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def validation_fell(run: RunHistory) -> Iterator[Sign]:
+def validation_fell(run: RunHistory) -> Iterator[Finding]:
     """Find two validations in a row clearly below the best, or one clearly below the first.
 
     Clearly: more than a quarter of what had been gained is lost, and more than 0.1 of `acc`, or a
@@ -290,7 +301,7 @@ def validation_fell(run: RunHistory) -> Iterator[Sign]:
             continue
         since = steps[values.index(best)]
         fell_too = any(True for _ in score_fell(run))
-        yield Sign(
+        yield sign(
             f"{name} was {best:.4g} at step {since} and is {values[-1]:.4g} now"
             + ("." if fell_too else ", while the score in training did not fall."),
             tuple(step for step in steps if step > since),
@@ -298,7 +309,7 @@ def validation_fell(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def no_learning(run: RunHistory) -> Iterator[Sign]:
+def no_learning(run: RunHistory) -> Iterator[Finding]:
     """Find a score that is flat over at least fifty steps, and no better validation.
 
     The newest fifth of the steps has a mean score within 2 % of the span of scores of that of the
@@ -318,13 +329,13 @@ def no_learning(run: RunHistory) -> Iterator[Sign]:
         return
     is_flat = abs(newest.mean - before) <= 0.02 * run.score_span
     if is_flat and newest.mean < run.nearly_best_score:
-        yield Sign(
+        yield sign(
             f"The mean score was {before:.4g} in the first {fifth} steps and is "
             f"{newest.mean:.4g} in the newest {fifth}."
         )
 
 
-def answers_cut(run: RunHistory) -> Iterator[Sign]:
+def answers_cut(run: RunHistory) -> Iterator[Finding]:
     """Find a quarter of the answers cut at the limit, as the mean of the newest ten steps.
 
     From three quarters on it is an error, in a run no better: its mean score or its validation has
@@ -332,7 +343,7 @@ def answers_cut(run: RunHistory) -> Iterator[Sign]:
     """
     cut = run.series("response_length/clip_ratio").newest(NEWEST)
     if cut.mean >= 0.25:
-        yield Sign(
+        yield sign(
             f"{cut.mean:.0%} of the answers of the newest {len(cut.steps)} steps had no stop "
             f"token within rollout.max_new_tokens={run.key('rollout.max_new_tokens', 512)}.",
             cut.steps,
@@ -340,7 +351,7 @@ def answers_cut(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def entropy_collapsed(run: RunHistory) -> Iterator[Sign]:
+def entropy_collapsed(run: RunHistory) -> Iterator[Finding]:
     """Find an entropy below a tenth of that at first, while answers are wrong and all alike.
 
     That is: at least 80 % of groups are without spread, and the mean score is more than a fifth of
@@ -354,7 +365,7 @@ def entropy_collapsed(run: RunHistory) -> Iterator[Sign]:
     highest = max(run.series("critic/score/max").values, default=0.0)
     is_right = run.score_span > 0 and mean >= highest - run.score_span / 5
     if now < before / 10 and alike >= 0.8 and not is_right:
-        yield Sign(
+        yield sign(
             f"The entropy was {before:.4g} nats and is {now:.4g} now; {alike:.0%} of the prompts "
             f"have only answers of one score, and the mean score is {mean:.4g}.",
             entropy.where(value < before / 10 for value in entropy.values),
@@ -362,7 +373,7 @@ def entropy_collapsed(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def entropy_exploded(run: RunHistory) -> Iterator[Sign]:
+def entropy_exploded(run: RunHistory) -> Iterator[Finding]:
     """Find an entropy above three times that at first, and half a nat more, in a run no better.
 
     It is the mean of the newest five steps. Better is a higher mean score than at first and, where
@@ -371,14 +382,14 @@ def entropy_exploded(run: RunHistory) -> Iterator[Sign]:
     entropy = run.series("actor/entropy")
     before, now = entropy.begin_and_now
     if now > max(3 * before, before + 0.5) and not run.is_better_than_at_first:
-        yield Sign(
+        yield sign(
             f"The entropy was {before:.4g} nats and is {now:.4g} now.",
             entropy.where(value > max(3 * before, before + 0.5) for value in entropy.values),
             is_error=True,
         )
 
 
-def answers_shrank(run: RunHistory) -> Iterator[Sign]:
+def answers_shrank(run: RunHistory) -> Iterator[Finding]:
     """Find answers of less than 30 % of their length at first, in a run no better.
 
     It is the mean of the newest five steps. Better is a higher mean score than at first and, where
@@ -387,13 +398,13 @@ def answers_shrank(run: RunHistory) -> Iterator[Sign]:
     length = run.series("response_length/mean")
     before, now = length.begin_and_now
     if now < 0.3 * before and not run.is_better_than_at_first:
-        yield Sign(
+        yield sign(
             f"The answers had {before:.4g} tokens and have {now:.4g} now.",
             length.where(value < 0.3 * before for value in length.values),
         )
 
 
-def answers_grew(run: RunHistory) -> Iterator[Sign]:
+def answers_grew(run: RunHistory) -> Iterator[Finding]:
     """Find answers of more than three times their length at first, in a run no better.
 
     It is the mean of the newest five steps. Better is a higher mean score than at first and, where
@@ -402,13 +413,13 @@ def answers_grew(run: RunHistory) -> Iterator[Sign]:
     length = run.series("response_length/mean")
     before, now = length.begin_and_now
     if now > 3 * before and not run.is_better_than_at_first:
-        yield Sign(
+        yield sign(
             f"The answers had {before:.4g} tokens and have {now:.4g} now.",
             length.where(value > 3 * before for value in length.values),
         )
 
 
-def far_from_reference(run: RunHistory) -> Iterator[Sign]:
+def far_from_reference(run: RunHistory) -> Iterator[Finding]:
     """Find a KL to the reference above a nat a token, and twice that at first, in a run no better.
 
     It is the mean of the newest five steps. Better is a higher mean score than at first and, where
@@ -417,19 +428,19 @@ def far_from_reference(run: RunHistory) -> Iterator[Sign]:
     kl = run.series("actor/kl")
     before, now = kl.begin_and_now
     if now > max(1.0, 2 * before) and not run.is_better_than_at_first:
-        yield Sign(
+        yield sign(
             f"The KL was {before:.4g} nats per token and is {now:.4g} now.",
             kl.where(value > 1.0 for value in kl.values),
             is_error=True,
         )
 
 
-def stopped_early(run: RunHistory) -> Iterator[Sign]:
+def stopped_early(run: RunHistory) -> Iterator[Finding]:
     """Find fewer steps than `steps`, and no process that holds the run's folder."""
     planned = run.key("steps")
     done = max((row["step"] for row in run.rows), default=0)
     if planned is not None and done < planned and not run.is_open():
-        yield Sign(
+        yield sign(
             f"{done} of {planned} steps are logged, and no process is training. The same command "
             "goes on from the newest checkpoint, or begins again where there is none.",
             (done,) if done else (),
@@ -437,7 +448,7 @@ def stopped_early(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def not_finite(run: RunHistory) -> Iterator[Sign]:
+def not_finite(run: RunHistory) -> Iterator[Finding]:
     """Find metrics that were NaN or infinite, but for the gradients of skipped updates."""
     found: dict[str, list[int]] = {}
     for row in run.rows:
@@ -448,14 +459,14 @@ def not_finite(run: RunHistory) -> Iterator[Sign]:
     if found:
         some = list(found)[:5]
         more = f" and {len(found) - 5} others" if len(found) > 5 else ""
-        yield Sign(
+        yield sign(
             f"{', '.join(some)}{more}.",
             tuple(sorted({step for steps in found.values() for step in steps})),
             is_error=any(name.endswith(("loss", "grad_norm")) for name in found),
         )
 
 
-def reward_errors(run: RunHistory) -> Iterator[Sign]:
+def reward_errors(run: RunHistory) -> Iterator[Finding]:
     """Find 1 % of the answers without a score of their own, over the newest ten steps.
 
     Their reward function raised, took too long, crashed or returned no finite number, or it said
@@ -472,7 +483,7 @@ def reward_errors(run: RunHistory) -> Iterator[Sign]:
         failed = run.series(name).newest(NEWEST)
         share = sum(failed.values) / max(_sampled(run, failed), 1)
         if share >= 0.01:
-            yield Sign(
+            yield sign(
                 f"{sum(failed.values):.0f} answers of the newest {len(failed.steps)} steps, "
                 f"{share:.1%} of all, {meaning}.",
                 failed.where(value > 0 for value in failed.values),
@@ -488,13 +499,13 @@ def _sampled(run: RunHistory, of: Series) -> float:
     return per_batch * math.fsum(by_step.get(step, 1.0) for step in of.steps)
 
 
-def episodes_broken(run: RunHistory) -> Iterator[Sign]:
+def episodes_broken(run: RunHistory) -> Iterator[Finding]:
     """Find 5 % of the episodes broken, over the newest ten steps. From 20 % on it is an error."""
     broken = run.series("episode/broken").newest(NEWEST)
     per_step = run.key("batch.prompts_per_step", 64) * run.key("rollout.samples_per_prompt", 8)
     share = sum(broken.values) / max(per_step * len(broken.steps), 1)
     if share >= 0.05:
-        yield Sign(
+        yield sign(
             f"{sum(broken.values):.0f} episodes of the newest {len(broken.steps)} steps, "
             f"{share:.0%} of all. Above rollout.limits.broken_share="
             f"{run.key('rollout.limits.broken_share', 0.5)} the run stops.",
@@ -503,7 +514,7 @@ def episodes_broken(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def tools_fail(run: RunHistory) -> Iterator[Sign]:
+def tools_fail(run: RunHistory) -> Iterator[Finding]:
     """Find a tool of whose calls 5 % time out, die or are broken, or half fail.
 
     Counted over the newest ten steps that call it. Calls that fail may be the model's fault, so
@@ -520,14 +531,14 @@ def tools_fail(run: RunHistory) -> Iterator[Sign]:
         total, failed = sum(calls.values), counts["failed"]
         if total and (failed >= total / 2 or sum(counts.values()) - failed >= total / 20):
             said = ", ".join(f"{n:.0f} {kind}" for kind, n in counts.items() if n)
-            yield Sign(f"Of {total:.0f} calls of {tool}: {said}.", calls.steps)
+            yield sign(f"Of {total:.0f} calls of {tool}: {said}.", calls.steps)
 
 
 def _rows(run: RunHistory, of: Series) -> list[Mapping[str, Any]]:
     return [row for row in run.trained if row["step"] in of.steps]
 
 
-def template_drifts(run: RunHistory) -> Iterator[Sign]:
+def template_drifts(run: RunHistory) -> Iterator[Finding]:
     """Find episodes that the chat template would write otherwise, and at first did not.
 
     The share of the newest five steps is above that of the first step by a tenth of all.
@@ -535,13 +546,13 @@ def template_drifts(run: RunHistory) -> Iterator[Sign]:
     drift = run.series("rollout/template_drift")
     before, now = drift.begin_and_now
     if now > before + 0.1:
-        yield Sign(
+        yield sign(
             f"The share was {before:.0%} and is {now:.0%} now.",
             drift.where(value > before + 0.1 for value in drift.values),
         )
 
 
-def engine_drifts(run: RunHistory) -> Iterator[Sign]:
+def engine_drifts(run: RunHistory) -> Iterator[Finding]:
     """Find log-probs of engine and trainer that differ ever more, or by half of what is allowed.
 
     That is: the mean difference of the newest five steps is five times that of the first step and
@@ -554,7 +565,7 @@ def engine_drifts(run: RunHistory) -> Iterator[Sign]:
     limit = _tolerance(run) / 2
     if now > limit or now > max(5 * before, 0.005):
         above = min(limit, max(5 * before, 0.005))
-        yield Sign(
+        yield sign(
             f"They differed by {before:.4g} nats on average at first, and by {now:.4g} now; at "
             f"{2 * limit:.4g} the run stops.",
             difference.where(value > above for value in difference.values),
@@ -571,18 +582,18 @@ def _tolerance(run: RunHistory) -> float:
     return run.key("rollout.logprob_tolerance", default)
 
 
-def tokens_rejected(run: RunHistory) -> Iterator[Sign]:
+def tokens_rejected(run: RunHistory) -> Iterator[Finding]:
     """Find half of the tokens with weight 0 (`algorithm.correction`), over the newest ten steps."""
     rejected = run.series("rollout_corr/rejected").newest(NEWEST)
     if rejected.mean >= 0.5:
-        yield Sign(
+        yield sign(
             f"{rejected.mean:.0%} of the tokens of the newest {len(rejected.steps)} steps have "
             "weight 0.",
             rejected.steps,
         )
 
 
-def answers_too_old(run: RunHistory) -> Iterator[Sign]:
+def answers_too_old(run: RunHistory) -> Iterator[Finding]:
     """Find tokens from which the policy has moved far, or that are all as old as they may be.
 
     That is, over the newest ten steps: `async/k3_kl/age/<k>` is above 0.1 nats for some k, or the
@@ -591,7 +602,7 @@ def answers_too_old(run: RunHistory) -> Iterator[Sign]:
     most = run.key("rollout.staleness", 0)
     age = run.series("async/age/mean").newest(NEWEST)
     if most >= 2 and len(age.steps) >= 5 and age.mean > 0.9 * most:
-        yield Sign(
+        yield sign(
             f"The mean age is {age.mean:.3g} updates, with rollout.staleness={most}: the engine is "
             "faster than the trainer.",
             age.steps,
@@ -601,10 +612,10 @@ def answers_too_old(run: RunHistory) -> Iterator[Sign]:
     far = {name: s for name, s in moved.items() if len(s.steps) >= 5 and s.mean > 0.1}
     if far:
         name, series = max(far.items(), key=lambda item: item[1].mean)
-        yield Sign(f"{name} is {series.mean:.4g} nats.", series.steps)
+        yield sign(f"{name} is {series.mean:.4g} nats.", series.steps)
 
 
-def compiles_late(run: RunHistory) -> Iterator[Sign]:
+def compiles_late(run: RunHistory) -> Iterator[Finding]:
     """Find three steps after the tenth that waited for the compiler, and lost a tenth of the time.
 
     That is the time of all steps after the tenth. One such step is usual where the actor is first
@@ -615,25 +626,25 @@ def compiles_late(run: RunHistory) -> Iterator[Sign]:
     lost, total = (sum(s.values[at] for at in later) for s in (waited, seconds))
     steps = tuple(waited.steps[at] for at in later if waited.values[at] > 0)
     if len(steps) >= 3 and lost > total / 10:
-        yield Sign(f"They waited for {lost:.3g} of {total:.3g} seconds.", steps)
+        yield sign(f"They waited for {lost:.3g} of {total:.3g} seconds.", steps)
 
 
-def records_dropped(run: RunHistory) -> Iterator[Sign]:
+def records_dropped(run: RunHistory) -> Iterator[Finding]:
     """Find steps that a tracker (`log.trackers`) did not get."""
     dropped = run.series("perf/dropped_log_records")
     if any(dropped.values):
-        yield Sign(
+        yield sign(
             f"Trackers miss {max(dropped.values):.0f} records; metrics.jsonl has them all.",
             dropped.where(value > 0 for value in dropped.values),
         )
 
 
-def restarted(run: RunHistory) -> Iterator[Sign]:
+def restarted(run: RunHistory) -> Iterator[Finding]:
     """Find restarts of the job or of its engines on a cluster."""
     for name in ("cluster/restarts", "cluster/engine_restarts"):
         count = run.series(name)
         if any(count.values):
-            yield Sign(
+            yield sign(
                 f"{max(count.values):.0f} restarts ({name}).",
                 count.where(value > 0 for value in count.values),
             )
@@ -643,7 +654,7 @@ ROLES = {"actor": "", "critic": "critic.", "implicit_reward_model": "implicit_re
 """What is updated, and what the keys of its optimizer begin with."""
 
 
-def updates_skipped(run: RunHistory) -> Iterator[Sign]:
+def updates_skipped(run: RunHistory) -> Iterator[Finding]:
     """Find updates that were skipped because the gradient was not finite.
 
     It is an error if a tenth of the steps have such updates, or the newest one.
@@ -652,7 +663,7 @@ def updates_skipped(run: RunHistory) -> Iterator[Sign]:
         skipped = run.series(f"{role}/skipped")
         steps = skipped.where(value > 0 for value in skipped.values)
         if steps:
-            yield Sign(
+            yield sign(
                 f"{sum(skipped.values):.0f} updates of the {role.replace('_', ' ')} were skipped. "
                 f"More than {section}optim.max_skipped="
                 f"{run.key(f'{section}optim.max_skipped', 3)} in a row stop the run.",
@@ -661,7 +672,7 @@ def updates_skipped(run: RunHistory) -> Iterator[Sign]:
             )
 
 
-def gradient_zero(run: RunHistory) -> Iterator[Sign]:
+def gradient_zero(run: RunHistory) -> Iterator[Finding]:
     """Find a gradient of exactly zero in the newest three steps, though advantages are not."""
     norm, below, above = run.together(
         "actor/grad_norm", "critic/advantages/min", "critic/advantages/max"
@@ -669,7 +680,7 @@ def gradient_zero(run: RunHistory) -> Iterator[Sign]:
     columns = zip(norm.values, below.values, above.values, strict=True)
     zero = [value == 0 and (low < 0 or high > 0) for value, low, high in columns]
     if len(zero) >= 3 and all(zero[-3:]):
-        yield Sign(
+        yield sign(
             f"The advantages of the newest step are from {below.values[-1]:.4g} to "
             f"{above.values[-1]:.4g}, and the norm of the gradient is 0.",
             norm.where(zero),
@@ -677,7 +688,7 @@ def gradient_zero(run: RunHistory) -> Iterator[Sign]:
         )
 
 
-def gradient_spikes(run: RunHistory) -> Iterator[Sign]:
+def gradient_spikes(run: RunHistory) -> Iterator[Finding]:
     """Find a gradient norm of ten times the usual one.
 
     Usual is the median of the steps before it, or of the first ten where that is larger, as
@@ -692,21 +703,21 @@ def gradient_spikes(run: RunHistory) -> Iterator[Sign]:
             is_spike.append(value > 10 * usual > 0)
             bisect.insort(before, value)
         if any(is_spike):
-            yield Sign(
+            yield sign(
                 f"The norm of the gradient was {max(norm.values[10:]):.4g} at most; its median is "
                 f"{before[len(before) // 2]:.4g}.",
                 norm.where(is_spike),
             )
 
 
-def learning_rate_zero(run: RunHistory) -> Iterator[Sign]:
+def learning_rate_zero(run: RunHistory) -> Iterator[Finding]:
     """Find a learning rate of zero in three steps in a row."""
     for role in (*ROLES, "train"):
         rate = run.series(f"{role}/lr")
         zero = [value == 0 for value in rate.values]
         if any(all(zero[at : at + 3]) for at in range(len(zero) - 2)):
             section = ROLES.get(role, "")
-            yield Sign(
+            yield sign(
                 f"{sum(zero)} of {len(zero)} steps changed nothing: look at "
                 f"{section}optim.schedule, which counts updates, not steps.",
                 rate.where(zero),
@@ -714,7 +725,7 @@ def learning_rate_zero(run: RunHistory) -> Iterator[Sign]:
             )
 
 
-def policy_jumps(run: RunHistory) -> Iterator[Sign]:
+def policy_jumps(run: RunHistory) -> Iterator[Finding]:
     """Find two steps or more whose updates changed the policy by more than a nat per token.
 
     That is `actor/ppo_kl`, without its sign: the mean of log π_old − log π.
@@ -722,28 +733,28 @@ def policy_jumps(run: RunHistory) -> Iterator[Sign]:
     change = run.series("actor/ppo_kl")
     steps = change.where(abs(value) > 1 for value in change.values)
     if len(steps) >= 2:
-        yield Sign(
+        yield sign(
             f"They changed it by up to {max(map(abs, change.values)):.3g} nats.",
             steps,
             is_error=True,
         )
 
 
-def much_clipping(run: RunHistory) -> Iterator[Sign]:
+def much_clipping(run: RunHistory) -> Iterator[Finding]:
     """Find more than half of the tokens clipped, as the mean of the newest ten steps.
 
     Under most losses they have no gradient, so most of what was sampled is not learned from.
     """
     clipped = run.series("actor/pg_clipfrac").newest(10)
     if len(clipped.steps) >= 5 and clipped.mean > 0.5:
-        yield Sign(
+        yield sign(
             f"In the newest {len(clipped.steps)} steps {clipped.mean:.0%} of the tokens were "
             "clipped or dropped.",
             clipped.steps,
         )
 
 
-def critic_explains_nothing(run: RunHistory) -> Iterator[Sign]:
+def critic_explains_nothing(run: RunHistory) -> Iterator[Finding]:
     """Find a critic that predicts returns no better than their mean, late in the run.
 
     The median of `critic/vf_explained_var` over the newest ten steps is below 0.01, after two
@@ -755,26 +766,26 @@ def critic_explains_nothing(run: RunHistory) -> Iterator[Sign]:
     is_late = done >= max(20, run.key("steps", 75) * 2 / 3)
     is_right = score.newest(10).mean >= run.nearly_best_score
     if is_late and median(newest.values) < 0.01 and not is_right:
-        yield Sign(
+        yield sign(
             f"Its explained variance is {median(newest.values):.4g}, as the median of the newest "
             "ten steps.",
             newest.steps,
         )
 
 
-def experts_idle(run: RunHistory) -> Iterator[Sign]:
+def experts_idle(run: RunHistory) -> Iterator[Finding]:
     """Find more than half of all layers' experts without any token, in the newest five steps."""
     for role in (*ROLES, "train"):
         idle = run.series(f"{role}/router_idle").newest(5)
         if len(idle.steps) == 5 and min(idle.values) > 0.5:
-            yield Sign(
+            yield sign(
                 f"{idle.mean:.0%} of the experts had no token in the newest five steps "
                 f"({role}/router_idle).",
                 idle.steps,
             )
 
 
-def loss_does_not_fall(run: RunHistory) -> Iterator[Sign]:
+def loss_does_not_fall(run: RunHistory) -> Iterator[Finding]:
     """Find supervised training whose loss is not below that at first, after at least twenty steps.
 
     Both are means of five steps. It is an error if the loss is 10 % higher.
@@ -782,7 +793,7 @@ def loss_does_not_fall(run: RunHistory) -> Iterator[Sign]:
     loss = run.series("train/loss")
     before, now = loss.ends or (0.0, 1.0)
     if len(loss.steps) >= 20 and now >= before:
-        yield Sign(
+        yield sign(
             f"The loss was {before:.4g} nats per token and is {now:.4g} now.",
             loss.newest(5).steps,
             is_error=now > 1.1 * before,
@@ -791,7 +802,7 @@ def loss_does_not_fall(run: RunHistory) -> Iterator[Sign]:
 
 PAGE = "health.md"
 
-CHECKS: dict[str, Callable[[RunHistory], Iterator[Sign]]] = {
+CHECKS: dict[str, Callable[[RunHistory], Iterator[Finding]]] = {
     "The run stopped before its last step": stopped_early,
     "Nothing to learn from": no_signal,
     "Updates are skipped": updates_skipped,
@@ -828,26 +839,6 @@ CHECKS: dict[str, Callable[[RunHistory], Iterator[Sign]]] = {
 """The checks by what is wrong, which is also the heading of `docs/health.md` about it."""
 
 
-class Finding(NamedTuple):
-    """Something that looks wrong in a run.
-
-    Attributes:
-        name: of the check, the same in every run.
-        title: what is wrong, in a few words.
-        detail: the numbers that say so, in a sentence or two.
-        steps: where it shows; empty where it is about the whole run.
-        page: the page and heading below `docs/` that help, as in `health.md#nothing-is-learned`.
-        severity: `error` where the run can't learn what it should, or has ended; else `warning`.
-    """
-
-    name: str
-    title: str
-    detail: str
-    steps: tuple[int, ...]
-    page: str
-    severity: str
-
-
 def check_run(run: RunFiles) -> list[Finding]:
     """Return what looks wrong in a run that is finished, crashed or going on; errors come first.
 
@@ -863,16 +854,9 @@ def check_run(run: RunFiles) -> list[Finding]:
 def check_history(history: RunHistory) -> list[Finding]:
     """Return what looks wrong in a run, as `check_run`, given its metrics and its config."""
     findings = [
-        Finding(
-            name=check.__name__,
-            title=title,
-            detail=sign.detail,
-            steps=sign.steps,
-            page=f"{PAGE}#{anchor(title)}",
-            severity="error" if sign.is_error else "warning",
-        )
+        found._replace(name=check.__name__, title=title, page=f"{PAGE}#{anchor(title)}")
         for title, check in CHECKS.items()
-        for sign in check(history)
+        for found in check(history)
     ]
     return sorted(findings, key=lambda finding: finding.severity)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, find_function, signature_of
 from jaxrl_llm.config.sections import ErrorScore, RewardConfig, ScoringConfig
-from jaxrl_llm.data.row_fields import Row, map_rows
+from jaxrl_llm.data.rows import Row, map_rows
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.rewards.functions import check_ground_truth
 from jaxrl_llm.rewards.runner import (

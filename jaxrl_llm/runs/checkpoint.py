@@ -80,12 +80,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        keep: int | None,
-        best: str | None = None,
-        read_only: bool = False,
+        self, directory: Path, *, keep: int | None, best: str | None = None, read_only: bool = False
     ) -> None:
         """Open or make the directory; remains of unfinished saves are removed."""
         self.directory = directory.resolve()

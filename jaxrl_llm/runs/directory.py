@@ -17,20 +17,22 @@ import subprocess
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from filelock import FileLock, Timeout
 
 from jaxrl_llm.compiler_options import Task, compiler_options
-from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
-from jaxrl_llm.config.functions import FunctionSpec, split_name
+from jaxrl_llm.config import functions
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, config_errors_at, exit_status
+from jaxrl_llm.config.functions import FunctionSpec, load_function, split_name
 from jaxrl_llm.config.keys import Section, group_of
 from jaxrl_llm.config.load import PACKAGED, as_tree, changes, dotted_items, read_yaml, to_yaml
 from jaxrl_llm.config.programs import RunConfig, SftConfig, TrainConfig
-from jaxrl_llm.files import write_text
+from jaxrl_llm.files import remove_partials, write_text
 from jaxrl_llm.monitoring import job_context
+from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.version import __version__
@@ -46,26 +48,12 @@ INSTALLED = ("site-packages", "dist-packages")
 # `versions.json` has the versions.
 
 
-class UserFunction(NamedTuple):
-    """A function that is none of an installed package.
+def user_functions(config: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """Return the users' functions that a config names or holds, by their keys.
 
-    Attributes:
-        name: as the config has it.
-        source: its text, and that of what it uses of its module.
+    Each is its name in the config, and its source; none is of an installed package.
     """
-
-    name: str
-    source: str
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of the source."""
-        return hashlib.sha256(self.source.encode()).hexdigest()
-
-
-def user_functions(config: Any, prefix: str = "") -> dict[str, UserFunction]:
-    """Return the users' functions that a config names or holds, by their keys."""
-    functions: dict[str, UserFunction] = {}
+    functions: dict[str, tuple[str, str]] = {}
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if group_of(type(value)) is not None and not isinstance(value, FunctionSpec):
@@ -74,8 +62,12 @@ def user_functions(config: Any, prefix: str = "") -> dict[str, UserFunction]:
         for number, item in items:
             source = source_of(item) if isinstance(item, FunctionSpec) else None
             if source is not None:
-                functions[f"{key}.{number}".rstrip(".")] = UserFunction(item.fn, source)
+                functions[f"{key}.{number}".rstrip(".")] = item.fn, source
     return functions
+
+
+def _source_digests(config: Any) -> dict[str, str]:
+    return {f"{key}: source": digest(text) for key, (_, text) in user_functions(config).items()}
 
 
 def source_of(spec: FunctionSpec) -> str | None:
@@ -302,24 +294,15 @@ DECIDING = ("steps", "epochs", "data.prepare")
 """Those among them that decide the weights at the end nevertheless."""
 
 
-class RunFolder(NamedTuple):
-    """A run's folder, while it is held.
-
-    Attributes:
-        path: of the folder.
-        record: writes config, users' functions, versions and commit into it. Called once nothing is
-            left that could refuse the run; before, no file of an earlier run is changed.
-    """
-
-    path: Path
-    record: Callable[[], None]
-
-
 @contextlib.contextmanager
-def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[RunFolder]:
+def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[Callable[[], None]]:
     """Hold a run's folder, for one run at a time, and keep compiled programs.
 
     A folder in which no run has begun, as where it is refused, is left as it was before.
+
+    Yields:
+        What writes config, users' functions, versions and commit into it. Called once nothing is
+        left that could refuse the run; before, no file of an earlier run is changed.
 
     Raises:
         ConfigError: another run is there, the one there was begun otherwise, or nothing can be
@@ -335,7 +318,7 @@ def run_folder(run_dir: str | Path, config: RunConfig) -> Iterator[RunFolder]:
         distributed.run_on_first(lambda: _check_unchanged(folder, config, functions))
         if config.compilation_cache:
             stack.enter_context(use_compilation_cache(compilation_cache_of(folder)))
-        yield RunFolder(folder, record)
+        yield record
 
 
 @contextlib.contextmanager
@@ -369,20 +352,13 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             if not (folder / "config.yaml").exists():
-                _remove_empty(ours)
-
-
-def _remove_empty(paths: Iterable[Path]) -> None:
-    """Remove the lock and folders as long as they are empty."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()
+                for path in ours:
+                    with contextlib.suppress(OSError):
+                        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _check_unchanged(
-    folder: Path,
-    config: RunConfig,
-    functions: Mapping[str, UserFunction],
+    folder: Path, config: RunConfig, functions: Mapping[str, tuple[str, str]]
 ) -> None:
     """Refuse a config that the run in a folder was not begun with."""
     resolved = folder / "config.yaml"
@@ -404,11 +380,7 @@ def _completed(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
     return complete
 
 
-def _record(
-    folder: Path,
-    config: RunConfig,
-    functions: Mapping[str, UserFunction],
-) -> None:
+def _record(folder: Path, config: RunConfig, functions: Mapping[str, tuple[str, str]]) -> None:
     """Write what a run is made with, and can be repeated by."""
     write_text(folder / "config.yaml", to_yaml(config))
     _write_functions(folder, functions)
@@ -416,19 +388,19 @@ def _record(
     write_text(folder / "versions.json", versions + "\n")
 
 
-def _write_functions(folder: Path, functions: Mapping[str, UserFunction]) -> None:
+def _write_functions(folder: Path, functions: Mapping[str, tuple[str, str]]) -> None:
     """Keep the users' functions: names and digests in `functions.json`, sources in `functions/`."""
     if not functions and not (folder / "functions.json").exists():
         return
     (folder / "functions").mkdir(exist_ok=True)
-    for key, function in functions.items():
-        write_text(folder / "functions" / f"{key}.py", function.source)
-    kept = {k: {"name": f.name, "sha256": f.digest} for k, f in functions.items()}
+    for key, (_, source) in functions.items():
+        write_text(folder / "functions" / f"{key}.py", source)
+    kept = {k: {"name": name, "sha256": digest(text)} for k, (name, text) in functions.items()}
     write_text(folder / "functions.json", json.dumps(kept, indent=1) + "\n")
 
 
 def _changed_functions(
-    folder: Path, functions: Mapping[str, UserFunction], changed: Sequence[str]
+    folder: Path, functions: Mapping[str, tuple[str, str]], changed: Sequence[str]
 ) -> list[str]:
     """Return what changed in a run's config, with functions compared by their sources.
 
@@ -438,10 +410,10 @@ def _changed_functions(
     path = folder / "functions.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     both = {key for key in functions if key in before}
-    same = {key for key in both if before[key]["sha256"] == functions[key].digest}
+    same = {key for key in both if before[key]["sha256"] == digest(functions[key][1])}
     kept = [c for c in changed if c.partition(":")[0].removesuffix(".fn") not in same]
     return kept + [
-        f"{key}: the source of {functions[key].name} is no longer that in "
+        f"{key}: the source of {functions[key][0]} is no longer that in "
         f"{folder / 'functions' / key}.py"
         for key in sorted(both - same)
     ]
@@ -475,8 +447,7 @@ def recipe_of(config: TrainConfig | SftConfig) -> dict[str, Any]:
     Returns:
         Values by keys' whole names, as JSON has them; digests of users' sources by `KEY: source`.
     """
-    functions = {f"{key}: source": f.digest for key, f in user_functions(config).items()}
-    recipe = {**_given_keys(config), **functions}
+    recipe = {**_given_keys(config), **_source_digests(config)}
     model, packaged = Path(config.model.path).resolve(), PACKAGED.resolve()
     if model.is_relative_to(packaged):  # wherever the package lies, and however it is named
         recipe["model.path"] = f"configs/{model.relative_to(packaged).as_posix()}"
@@ -520,25 +491,26 @@ def join(config: Any, *rules: Callable[[Any, int], Iterator[str]]) -> None:
         raise ConfigError(str(error)) from error
     except TimeoutError as error:
         raise RunError(str(error)) from error
-    functions = {f"{key}: source": f.digest[:12] for key, f in user_functions(config).items()}
-    program = {"program": type(config).__name__}
-    ours = {**program, **dict(dotted_items(as_tree(config))), **functions, **package_versions()}
+    ours = {
+        "program": type(config).__name__,
+        **dict(dotted_items(as_tree(config))),
+        **{key: text[:12] for key, text in _source_digests(config).items()},
+        **package_versions(),
+    }
     everyone = distributed.all_gather(ours)
     for number, theirs in enumerate(everyone):
-        if differing := _differences(theirs, everyone[0], number):
+        first = everyone[0]
+        differing = [
+            f"process {number} has {key}={theirs.get(key)}, process 0 has {first.get(key)}"
+            for key in {**first, **theirs}
+            if theirs.get(key) != first.get(key)
+        ]
+        if differing:
             shown = "; ".join(differing[:SHOWN])
             more = f"; {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
             raise ConfigError(f"{shown}{more}: all processes of a run need the same")
     if lines := [line for rule in rules for line in rule(config, len(everyone))]:
         raise ConfigError(*lines)
-
-
-def _differences(theirs: Mapping[str, Any], first: Mapping[str, Any], number: int) -> list[str]:
-    return [
-        f"process {number} has {key}={theirs.get(key)}, process 0 has {first.get(key)}"
-        for key in {**first, **theirs}
-        if theirs.get(key) != first.get(key)
-    ]
 
 
 def check_same_data(key: str, sequences: Iterable[Sequence[int]]) -> None:
@@ -564,3 +536,94 @@ def check_same_data(key: str, sequences: Iterable[Sequence[int]]) -> None:
 def ending_together() -> contextlib.AbstractContextManager[None]:
     """End all processes of a run when this one fails, with the status that it has."""
     return distributed.abort_together((Preempted,), exit_status)
+
+
+# What a run makes before it begins, once: prepared data files, and the base model.
+
+
+def prepare_files(spec: FunctionSpec | None, files: tuple[str, ...]) -> None:
+    """Run a preparation if any of the files it should write is missing; in the first process.
+
+    Raises:
+        ConfigError: it failed, or left a file unwritten.
+    """
+    if spec is not None:
+        distributed.run_on_first(functools.partial(_prepare_files, spec, files))
+
+
+def _prepare_files(spec: FunctionSpec, files: tuple[str, ...]) -> None:
+    stamp = Path(files[0]).parent / ".prepared_by"
+    recipe = digest(json.dumps(spec.as_config(), sort_keys=True, default=str))
+    if all(Path(path).exists() for path in files):
+        remove_partials(stamp.parent)
+        if stamp.exists() and stamp.read_text() != recipe:
+            raise ConfigError(
+                f"data.prepare: the files in {str(stamp.parent)!r} were prepared with other "
+                "keywords; remove that folder, or name another one"
+            )
+        return
+    print(f"preparing data: {spec.fn}", flush=True)  # noqa: T201
+    ACTIVITIES.say()
+    with config_errors_at("data.prepare"), activity("preparing data"):
+        load_function(spec, functions.PREPARATIONS, key="data.prepare")()
+    missing = [path for path in files if not Path(path).exists()]
+    if missing:
+        raise ConfigError(
+            f"data.prepare: {spec.fn!r} did not write {', '.join(missing)}; "
+            "make its `out` the folder of these files"
+        )
+    write_text(stamp, recipe)
+
+
+def digest(text: str) -> str:
+    """Return a text's SHA-256 in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_once(directory: Path, recipe: Mapping[str, Any], make: Callable[[], None]) -> None:
+    """Make a directory if it does not exist; refuse one that was made by another recipe.
+
+    The recipe is kept beside it, in `<directory>.made_by`.
+
+    Args:
+        directory: what `make` writes.
+        recipe: everything that decides the result, by keys of a config; JSON can hold it.
+        make: writes the directory, whole or not at all; all processes call it.
+
+    Raises:
+        ConfigError: it was made by another recipe.
+    """
+    stamp = directory.with_name(directory.name + ".made_by")
+    text = json.dumps(recipe, indent=1, sort_keys=True)
+
+    def is_made() -> bool:
+        if directory.exists() and stamp.exists():
+            _check_made_by(directory, stamp.read_text(encoding="utf-8"), json.loads(text))
+        if directory.exists():
+            remove_partials(directory.parent)
+        return directory.exists()
+
+    if not distributed.run_on_first(is_made):
+        make()
+        distributed.run_on_first(lambda: write_text(stamp, text + "\n"))
+
+
+def _check_made_by(directory: Path, kept: str, recipe: Mapping[str, Any]) -> None:
+    """Refuse a directory whose kept recipe is another one, with the keys that differ."""
+    try:
+        before: dict[str, Any] = dict(json.loads(kept).items())
+    except (ValueError, AttributeError):
+        what = "by a version that did not write down how"
+    else:
+        names = sorted({*before, *recipe})
+        changed = [n for n in names if (n in before, before.get(n)) != (n in recipe, recipe.get(n))]
+        if not changed:
+            return
+        what = "otherwise: " + "; ".join(
+            f"{name}: {before.get(name, 'its default')} -> {recipe.get(name, 'its default')}"
+            for name in changed
+        )
+    raise ConfigError(
+        f"{str(directory)!r} was made {what}. Remove that directory to make it "
+        "anew, or name another one in model.path"
+    )

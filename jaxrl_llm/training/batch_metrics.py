@@ -11,8 +11,7 @@ import numpy as np
 from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.algorithms.stats import LARGEST_LOG_RATIO
 from jaxrl_llm.config.sections import OptimConfig
-from jaxrl_llm.data.balance import imbalance
-from jaxrl_llm.data.packing import RowShape, choose_rows, in_bucket, plan_microbatches
+from jaxrl_llm.data.packing import RowShape, choose_rows, imbalance, in_bucket, plan_microbatches
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.clock import memory_metrics, summary
 from jaxrl_llm.rewards.runner import Score

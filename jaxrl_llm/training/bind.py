@@ -59,7 +59,7 @@ from jaxrl_llm.config.sections import (
     TeacherConfig,
 )
 from jaxrl_llm.data.teacher_prompts import TOLD
-from jaxrl_llm.monitoring.metrics_log import check_trackers
+from jaxrl_llm.monitoring.trackers import check_trackers
 from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.build import is_low_precision

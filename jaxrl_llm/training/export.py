@@ -45,7 +45,7 @@ from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, 
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
-from jaxrl_llm.runs.directory import UserFunction, source_of
+from jaxrl_llm.runs.directory import digest, source_of
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
 from jaxrl_llm.training.objectives import LOGITS, SCORES
@@ -537,7 +537,7 @@ def _function_of(tree: Mapping[str, Any], function_from: str | None) -> Function
 def _warn_of_another_source(folder: Path, function: FunctionSpec) -> None:
     path, source = folder / "functions.json", source_of(function)
     kept = json.loads(path.read_text()).get(KEY) if path.exists() else None
-    if kept and source and UserFunction(function.fn, source).digest != kept["sha256"]:
+    if kept and source and digest(source) != kept["sha256"]:
         log.warning("%s: the source of %s is another than the run's", KEY, function.fn)
 
 

@@ -15,8 +15,7 @@ from jaxrl_llm.config.sections import (
     RolloutConfig,
     SftMeshConfig,
 )
-from jaxrl_llm.data.balance import sequence_cost
-from jaxrl_llm.data.packing import RowShape, row_shape
+from jaxrl_llm.data.packing import RowShape, row_shape, sequence_cost
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.model import Model

@@ -2,12 +2,16 @@
 
 `open_files` opens a run's data, checkpoints and logs at its newest checkpoint, or at its beginning.
 `run_steps` takes the steps that are left, and validates, logs and saves where that is due. What a
-step is, the program's trainer says.
+step is, the program's trainer says. Its metrics go to `metrics.jsonl` and to the run's trackers.
 """
 
+import collections
 import contextlib
 import hashlib
+import json
 import logging
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +22,9 @@ import jax
 import numpy as np
 
 from jaxrl_llm.compilation import BACKGROUND, compiling_on_demand
-from jaxrl_llm.config.errors import ConfigError, Preempted, config_errors_at
-from jaxrl_llm.config.load import as_tree
+from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, config_errors_at
+from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.config.load import as_tree, without_secrets
 from jaxrl_llm.config.programs import (
     PreferConfig,
     PreferValidationConfig,
@@ -32,15 +37,21 @@ from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity
 from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due, reporting_compilation
-from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.metrics_log import MetricsLog
-from jaxrl_llm.monitoring.notebook import open_display
+from jaxrl_llm.monitoring.display import Display, open_display
 from jaxrl_llm.monitoring.profiler import Profiler
-from jaxrl_llm.monitoring.writer import quiet_libraries
+from jaxrl_llm.monitoring.trackers import (
+    TrackedRun,
+    TrackedStep,
+    distribution,
+    load_trackers,
+    plain_rows,
+)
+from jaxrl_llm.monitoring.writer import BackgroundWriter, Outages, quiet_libraries
 from jaxrl_llm.runs.checkpoint import Checkpoints, Saved
 from jaxrl_llm.runs.directory import ending_together, join
 from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
+from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.training.layouts import all_devices
 from jaxrl_llm.training.run_files import opening_lines
@@ -48,6 +59,200 @@ from jaxrl_llm.training.update import Learner, TrainableModel, TrainState
 from jaxrl_llm.training.validation import headline
 
 log = logging.getLogger(__name__)
+
+KEPT_LINES = 100_000
+"""Lines of metrics.jsonl that wait in memory at most, about 300 MB."""
+
+DETAILED = 20
+"""Steps that wait for a tracker with their answers and distributions; more wait without them."""
+
+TRACKERS_CLOSE_S = 30.0
+"""Seconds that the end of a run waits at most for its trackers."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line for each step. A resumed run cuts it back to its checkpoint.
+
+    Lines that can't be written, as on a full disk, are kept in memory, and written before the next
+    one when they can. The file always ends with a whole line.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        """Open the file and cut off what lies behind `position`, in bytes."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        length = self._file.seek(0, os.SEEK_END)
+        if length < position:
+            log.warning("%s has lost lines: %d bytes, expected %d", path, length, position)
+        self._end = self._synced = min(position, length)
+        self._file.truncate(self._end)
+        self._is_torn = False
+        self._kept: collections.deque[bytes] = collections.deque()
+        self._outages = Outages(str(path), "its lines are kept in memory")
+        self.dropped = 0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, now or as soon as it can be written."""
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._kept.append(json.dumps({"step": step, **known}).encode() + b"\n")
+        if len(self._kept) > KEPT_LINES:
+            self._kept.popleft()
+            self.dropped += 1
+        try:
+            self._write_kept()
+        except OSError as error:
+            self._outages.begin(error)
+
+    def position(self) -> int:
+        """Return the length in bytes of what is safely on disk, which is all that was written.
+
+        Raises:
+            OSError: it can't be written; it is kept.
+        """
+        self._write_kept()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._take_back()
+            raise
+        self._synced = self._end
+        return self._end
+
+    def close(self) -> None:
+        """Write what is kept if that is possible, and close the file."""
+        try:
+            self._write_kept()
+        except OSError as error:
+            self._outages.begin(error)
+            self.dropped += len(self._kept)
+        self._outages.close(self.dropped)
+        self._file.close()
+
+    def _write_kept(self) -> None:
+        while self._kept:
+            self._append(self._kept[0])
+            self._kept.popleft()
+        self._outages.end(self.dropped)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line whole or not at all."""
+        self._cut()
+        self._is_torn = True
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # else it is cut before the next line
+                self._cut()
+            raise
+        self._end, self._is_torn = self._end + len(line), False
+
+    def _cut(self) -> None:
+        """Cut off what is no whole line."""
+        if self._is_torn:
+            self._file.truncate(self._end)
+            self._is_torn = False
+
+    def _take_back(self) -> None:
+        """Keep the lines that the disk has not confirmed: after an error it may say it has them."""
+        self._file.seek(self._synced)
+        lines = self._file.read(self._end - self._synced).splitlines(keepends=True)
+        self._kept.extendleft(reversed(lines))
+        self._end, self._is_torn = self._synced, True
+
+
+class MetricsLog:
+    """All sinks at once; of several processes the first one writes.
+
+    Args:
+        run_dir: holds metrics.jsonl, and what trackers write to the run's folder.
+        step: the step after which the run starts.
+        position: bytes of metrics.jsonl to keep.
+        trackers: functions that return the run's trackers.
+        config: the resolved config, for trackers that show it.
+
+    Raises:
+        ConfigError: a tracker can't be used, as its package is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        step: int,
+        position: int,
+        trackers: Sequence[FunctionSpec],
+        config: Mapping[str, Any],
+    ) -> None:
+        """Open every sink, all but the file in the background."""
+        self._file: MetricsFile | None = None
+        self._trackers: list[BackgroundWriter[TrackedStep]] = []
+        if not is_first():
+            return
+        run = TrackedRun(run_dir, without_secrets(config), first_step=step + 1 if step else 0)
+        opened = load_trackers(trackers, run)
+        self._file = MetricsFile(run_dir / "metrics.jsonl", position)
+        self._trackers = [BackgroundWriter(tracker) for tracker in opened]
+
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        answers: Sequence[Mapping[str, Any]] = (),
+        histograms: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write one step to every sink. What they can't write does not end the run.
+
+        Args:
+            step: its number.
+            metrics: by name.
+            answers: rows of a table of answers (`prompt`, `answer`, `score`, …), for trackers;
+                columns that are neither text nor numbers are left out.
+            histograms: values by name, whose distributions trackers show.
+        """
+        if self._file is None:
+            return
+        row = dict(metrics)
+        if self._trackers:
+            dropped = self._file.dropped + sum(writer.dropped for writer in self._trackers)
+            row["perf/dropped_log_records"] = float(dropped)
+        self._file.write(step, row)
+        if not self._trackers:
+            return
+        seen = {name: distribution(values) for name, values in (histograms or {}).items()}
+        record = TrackedStep(
+            step, row, plain_rows(answers), {k: v for k, v in seen.items() if v is not None}
+        )
+        for writer in self._trackers:
+            is_behind = writer.waiting >= DETAILED
+            writer.write(TrackedStep(step, row) if is_behind else record)
+
+    def position(self, step: int) -> int:
+        """Return the length in bytes of what is safely on disk; 0 where nothing is written.
+
+        Args:
+            step: that is saved, for messages.
+
+        Raises:
+            RunError: lines of metrics.jsonl can't be written, so the step can't be saved.
+        """
+        try:
+            return self._file.position() if self._file else 0
+        except OSError as error:
+            raise RunError(
+                f"can't save step {step}: metrics.jsonl: {error.strerror or error}"
+            ) from error
+
+    def close(self) -> None:
+        """Close every sink; wait for trackers, which end side by side, only so long."""
+        if self._file:
+            self._file.close()
+        for writer in self._trackers:
+            writer.end()
+        for writer in self._trackers:
+            writer.close(TRACKERS_CLOSE_S)
+
 
 Metrics = dict[str, float]
 

@@ -20,6 +20,7 @@ from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_
 from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import DataConfig, ModelConfig, SftDataConfig
+from jaxrl_llm.data.dataset import RowVisuals
 from jaxrl_llm.data.packing import (
     RowShape,
     best_fit,
@@ -30,7 +31,6 @@ from jaxrl_llm.data.packing import (
     plan_whole,
 )
 from jaxrl_llm.data.visuals.processor import configured_processor
-from jaxrl_llm.data.visuals.rows import RowVisuals
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.inputs import (
     FrameBounds,

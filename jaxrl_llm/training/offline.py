@@ -25,25 +25,24 @@ from jaxrl_llm.config.fields import asks_for, check_fields
 from jaxrl_llm.config.functions import load_function
 from jaxrl_llm.config.programs import PreferConfig, PreferValidationConfig, SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.dataset import Example, tokenize_examples
-from jaxrl_llm.data.generated import prepare_files
-from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.preferences import (
+from jaxrl_llm.data.dataset import (
+    Example,
     Preference,
-    normalize_preference_row,
     preference_batch,
     rotate_answers,
+    tokenize_examples,
     tokenize_preferences,
 )
-from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
+from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row, normalize_preference_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
-from jaxrl_llm.monitoring.metrics_log import check_trackers
+from jaxrl_llm.monitoring.trackers import check_trackers
 from jaxrl_llm.runs.checkpoint import Saved
-from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folder
+from jaxrl_llm.runs.directory import check_same_data, ending_together, prepare_files, run_folder
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
@@ -201,7 +200,7 @@ def _run(
         held_out = config.data.validation if isinstance(config, PreferConfig) else ()
         prepare_files(config.data.prepare, (*config.data.train, *held_out))
         check_export(config.export_to)
-        folder = stack.enter_context(run_folder(config.run_dir, config))
+        record = stack.enter_context(run_folder(config.run_dir, config))
         with ending_together():  # the others, before this process waits for its files to close
             loop.compile_on_demand(stack)
             watchdog = stack.enter_context(loop.open_watchdog(config))
@@ -211,7 +210,7 @@ def _run(
                 layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=own_axes)
             opening = Opening(function, optimizer, schedule, layout, watchdog, stack)
             trainer, loaded = open_trainer(config, opening)
-            folder.record()
+            record()
             model, base = loaded.model, jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
             del loaded
             loop.validate_before(trainer)

@@ -16,9 +16,8 @@ from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import USER, VOCABULARIES, ChatTemplate, Message, load_tokenizer
-from jaxrl_llm.data.dataset import check_ids
+from jaxrl_llm.data.dataset import check_ids, encode_steps, last_tokens, split_steps
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.preferences import encode_steps, last_tokens, split_steps
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
@@ -87,7 +86,7 @@ class TextEncoder:
         return ChatTemplate(self.tokenizer, self.template_kwargs)
 
     def answer(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
+        """Encode as `data.dataset` does: the prompt, and the answer to its closing token."""
         messages = self._shown(whole_chat(rollouts, row))
         with unreadable():
             prompt, answer = self.template.answer(messages, rollouts.prompts[row].tools)
@@ -111,7 +110,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class StepEncoder(TextEncoder):
-    """Encodes the steps of answers for a process reward model, as `data.preferences` does.
+    """Encodes the steps of answers for a process reward model, as `data.dataset` does.
 
     Attributes:
         separator: that the model was trained with.

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,14 +16,12 @@ from jaxrl_llm.config.programs import SftConfig, TrainConfig, processes_can_trai
 from jaxrl_llm.config.sections import RolloutSizes
 from jaxrl_llm.data.chat import load_policy_tokens
 from jaxrl_llm.data.dataset import Prompt, PromptLike, as_prompts, tokenize_prompts
-from jaxrl_llm.data.generated import build_once, digest, prepare_files
 from jaxrl_llm.data.rows import Row, load_rows, normalize_prompt_row
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import activity
-from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.notebook import open_display
+from jaxrl_llm.monitoring.display import Display, open_display
 from jaxrl_llm.monitoring.tables import AnswerTable
 from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler, open_episode_sampler
@@ -32,6 +30,7 @@ from jaxrl_llm.rollout.build import make_engine
 from jaxrl_llm.rollout.engine import SamplingParams
 from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.runs import directory
+from jaxrl_llm.runs.directory import build_once, digest, prepare_files
 from jaxrl_llm.runs.preemption import interrupted_between_steps
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training import loop
@@ -306,17 +305,17 @@ def open_here(config: TrainConfig) -> Run:
 def run_training(config: TrainConfig) -> None:
     """Open a run, run it to its end and print what it has learned."""
     with contextlib.ExitStack() as stack:
-        functions, folder = _claim(config, stack)
-        if _is_finished(config, folder.path):
+        functions, record = _claim(config, stack)
+        if _is_finished(config, Path(config.run_dir)):
             return
-        with _build(config, functions, folder, stack) as run, directory.ending_together():
+        with _build(config, functions, record, stack) as run, directory.ending_together():
             run.finish()
 
 
 def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
-) -> tuple[AlgorithmFunctions, directory.RunFolder]:
-    """Check what needs no model, and hold the run's folder."""
+) -> tuple[AlgorithmFunctions, Callable[[], None]]:
+    """Check what needs no model, and hold the run's folder; see `run_folder`."""
     loop.enter_process(config, stack, processes_can_train)
     with activity("checking the config"):
         functions = resolve_functions(config)  # wrong names fail before anything is loaded
@@ -327,7 +326,7 @@ def _claim(
 def _build(
     config: TrainConfig,
     functions: AlgorithmFunctions,
-    folder: directory.RunFolder,
+    record: Callable[[], None],
     stack: contextlib.ExitStack,
 ) -> Run:
     """Make what the run needs, and build it where it stands; it takes over the stack."""
@@ -335,14 +334,15 @@ def _build(
     warm_start(config)
     stack.enter_context(directory.ending_together())
     stack.enter_context(job_context.reporting_failure())
-    with compiling_ahead(config, folder.path) as wait:
-        trainer = open_trainer(config, functions, folder.path, stack)
+    folder = Path(config.run_dir)
+    with compiling_ahead(config, folder) as wait:
+        trainer = open_trainer(config, functions, folder, stack)
         wait()
-    folder.record()
+    record()
     trainer.files.compiled.metrics()  # what was compiled until here is none of a step's
     trainer.sync(trainer.number)
     loop.validate_before(trainer)
-    return Run(folder.path, trainer, stack.pop_all())
+    return Run(folder, trainer, stack.pop_all())
 
 
 def open_trainer(

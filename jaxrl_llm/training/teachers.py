@@ -21,7 +21,7 @@ from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.chat import VOCABULARIES, Message, PolicyTokens, load_policy_tokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.data.row_fields import naming_row
+from jaxrl_llm.data.rows import naming_row
 from jaxrl_llm.data.teacher_prompts import ScoredAnswer
 from jaxrl_llm.data.token_bytes import (
     UNALIGNED,

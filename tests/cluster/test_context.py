@@ -12,9 +12,8 @@ from ray.exceptions import ActorDiedError
 from jaxrl_llm.cluster.actors import Coordinator, exiting_on_device_error
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.monitoring import job_context
-from jaxrl_llm.monitoring.display import LauncherDisplay
+from jaxrl_llm.monitoring.display import LauncherDisplay, open_display
 from jaxrl_llm.monitoring.job_context import JobContext
-from jaxrl_llm.monitoring.notebook import open_display
 
 
 class Handle:

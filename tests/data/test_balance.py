@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxrl_llm.data.balance import (
+from jaxrl_llm.data.packing import (
     VERL_COST,
     XLA_ATTENTION,
     Cost,
     imbalance,
     karmarkar_karp,
     model_cost,
+    plan_microbatches,
+    row_shape,
 )
-from jaxrl_llm.data.packing import plan_microbatches, row_shape
 from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import active_parameters

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.data.chat import ChatTemplate
-from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
-from jaxrl_llm.data.preferences import tokenize_preferences
-from jaxrl_llm.data.tool_calls import Answer, ToolCall
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_preferences, tokenize_prompts
+from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import WRITTEN, build
 
 SYSTEM, USER, MORE = (

@@ -11,8 +11,7 @@ from jaxrl_llm.configs.tasks.dapo_math import dapo_math
 from jaxrl_llm.configs.tasks.retool_sft import retool_sft
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.rows import sft_rows, verl_rows, write_rows
-from jaxrl_llm.data.tool_calls import FORMATS
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.turns import FORMATS, TurnTemplate
 from jaxrl_llm.rollout.tools.builtin import python
 from jaxrl_llm.rollout.tools.tool import tool_schema
 from tests.data.real_templates import build

@@ -10,10 +10,10 @@ import pytest
 
 from jaxrl_llm import files
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.data.prepare import arithmetic
 from jaxrl_llm.data.rows import read_rows, write_rows
 from jaxrl_llm.files import PARTIAL_SUFFIX, atomic_write, remove_partials
+from jaxrl_llm.runs.directory import build_once, prepare_files
 
 SIZES = {"train_rows": 40, "validation_rows": 10, "sft_rows": 20}
 NAMES = ("train.parquet", "validation.parquet", "sft.parquet")
@@ -109,7 +109,7 @@ KILLED = """
 import os, signal, sys
 import pyarrow.parquet
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.generated import prepare_files
+from jaxrl_llm.runs.directory import prepare_files
 write, replace, left = pyarrow.parquet.write_table, os.replace, 0
 def passes():
     global left

@@ -13,12 +13,19 @@ from hypothesis import given
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.dataset import as_prompts, tokenize_examples, tokenize_prompts
-from jaxrl_llm.data.preferences import normalize_preference_row, tokenize_preferences
-from jaxrl_llm.data.row_fields import LISTED, map_rows, normalize_message
+from jaxrl_llm.data.dataset import (
+    as_prompts,
+    tokenize_examples,
+    tokenize_preferences,
+    tokenize_prompts,
+)
 from jaxrl_llm.data.rows import (
+    LISTED,
     load_rows,
+    map_rows,
     normalize_example_row,
+    normalize_message,
+    normalize_preference_row,
     normalize_prompt_row,
     preference_rows,
     sft_rows,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.data import tool_calls
+from jaxrl_llm.data import turns
 from jaxrl_llm.data.chat import ChatTemplate
-from jaxrl_llm.data.tool_calls import FORMATS, ToolCall, choose_format
+from jaxrl_llm.data.turns import FORMATS, ToolCall, choose_format
 from tests.data.real_templates import build
 
 TOKENIZERS = {
@@ -96,7 +96,7 @@ def test_formats_read_what_real_templates_write(template, arguments):
     renders = ChatTemplate(tokenizer)
     assert choose_format(renders) == name
     chat = [{"role": "user", "content": "?"}]
-    message = renders.style.message([ToolCall("look_up", arguments, "a1b2c3d4e")])
+    message = renders.style([ToolCall("look_up", arguments, "a1b2c3d4e")])
     prompts = [renders.render(chat, generation=more) for more in (True, False)]
     whole = renders.render([*chat, message], generation=False)
     opening = next(prompt for prompt in prompts if whole.startswith(prompt))
@@ -122,7 +122,7 @@ def test_the_added_tokens_are_listed_once_for_all_answers(monkeypatch):
     monkeypatch.setattr(tokenizer, "get_added_vocab", lambda: listed.append(0) or listing())
     tokens = encode(tokenizer, FORMATS["hermes"].write([ToolCall("now", {})]))
     for _ in range(3):
-        assert tool_calls.opens_reasoning(tokens, tokenizer) is False
+        assert turns.opens_reasoning(tokens, tokenizer) is False
         assert len(FORMATS["hermes"].parse(tokens, tokenizer).calls) == 1
     assert len(listed) <= 2
 
@@ -294,7 +294,7 @@ def test_format_that_is_not_known():
 
 def test_two_formats_that_read_the_same(monkeypatch):
     twins = {"hermes": FORMATS["hermes"], "twin": FORMATS["hermes"]}
-    monkeypatch.setattr(tool_calls, "FORMATS", twins)
+    monkeypatch.setattr(turns, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"got hermes, twin of the known formats .* name it"):
         choose_format(ChatTemplate(build("qwen2_5")[0]))
 

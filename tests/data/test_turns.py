@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer
-from jaxrl_llm.data.tool_calls import Answer, ToolCall
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import build
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"

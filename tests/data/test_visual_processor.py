@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from jaxrl_llm.data.visuals.pictures import PictureError
-from jaxrl_llm.data.visuals.processor import Area, Placeholders, VisualProcessor, fit_area
+from jaxrl_llm.data.visuals.processor import Placeholders, VisualProcessor, fit_area
 from tests.data.vision_checkpoints import FAMILIES, VIDEO, make_tokenizer, write_checkpoint
 
 SIZES = [(50, 70), (333, 777), (31, 29), (15, 900), (641, 479)]
@@ -106,7 +106,7 @@ def test_sizes_are_those_of_transformers():
     for unit, least, most in ((28, 3136, 100_000), (32, 65536, 300_000), (16, 256, 5000)):
         for width, height in rng.integers(10, 2000, (300, 2)).tolist():
             expected = smart_resize(height, width, unit, least, most)
-            assert fit_area(width, height, unit, Area(least, most)) == expected[::-1]
+            assert fit_area(width, height, unit, (least, most)) == expected[::-1]
 
 
 def test_sizes_of_videos_are_those_of_transformers(processors):

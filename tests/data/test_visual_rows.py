@@ -10,10 +10,9 @@ import pytest
 from PIL import Image
 
 from jaxrl_llm.config.errors import RowError
-from jaxrl_llm.data.dataset import load_prompts, tokenize_examples, tokenize_prompts
+from jaxrl_llm.data.dataset import RowVisuals, load_prompts, tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.rows import normalize_prompt_row, verl_rows, write_rows
 from jaxrl_llm.data.visuals.processor import VisualProcessor
-from jaxrl_llm.data.visuals.rows import RowVisuals
 from tests.data.vision_checkpoints import make_tokenizer, write_checkpoint
 
 COLORS = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.evaluate import main as evaluate_main
-from jaxrl_llm.reporting.data import KeptAnswers
+from jaxrl_llm.reporting.page import KeptAnswers
 from jaxrl_llm.training.run_files import RunFiles
 from tests.guarded import EVALUATION, RUN
 from tests.judge_server import JudgeServer

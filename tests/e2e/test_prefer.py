@@ -176,12 +176,9 @@ def prefer_scores(result, workshop):
     import jax.numpy as jnp
 
     from jaxrl_llm.data.chat import load_tokenizer
+    from jaxrl_llm.data.dataset import preference_batch, tokenize_preferences
     from jaxrl_llm.data.packing import pack_rows, row_shape
-    from jaxrl_llm.data.preferences import (
-        normalize_preference_row,
-        preference_batch,
-        tokenize_preferences,
-    )
+    from jaxrl_llm.data.rows import normalize_preference_row
     from jaxrl_llm.models.hf.load import load_params
     from jaxrl_llm.models.model import model_of
 

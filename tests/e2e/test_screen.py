@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.export import main as export_main
 from jaxrl_llm.monitoring.activity import ACTIVITIES
-from jaxrl_llm.monitoring.notebook import NotebookDisplay
+from jaxrl_llm.monitoring.display import NotebookDisplay
 from jaxrl_llm.sft import main as sft_main
 
 SCORED = ("reward.function=arithmetic",)

@@ -13,8 +13,8 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import LogConfig
-from jaxrl_llm.monitoring import metrics_log
-from jaxrl_llm.monitoring.metrics_log import MetricsFile, MetricsLog
+from jaxrl_llm.training import loop
+from jaxrl_llm.training.loop import MetricsFile, MetricsLog
 
 
 def lines(path):
@@ -175,7 +175,7 @@ def test_what_the_disk_has_not_confirmed_is_written_again(stored, tmp_path):
 
 
 def test_memory_for_lines_is_bounded(stored, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(metrics_log, "KEPT_LINES", 3)
+    monkeypatch.setattr(loop, "KEPT_LINES", 3)
     stored._file.room = 0
     for step in range(1, 6):
         stored.write(step, {})
@@ -259,7 +259,7 @@ def test_a_function_of_ones_own_is_a_tracker(tmp_path):
 
 
 def test_a_tracker_that_is_behind_gets_metrics_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_log, "DETAILED", 3)
+    monkeypatch.setattr(loop, "DETAILED", 3)
     records, goes_on = [], threading.Event()
 
     class Slow(Kept):

@@ -9,9 +9,8 @@ import IPython
 import IPython.display
 import pytest
 
-from jaxrl_llm.monitoring import notebook
-from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.notebook import NotebookDisplay, open_display
+from jaxrl_llm.monitoring import display as screen
+from jaxrl_llm.monitoring.display import Display, NotebookDisplay, open_display
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
 
 
@@ -32,7 +31,7 @@ def cells(monkeypatch):
     monkeypatch.setattr(
         IPython.display, "display", lambda content, display_id=False: Handle(content)
     )
-    monkeypatch.setattr(notebook, "MAX_DRAWING_SHARE", float("inf"))  # drawn at every step
+    monkeypatch.setattr(screen, "MAX_DRAWING_SHARE", float("inf"))  # drawn at every step
     return types.SimpleNamespace(shown=shown, kernel=kernel)
 
 
@@ -62,7 +61,7 @@ def test_a_cell_shows_plots_that_follow_the_run(cells):
 
 
 def test_drawing_takes_a_small_part_of_the_time(cells, monkeypatch):
-    monkeypatch.setattr(notebook, "MAX_DRAWING_SHARE", 1e-6)
+    monkeypatch.setattr(screen, "MAX_DRAWING_SHARE", 1e-6)
     display = NotebookDisplay("training", 100)
     for number in range(1, 51):
         display.plot(number, step(number))
@@ -75,7 +74,7 @@ def test_a_run_goes_on_where_plots_can_not_be_drawn(cells, monkeypatch, caplog):
     def broken(metrics):
         raise RuntimeError("latex could not be found")
 
-    monkeypatch.setattr(notebook, "draw_metrics", broken)
+    monkeypatch.setattr(screen, "draw_metrics", broken)
     display = NotebookDisplay("training", 2)
     for number in (1, 2):
         display.advance(f"step {number}/2")

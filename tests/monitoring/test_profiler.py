@@ -111,12 +111,10 @@ def test_the_programs_in_a_trace_are_those_that_xla_compiled(traced):
     (multiply,) = (
         operations for name, operations in programs.items() if name.startswith("jit_multiply(")
     )
-    opcodes = {opcode for operation in multiply.values() for opcode in operation.opcodes}
+    opcodes = {opcode for of_one, _ in multiply.values() for opcode in of_one}
     assert {"while", "dot", "all-reduce", "tanh"} <= opcodes
     assert [
-        name
-        for name, operation in multiply.items()
-        if "while" in operation.opcodes and len(operation.opcodes) > 1
+        name for name, (of_one, _) in multiply.items() if "while" in of_one and len(of_one) > 1
     ] == []
 
 

@@ -18,7 +18,7 @@ import logging, sys
 from pathlib import Path
 import numpy as np
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.monitoring.metrics_log import MetricsLog
+from jaxrl_llm.training.loop import MetricsLog
 
 logging.basicConfig()
 name, folder = sys.argv[1:]

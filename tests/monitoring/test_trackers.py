@@ -20,14 +20,14 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from tensorboardX.record_writer import masked_crc32c
 
 from jaxrl_llm.config.sections import LogConfig
-from jaxrl_llm.monitoring import metrics_log
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.monitoring.trackers import TensorBoard, TrackedRun, TrackedStep
 from jaxrl_llm.monitoring.writer import BackgroundWriter
 from jaxrl_llm.rollout.rollouts import Rollouts
+from jaxrl_llm.training import loop
 from jaxrl_llm.training.dumps import RolloutDumps
+from jaxrl_llm.training.loop import MetricsLog
 from jaxrl_llm.types import Batch
 from tests.waiting import wait_until
 
@@ -363,9 +363,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_tracker_costs_no_step(tmp_path, monkeypatch, released, warnings, fault):
     """The steps are all taken while what hangs is let go of only after the test."""
-    monkeypatch.setattr(metrics_log, "TRACKERS_CLOSE_S", 0.1 if "hangs" in fault else SOON_S)
+    monkeypatch.setattr(loop, "TRACKERS_CLOSE_S", 0.1 if "hangs" in fault else SOON_S)
     few = functools.partial(BackgroundWriter, limit=30)
-    monkeypatch.setattr(metrics_log, "BackgroundWriter", few)
+    monkeypatch.setattr(loop, "BackgroundWriter", few)
     sink, total = FAULTS[fault](released.wait), 45
     log = open_log(tmp_path, lambda run: sink, "tensorboard")
     (faulty, sound) = log._trackers

@@ -27,10 +27,9 @@ import transformers
 
 from jaxrl_llm.data.call_formats import count_common
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
-from jaxrl_llm.data.preferences import normalize_preference_row, tokenize_preferences
-from jaxrl_llm.data.tool_calls import ToolCall
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_preferences, tokenize_prompts
+from jaxrl_llm.data.rows import normalize_preference_row
+from jaxrl_llm.data.turns import ToolCall, TurnTemplate
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.openai_api.requests import text_limit
 from jaxrl_llm.rollout.openai_api.responses import AnswerStream

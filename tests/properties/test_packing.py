@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxrl_llm.data.balance import XLA_ATTENTION, Cost
 from jaxrl_llm.data.packing import (
     MAX_SEQUENCES_PER_ROW,
     MIN_BUCKET_FLOPS,
+    XLA_ATTENTION,
+    Cost,
     RowShape,
     best_fit,
     choose_rows,

@@ -15,8 +15,10 @@ import jaxrl_llm
 from benchmarks.code import metrics
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.report import main
-from jaxrl_llm.reporting.data import (
+from jaxrl_llm.reporting.health import Finding
+from jaxrl_llm.reporting.page import (
     KeptAnswers,
+    Page,
     TokenTexts,
     curves,
     decoder,
@@ -24,8 +26,6 @@ from jaxrl_llm.reporting.data import (
     metric_pattern,
     metric_table,
 )
-from jaxrl_llm.reporting.health import Finding
-from jaxrl_llm.reporting.page import Page
 from jaxrl_llm.training.run_files import RunFiles
 from tests.reporting.folders import byte_tokenizer, kept_answer, step_line, write_run
 
@@ -89,7 +89,7 @@ def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
 def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "run", [step_line(1)])
     found = Finding("cut", "Answers are cut off", "half of them", (1, 2), "metrics.md#x", "error")
-    monkeypatch.setattr("jaxrl_llm.reporting.data.check_run", lambda run: [found])
+    monkeypatch.setattr("jaxrl_llm.reporting.page.check_run", lambda run: [found])
     (run,) = Page([folder]).metrics()["runs"]
     assert run["findings"] == [found._asdict()]
     monkeypatch.setattr("jaxrl_llm.reporting.health.check_run", lambda run: [found])

@@ -7,7 +7,7 @@ import numpy as np
 import pandas
 import pytest
 
-from jaxrl_llm.reporting.data import metric_table
+from jaxrl_llm.reporting.page import metric_table
 from tests.reporting.browsing import plot_data, show, until
 from tests.reporting.folders import (
     kept_answer,

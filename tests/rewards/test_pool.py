@@ -19,7 +19,7 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import RewardConfig, ScoringConfig
-from jaxrl_llm.data.preferences import normalize_preference_row
+from jaxrl_llm.data.rows import normalize_preference_row
 from jaxrl_llm.rewards import runner
 from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.worker import RewardItem

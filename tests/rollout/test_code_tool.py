@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
 from tests.episodes import config

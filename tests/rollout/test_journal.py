@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.session import Journal, call_digest
 from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult
@@ -268,7 +268,7 @@ PROGRAM = """
 import asyncio, sys
 sys.path[:] = {search!r}
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.session import Journal
 from tests.tool_pools import open_tools

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.builtin import INDEX_FILE, build_index, search, search_corpus
 from tests.listening import listening

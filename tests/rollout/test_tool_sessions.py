@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.tool import MAX_RESULT_CHARS, ToolError, ToolResult
 from tests.tool_pools import open_tools

@@ -8,7 +8,7 @@ import yaml
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.tool_calls import ToolCall
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.rollout.tools.session import Journal
 from tests.episodes import Scripted, picture, play, prompt

@@ -43,9 +43,9 @@ def refusal(function, *args, **more):
 @contextlib.contextmanager
 def recorded(folder, config):
     """A run that nothing refuses."""
-    with run_folder(folder, config) as opened:
-        opened.record()
-        yield opened.path
+    with run_folder(folder, config) as record:
+        record()
+        yield Path(folder)
 
 
 def enter(folder, config):
@@ -78,8 +78,8 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
         "from jaxrl_llm.runs.directory import run_folder\n"
         "config = TrainConfig(run_dir=sys.argv[1], model=PolicyConfig(path='m'),"
         " data=DataConfig(train=('t',)))\n"
-        "with run_folder(config.run_dir, config) as opened:\n"
-        "    opened.record()\n"
+        "with run_folder(config.run_dir, config) as record:\n"
+        "    record()\n"
         "    print('holding', flush=True)\n"
         "    sys.stdin.readline()\n"
     )
@@ -141,8 +141,8 @@ def files(folder):
 def test_a_refused_run_leaves_no_folder(tmp_path):
     """It used to leave a folder with the refused config."""
     folder = tmp_path / "a" / "b"
-    with pytest.raises(ConfigError, match="no"), run_folder(folder, config_of(folder)) as opened:
-        (opened.path / "checkpoints").mkdir()  # as what looks for one does
+    with pytest.raises(ConfigError, match="no"), run_folder(folder, config_of(folder)):
+        (folder / "checkpoints").mkdir()  # as what looks for one does
         raise ConfigError("no")
     assert files(tmp_path) == {}
     folder.mkdir(parents=True)

@@ -12,11 +12,11 @@ from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.data.dataset import batches
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.metrics_log import MetricsLog
 from jaxrl_llm.monitoring.profiler import Profiler
 from jaxrl_llm.runs.checkpoint import Checkpoints, Saved
 from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.training.loop import (
+    MetricsLog,
     OpenFiles,
     Step,
     Trainer,

@@ -14,8 +14,8 @@ from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms import preferences
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
+from jaxrl_llm.data.dataset import Preference, preference_batch, rotate_answers
 from jaxrl_llm.data.packing import pack_rows, row_shape
-from jaxrl_llm.data.preferences import Preference, preference_batch, rotate_answers
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of

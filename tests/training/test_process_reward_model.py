@@ -15,16 +15,16 @@ from jaxrl_llm.algorithms.preferences import step_cross_entropy
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.chat import load_tokenizer
-from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.data.preferences import (
+from jaxrl_llm.data.dataset import (
     Preference,
+    Prompt,
     last_tokens,
-    normalize_preference_row,
     preference_batch,
     split_steps,
     tokenize_preferences,
 )
+from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.data.rows import normalize_preference_row
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.model import model_of

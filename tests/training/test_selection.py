@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms import losses, preferences, shaping
 from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.sections import ReferenceConfig
+from jaxrl_llm.data.dataset import Preference, preference_batch
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.data.preferences import Preference, preference_batch
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings

@@ -24,7 +24,6 @@ from jaxrl_llm.config.sections import (
     PolicyConfig,
     RolloutSizes,
 )
-from jaxrl_llm.data.generated import build_once, prepare_files
 from jaxrl_llm.files import write_text
 from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
@@ -34,7 +33,7 @@ from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.runs.directory import recipe_of
+from jaxrl_llm.runs.directory import build_once, prepare_files, recipe_of
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.layouts import (

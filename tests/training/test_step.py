@@ -13,8 +13,7 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
-from jaxrl_llm.data.balance import Cost
-from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, RowShape, choose_rows, row_shape
+from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, Cost, RowShape, choose_rows, row_shape
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec

@@ -109,7 +109,11 @@ def open_picture(
     """
     with contextlib.ExitStack() as stack:
         image = _as_image(source, folder, stack)
-        _check_header(image)
+        _check_size(*image.size)
+        short, long = sorted(image.size)
+        if long > MAX_ASPECT * short:
+            width, height = image.size
+            raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
         with refusing():
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
         if animated and not frames:
@@ -158,7 +162,8 @@ def orientation(image: Image.Image) -> int:
 
 def _as_image(source: Any, folder: Path | None, stack: contextlib.ExitStack) -> Image.Image:
     while isinstance(source, Mapping):
-        source = _inner(source)
+        expected = "one of bytes, image and path"
+        source = _inner(source, "bytes", "image", "path", expected=expected)
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, np.ndarray):
@@ -173,11 +178,11 @@ def _as_image(source: Any, folder: Path | None, stack: contextlib.ExitStack) -> 
     return _from_file(source, stack)
 
 
-def _inner(source: Mapping[str, Any]) -> Any:
-    for key in ("bytes", "image", "path"):
+def _inner(source: Mapping[str, Any], *keys: str, expected: str) -> Any:
+    for key in keys:
         if source.get(key) is not None:
             return source[key]
-    raise PictureError(f"expected one of bytes, image and path, got {sorted(source)} without any")
+    raise PictureError(f"expected {expected}, got {sorted(source)} without any")
 
 
 def _from_text(
@@ -253,14 +258,6 @@ def _check_webp(head: bytes) -> None:
     else:
         width, height = (int.from_bytes(head[i : i + 2], "little") & low14 for i in (26, 28))
     _check_size(width, height)
-
-
-def _check_header(image: Image.Image) -> None:
-    _check_size(*image.size)
-    short, long = sorted(image.size)
-    if long > MAX_ASPECT * short:
-        width, height = image.size
-        raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {width}x{height}")
 
 
 def _alone(image: Image.Image) -> Image.Image:
@@ -341,19 +338,13 @@ def open_video(source: Any, *, folder: Path | None = None) -> Video:
     while isinstance(source, Mapping) and not isinstance(source.get("bytes"), bytes):
         rate = source.get("fps") if source.get("fps") is not None else source.get("sample_fps")
         fps = rate if rate is not None else fps
-        source = _inner_video(source)
+        keys = "frames", "video", "image", "path"
+        source = _inner(source, *keys, expected="frames or video")
     if isinstance(source, list | tuple) or (isinstance(source, np.ndarray) and source.ndim == 4):
         return _from_frames(list(source), DEFAULT_FPS if fps is None else fps, folder)
     if fps is not None:
         raise PictureError(f"expected a list of frames with fps={fps}, got none")
     return _video_from_file(source, folder)
-
-
-def _inner_video(source: Mapping[str, Any]) -> Any:
-    for key in ("frames", "video", "image", "path"):
-        if source.get(key) is not None:
-            return source[key]
-    raise PictureError(f"expected frames or video, got {sorted(source)} without any")
 
 
 def _from_frames(frames: Sequence[Any], fps: Any, folder: Path | None) -> Video:

@@ -36,16 +36,8 @@ KINDS: dict[str, TowerKind] = {
 }
 """Of a tower by `model_type` of config.json."""
 
-
-class Area(NamedTuple):
-    """The least and the most pixels that a resized picture, or a video, has."""
-
-    least: int
-    most: int
-
-    def capped(self, most: int) -> "Area":
-        """Return these bounds with at most so many pixels."""
-        return Area(min(self.least, most), min(self.most, most))
+Area = tuple[int, int]
+"""The least and the most pixels that a resized picture, or a video, has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,24 +84,37 @@ class Shape(NamedTuple):
         return math.prod(self.grid) // self.merge**2
 
 
-def fit_area(width: int, height: int, unit: int, area: Area) -> tuple[int, int]:
+def fit_area(
+    width: int, height: int, unit: int, area: Area, *, frames: int = 1, rounded: int = 1
+) -> tuple[int, int]:
     """Return the width and height, in multiples of `unit`, to which an image is resized.
 
     Both sides go to the nearest multiple; an area out of bounds is then met by scaling both.
 
-    >>> fit_area(640, 480, 28, Area(3136, 100_000))
+    Args:
+        width: of the image.
+        height: of it.
+        unit: side of a token's square.
+        area: the bounds; those of all frames of a video where they share them.
+        frames: that share them.
+        rounded: their number in whole patches, which is compared with the bounds.
+
+    >>> fit_area(640, 480, 28, (3136, 100_000))
     (364, 252)
     """
+    least, most = area
     sides = [round(side / unit) * unit for side in (width, height)]
-    if math.prod(sides) > area.most:
-        return fit_within(width, height, unit, area.most)
-    if math.prod(sides) < area.least:
-        scale = math.sqrt(area.least / (width * height))
+    if rounded * math.prod(sides) > most:
+        return fit_within(width, height, unit, most, frames=frames)
+    if rounded * math.prod(sides) < least:
+        scale = math.sqrt(least / (frames * width * height))
         sides = [math.ceil(side * scale / unit) * unit for side in (width, height)]
     return sides[0], sides[1]
 
 
-def fit_within(width: int, height: int, unit: int, most: int) -> tuple[int, int]:
+def fit_within(
+    width: int, height: int, unit: int, most: int, *, frames: int = 1
+) -> tuple[int, int]:
     """Return the width and height, in multiples of `unit`, nearest below an area of `most` pixels.
 
     It is larger only where a side would be shorter than `unit`.
@@ -117,38 +122,8 @@ def fit_within(width: int, height: int, unit: int, most: int) -> tuple[int, int]
     >>> fit_within(640, 480, 28, 100_000)
     (364, 252)
     """
-    scale = math.sqrt(width * height / most)
+    scale = math.sqrt(frames * width * height / most)
     sides = [max(unit, math.floor(side / scale / unit) * unit) for side in (width, height)]
-    return sides[0], sides[1]
-
-
-def fit_volume(
-    frames: int, size: tuple[int, int], resizing: Resizing, area: Area
-) -> tuple[int, int]:
-    """Return the width and height to which frames are resized where all of them share an area.
-
-    Raises:
-        PictureError: the sides are too different.
-    """
-    width, height = size
-    if min(size) < resizing.unit:
-        scale = resizing.unit / min(size)
-        width, height = int(width * scale), int(height * scale)
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise PictureError(f"expected sides of at most {MAX_ASPECT} to 1, got {size}")
-    sides = [round(side / resizing.unit) * resizing.unit for side in (width, height)]
-    counted = round(frames / resizing.frames_per_patch) * resizing.frames_per_patch
-    if counted * math.prod(sides) > area.most:
-        scale = math.sqrt(frames * width * height / area.most)
-        sides = [
-            max(resizing.unit, math.floor(side / scale / resizing.unit) * resizing.unit)
-            for side in (width, height)
-        ]
-    elif counted * math.prod(sides) < area.least:
-        scale = math.sqrt(area.least / (frames * width * height))
-        sides = [
-            math.ceil(side * scale / resizing.unit) * resizing.unit for side in (width, height)
-        ]
     return sides[0], sides[1]
 
 
@@ -163,8 +138,15 @@ def read_resizing(directory: Path) -> Resizing:
         ValueError: a file is missing or can't be read, or asks for what this library does not do.
     """
     config = read_model_config(directory)
-    image, video = _sections(directory)
-    _check(image, directory)
+    both = _read(directory / "processor_config.json", {})
+    image = _read(directory / "preprocessor_config.json", both.get("image_processor"))
+    video = _read(directory / "video_preprocessor_config.json", both.get("video_processor", image))
+    # what is done to colors is checked where a tower's spec is read
+    expected = {"do_resize": True, "do_pan_and_scan": False}
+    expected |= {"do_center_crop": False, "do_pad": False}
+    for name, value in expected.items():
+        if image.get(name) not in (None, value):
+            raise ValueError(f"{directory}: {name}: expected {value}, got {image[name]!r}")
     kind = KINDS[config["model_type"]]
     return _siglip(config, image) if kind == "siglip" else _qwen(kind, image, video)
 
@@ -182,14 +164,6 @@ def read_model_config(directory: Path) -> Mapping[str, Any]:
             f"{', '.join(KINDS)}; got {model_type!r}"
         )
     return config
-
-
-def _sections(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the settings of images and of videos; those of images serve both, as in Qwen2.5-VL."""
-    both = _read(directory / "processor_config.json", {})
-    image = _read(directory / "preprocessor_config.json", both.get("image_processor"))
-    video = _read(directory / "video_preprocessor_config.json", both.get("video_processor", image))
-    return image, video
 
 
 def _siglip(config: Mapping[str, Any], image: Mapping[str, Any]) -> Resizing:
@@ -221,26 +195,17 @@ def _qwen(kind: TowerKind, image: Mapping[str, Any], video: Mapping[str, Any]) -
         frames_per_patch=image.get("temporal_patch_size", 2),
         merge=image.get("merge_size", 2),
         resample=image.get("resample", 3),
-        image=_area(image, Area(56 * 56, 28 * 28 * 1280)),
-        video=_area(video, Area(128 * 32 * 32, 768 * 32 * 32)),
+        image=_area(image, 56 * 56, 28 * 28 * 1280),
+        video=_area(video, 128 * 32 * 32, 768 * 32 * 32),
     )
 
 
-def _area(section: Mapping[str, Any], default: Area) -> Area:
+def _area(section: Mapping[str, Any], least: int, most: int) -> Area:
+    """Return the bounds that a file says, or these."""
     size = section.get("size") or {}
-    least = section.get("min_pixels") or size.get("shortest_edge") or default.least
-    most = section.get("max_pixels") or size.get("longest_edge") or default.most
-    return Area(int(least), int(most))
-
-
-def _check(section: Mapping[str, Any], directory: Path) -> None:
-    """Raise ValueError where images would be made otherwise than here."""
-    # what is done to colors is checked where a tower's spec is read
-    expected = {"do_resize": True, "do_pan_and_scan": False}
-    expected |= {"do_center_crop": False, "do_pad": False}
-    for name, value in expected.items():
-        if section.get(name) not in (None, value):
-            raise ValueError(f"{directory}: {name}: expected {value}, got {section[name]!r}")
+    least = section.get("min_pixels") or size.get("shortest_edge") or least
+    most = section.get("max_pixels") or size.get("longest_edge") or most
+    return int(least), int(most)
 
 
 def _read(path: Path, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -458,15 +423,11 @@ class VisualProcessor:
                     f"expected {resizing.unit**2} <= max_pixels and 0 < min_pixels <= max_pixels, "
                     f"got max_pixels={most}, min_pixels={least}"
                 )
-            self._image = Area(least, most)
+            self._image = least, most
 
     @classmethod
     def from_directory(
-        cls,
-        directory: str | Path,
-        *,
-        max_pixels: int | None = None,
-        min_pixels: int | None = None,
+        cls, directory: str | Path, *, max_pixels: int | None = None, min_pixels: int | None = None
     ) -> "VisualProcessor":
         """Return the processor of a checkpoint.
 
@@ -566,16 +527,22 @@ class VisualProcessor:
         resizing, count = self.resizing, len(video.seconds)
         if resizing.video is None:
             raise PictureError("this model reads no videos")
-        spans, area = resizing.frames_per_patch, resizing.video
+        spans, (least, most), unit = resizing.frames_per_patch, resizing.video, resizing.unit
+        (width, height), frames, rounded = video.size, 1, 1
+        if resizing.kind != "qwen2_5":  # all frames share an area
+            frames, rounded = count, round(count / spans) * spans
+            if min(video.size) < unit:
+                scale = unit / min(video.size)
+                width, height = int(width * scale), int(height * scale)
+                if max(width, height) > MAX_ASPECT * min(width, height):
+                    aspect = f"at most {MAX_ASPECT} to 1"
+                    raise PictureError(f"expected sides of {aspect}, got {video.size}")
+        if self._max_pixels is not None:
+            limit = self._max_pixels * min(frames, rounded)
+            least, most = min(least, limit), min(most, limit)
+        area = least, most
+        size = fit_area(width, height, unit, area, frames=frames, rounded=rounded)
         groups = -(-count // spans)
-        if resizing.kind == "qwen2_5":
-            area = area if self._max_pixels is None else area.capped(self._max_pixels)
-            size = fit_area(*video.size, resizing.unit, area)
-        else:
-            if self._max_pixels is not None:
-                counted = min(count, round(count / spans) * spans)  # as `fit_volume` does
-                area = area.capped(self._max_pixels * counted)
-            size = fit_volume(count, video.size, resizing, area)
         times = [*video.seconds, *[video.seconds[-1]] * (groups * spans - count)]
         seconds = tuple((times[i] + times[i + spans - 1]) / 2 for i in range(0, len(times), spans))
         return self._shape(*self._bounded(size, video.size), groups)._replace(seconds=seconds)

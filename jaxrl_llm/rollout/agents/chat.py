@@ -15,8 +15,7 @@ from PIL import Image
 from jaxrl_llm.data.call_formats import ToolCall, count_common
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.token_bytes import text_decoder
-from jaxrl_llm.data.tool_calls import Answer
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.turns import Answer, TurnTemplate
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.inputs import Visual

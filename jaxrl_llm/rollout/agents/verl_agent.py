@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.functions import FunctionSpec, find_function, split_name
 from jaxrl_llm.config.sections import AgentConfig
-from jaxrl_llm.data.row_fields import row_name
+from jaxrl_llm.data.rows import row_name
 from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.rollout.agents.chat import BrokenEpisode, Chat, shown_parts
 from jaxrl_llm.rollout.engine import SamplingParams

@@ -18,10 +18,9 @@ import numpy as np
 
 from jaxrl_llm.data.call_formats import ToolCall, dump_json
 from jaxrl_llm.data.chat import REFUSALS
-from jaxrl_llm.data.row_fields import REASONING
+from jaxrl_llm.data.rows import REASONING
 from jaxrl_llm.data.token_bytes import BYTE_OF
-from jaxrl_llm.data.tool_calls import Answer
-from jaxrl_llm.data.turns import TurnTemplate
+from jaxrl_llm.data.turns import Answer, TurnTemplate
 from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.inputs import Visual

@@ -19,16 +19,16 @@ from jaxrl_llm.data.token_bytes import (
     longest_beginning,
     text_decoder,
 )
-from jaxrl_llm.data.tool_calls import (
+from jaxrl_llm.data.turns import (
     NO_CALLS,
     THINK,
     Answer,
     CallFormat,
+    TurnTemplate,
     marker_signs,
     sign_decoder,
     unmark,
 )
-from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, Completion, ScoredTokens
 from jaxrl_llm.rollout.openai_api.requests import (
     GenerationRequest,
