@@ -49,11 +49,11 @@ from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding.layout import AXES, CONTEXTS, DEFAULT_RULES
-from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics, visual_metrics
 from jaxrl_llm.training.bind import PAIR_FIELDS, abstract_pairs, resolve_functions
 from jaxrl_llm.training.layouts import own_rules
-from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
 from jaxrl_llm.training.run import run_training
+from jaxrl_llm.training.trainer import age_metrics, episode_metrics, visual_metrics
+from jaxrl_llm.training.update import PolicyObjective, as_token_loss
 from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import VISUALS, Batch
 

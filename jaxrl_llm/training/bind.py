@@ -65,7 +65,8 @@ from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.build import is_low_precision
 from jaxrl_llm.rollout.vllm.setup import find_python
 from jaxrl_llm.training import experience
-from jaxrl_llm.training.objectives import (
+from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.update import (
     ANSWER_FIELDS,
     LENGTHS,
     OF_LABELLED,
@@ -80,7 +81,6 @@ from jaxrl_llm.training.objectives import (
     as_token_loss,
     per_token,
 )
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 
 log = logging.getLogger(__name__)
 

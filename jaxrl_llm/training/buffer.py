@@ -44,6 +44,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import make_scoring
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
 from jaxrl_llm.rollout.engine import (
+    NOT_DRAWN,
     Completion,
     Engine,
     EngineError,
@@ -51,7 +52,6 @@ from jaxrl_llm.rollout.engine import (
     Stop,
 )
 from jaxrl_llm.rollout.rollouts import (
-    NOT_DRAWN,
     Episode,
     EpisodeState,
     OnEnd,
@@ -68,22 +68,24 @@ from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.sharding.reshard import cast_tree
-from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.experience import (
     ScoreError,
     add_to_scores,
     per_answer,
+    scoring_counts,
     with_scores,
     without_rows,
 )
+from jaxrl_llm.training.forward import has_chains
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.loop import Metrics, open_executor
-from jaxrl_llm.training.microbatches import has_chains
 from jaxrl_llm.training.reward_model import RewardModel
 from jaxrl_llm.training.run_files import Journals
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
+
+log = logging.getLogger(__name__)
 
 TRAINING, VALIDATION, GREEDY, CANARY = range(4)
 """The use of sampled answers, as a part of their seeds."""
@@ -322,9 +324,6 @@ def engine_checksum(model: Model, dtype: str, *, quantized: bool) -> Callable[[A
         return checksum(quantize_params(cast_tree(params, dtypes), declared, dtypes))
 
     return jax.jit(engines_checksum)
-
-
-log = logging.getLogger(__name__)
 
 
 class Scorer:

@@ -41,11 +41,15 @@ from jaxrl_llm.training.bind import (
     abstract_pairs,
     resolve_functions,
 )
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    FrozenTower,
+    Inference,
+    MicroBatch,
+    logprob_pass,
+)
 from jaxrl_llm.training.layouts import Layouts, open_layouts
 from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
-from jaxrl_llm.training.microbatches import FrozenTower, MicroBatch
-from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.roles import (
     Models,
     Role,
@@ -57,7 +61,7 @@ from jaxrl_llm.training.roles import (
     taught_by,
 )
 from jaxrl_llm.training.teachers import TeacherModel
-from jaxrl_llm.training.update import ROUTER, shape_in
+from jaxrl_llm.training.update import COEFS, ROUTER, PolicyObjective, shape_in
 from jaxrl_llm.types import Rows
 
 # The steps of a run, traced for arrays that have a shape and a layout but no bytes.

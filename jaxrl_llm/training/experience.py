@@ -15,7 +15,7 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.fields import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.rollouts import without_lone
-from jaxrl_llm.training.objectives import LossError, per_token, shape_text
+from jaxrl_llm.training.update import LossError, per_token, shape_text
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.protocol import finite_number, short_repr
 
@@ -522,3 +522,15 @@ def check_pairs(result: Any, function: Callable[..., Any]) -> Pairs:
                 f"{expected} [P]"
             )
     return Pairs(*result)
+
+
+def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:
+    """Return on how many answers a reward function failed, and how many have no score.
+
+    >>> scoring_counts([Score(1.0, {}, None), Score(0.0, {}, "timeout: 5 s")])
+    {'reward/errors': 1.0, 'reward/unscored': 0.0}
+    """
+    return {
+        "reward/errors": float(sum(score.has_failed for score in scores)),
+        "reward/unscored": float(sum(score.is_unscored for score in scores)),
+    }

@@ -48,7 +48,7 @@ from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.directory import UserFunction, source_of
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
-from jaxrl_llm.training.objectives import LOGITS, SCORES
+from jaxrl_llm.training.update import LOGITS, SCORES
 from jaxrl_llm.workers.protocol import shorten
 
 WAITS_S = (1.0, 4.0, 16.0)

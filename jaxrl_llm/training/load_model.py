@@ -36,8 +36,7 @@ from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, UNSPLIT, Layout, batch_shards, fallbacks
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.microbatches import FrozenTower, VisualPacker, vision_of
+from jaxrl_llm.training.forward import ForwardConfig, FrozenTower, VisualPacker, vision_of
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ from jaxrl_llm.data.preferences import (
     rotate_answers,
     tokenize_preferences,
 )
-from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
+from jaxrl_llm.data.row_fields import Row
+from jaxrl_llm.data.rows import load_rows, normalize_example_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
 from jaxrl_llm.models.model import Model
@@ -49,17 +50,21 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
-from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model, open_scorer
-from jaxrl_llm.training.microbatches import (
+from jaxrl_llm.training.forward import (
     Fields,
+    ForwardConfig,
+    Inference,
     MicroBatchStep,
     check_room,
-    finished_metrics,
+    logprob_pass,
     row_visuals,
 )
-from jaxrl_llm.training.objectives import (
+from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
+from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model, open_scorer
+from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.run_files import closing_lines
+from jaxrl_llm.training.teachers import open_teacher_model
+from jaxrl_llm.training.update import (
     ANSWER_FIELDS,
     COEFS,
     LOGITS,
@@ -68,16 +73,16 @@ from jaxrl_llm.training.objectives import (
     OF_ROWS,
     OF_STEPS,
     SCORES,
+    Learner,
     Objective,
     PolicyObjective,
     PreferenceObjective,
     StepObjective,
+    TrainableModel,
+    check_skipped,
+    finished_metrics,
     split_sums,
 )
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
-from jaxrl_llm.training.run_files import closing_lines
-from jaxrl_llm.training.teachers import open_teacher_model
-from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
 from jaxrl_llm.types import VISUALS, Batch
 
 log = logging.getLogger(__name__)

@@ -31,10 +31,15 @@ from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_scores_from_hidden
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    MicroBatchStep,
+    hidden_states,
+    merge_microbatches,
+    token_scores_from_hidden,
+)
 from jaxrl_llm.training.layouts import microbatch_shape
 from jaxrl_llm.training.load_model import read_model
-from jaxrl_llm.training.microbatches import MicroBatchStep, merge_microbatches
 from jaxrl_llm.types import Batch, Rows
 
 

@@ -29,11 +29,15 @@ from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.experience import check_marks, with_key
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass, value_pass
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    FrozenTower,
+    Inference,
+    logprob_pass,
+    value_pass,
+)
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.microbatches import FrozenTower
-from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.teachers import (
     AVERAGE,
     PolicyTeacher,
@@ -42,7 +46,7 @@ from jaxrl_llm.training.teachers import (
     Teachers,
     open_policy_teacher,
 )
-from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
+from jaxrl_llm.training.update import Learner, PolicyObjective, States, TrainableModel, TrainState
 from jaxrl_llm.types import ROUTES, Batch
 
 log = logging.getLogger(__name__)

@@ -50,9 +50,8 @@ from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.layouts import Layouts, microbatch_shape
 from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.objectives import Distillation, top_pass
 from jaxrl_llm.training.reward_model import token_difference
-from jaxrl_llm.training.update import MovingAverage, States, TrainableModel
+from jaxrl_llm.training.update import Distillation, MovingAverage, States, TrainableModel, top_pass
 from jaxrl_llm.types import ROUTES, Batch
 
 OPEN_REASONING = re.compile(r"<think>\s*\Z")

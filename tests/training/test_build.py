@@ -19,10 +19,10 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Completion, Receipt
-from jaxrl_llm.training.batch_metrics import extra_metrics
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import Sampler
 from jaxrl_llm.training.run import warm_start
+from jaxrl_llm.training.trainer import extra_metrics
 
 
 def config_of(**tree):

@@ -22,9 +22,8 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PreferenceObjective
 from jaxrl_llm.training.offline import PairReference, answer_sums
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PreferenceObjective
 
 VOCABULARY, MOST, PAIRS = 40, 12, 6
 KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))

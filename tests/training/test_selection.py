@@ -30,9 +30,8 @@ from jaxrl_llm.training.experience import (
     select_pairs,
 )
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objectives import PolicyObjective, PreferenceObjective
 from jaxrl_llm.training.roles import Reference
-from jaxrl_llm.training.update import Learner, TrainState
+from jaxrl_llm.training.update import Learner, PolicyObjective, PreferenceObjective, TrainState
 from jaxrl_llm.types import Batch
 from tests.decoders import forward
 from tests.specs import tiny_spec

@@ -197,7 +197,7 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
     calls.reference.is_due.return_value = False
     calls.advantages.side_effect = lambda batch: batch.add(advantages=batch["rewards"])
     calls.sampler.sync.return_value = {}
-    monkeypatch.setattr("jaxrl_llm.training.batch_metrics.batch_metrics", lambda *given: {})
+    monkeypatch.setattr("jaxrl_llm.training.trainer.batch_metrics", lambda *given: {})
     trainer = trainer_of(
         config_of(run_dir=str(tmp_path), rollout={"samples_per_prompt": 2}),
         actor=actor_of(learner=learner),
