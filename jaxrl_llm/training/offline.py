@@ -90,7 +90,7 @@ log = logging.getLogger(__name__)
 # What both programs share.
 
 
-class OfflineTrainer(loop.Trainer[loop.Step]):
+class OfflineTrainer(loop.Trainer):
     """Updates a model on the next items of its data.
 
     Args:
@@ -116,8 +116,8 @@ class OfflineTrainer(loop.Trainer[loop.Step]):
         super().__init__(*opened, validation)
         self.config, self.learner, self.schedule, self.coefs = config, learner, schedule, coefs
 
-    def step(self, clock: Clock) -> loop.Step:
-        """Update the model on the next items."""
+    def step(self, clock: Clock) -> loop.Metrics:
+        """Update the model on the next items; return the metrics."""
         state, visuals = self.states["actor"], self.learner.model.visuals
         rate = float(self.schedule(int(state.updates)))
         batch = self.batch(next(self.files.stream), clock)
@@ -128,7 +128,7 @@ class OfflineTrainer(loop.Trainer[loop.Step]):
             updated = jax.device_get(updated)
         check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
         self.states = {"actor": state}
-        return loop.Step(self.number + 1, self.metrics(updated) | {"train/lr": rate})
+        return self.metrics(updated) | {"train/lr": rate}
 
     def batch(self, items: list[Any], clock: Clock) -> Batch:
         """Lay items out as a mini-batch."""

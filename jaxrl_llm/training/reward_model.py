@@ -3,8 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,73 +73,58 @@ def policy_tokens(rollouts: Rollouts, row: int) -> ScorerInput:
     return ScorerInput((*episode.prompt, *map(int, episode.tokens)))
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """Encodes texts with a reward model's own tokenizer and chat template.
-
-    Attributes:
-        tokenizer: the reward model's.
-        template_kwargs: variables of its chat template.
-    """
-
-    tokenizer: Any
-    template_kwargs: Mapping[str, Any]
-
-    @functools.cached_property
-    def template(self) -> ChatTemplate:
-        """The reward model's chat template."""
-        return ChatTemplate(self.tokenizer, self.template_kwargs)
-
-    def answer(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
-        messages = self._shown(whole_chat(rollouts, row))
-        with unreadable():
-            prompt, answer = self.template.answer(messages, rollouts.prompts[row].tools)
-        return ScorerInput((*prompt, *answer))
-
-    def chat(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode the chat as the template has it, with the answer as the assistant's message."""
-        messages = self._shown(whole_chat(rollouts, row))
-        with unreadable():
-            return ScorerInput(tuple(self.template.chat(messages, rollouts.prompts[row].tools)))
-
-    def _shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a chat whose last answer has its reasoning in its text, if need be."""
-        last = messages[-1]
-        reasoning, content = last.get("reasoning_content"), last.get("content") or ""
-        if not reasoning or self.template.shows_reasoning:
-            return list(messages)
-        last = {key: value for key, value in last.items() if key != "reasoning_content"}
-        return [*messages[:-1], {**last, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}]
+def encode_answer(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
+    """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
+    messages = _shown(template, whole_chat(rollouts, row))
+    with unreadable():
+        prompt, answer = template.answer(messages, rollouts.prompts[row].tools)
+    return ScorerInput((*prompt, *answer))
 
 
-@dataclass(frozen=True)
-class StepEncoder(TextEncoder):
-    """Encodes the steps of answers for a process reward model, as `data.preferences` does.
+def encode_chat(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
+    """Encode the chat as the template has it, with the answer as the assistant's message."""
+    messages = _shown(template, whole_chat(rollouts, row))
+    with unreadable():
+        return ScorerInput(tuple(template.chat(messages, rollouts.prompts[row].tools)))
 
-    Attributes:
+
+def _shown(template: ChatTemplate, messages: Sequence[Message]) -> list[Message]:
+    """Return a chat whose last answer has its reasoning in its text, if need be."""
+    last = messages[-1]
+    reasoning, content = last.get("reasoning_content"), last.get("content") or ""
+    if not reasoning or template.shows_reasoning:
+        return list(messages)
+    last = {key: value for key, value in last.items() if key != "reasoning_content"}
+    return [*messages[:-1], {**last, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}]
+
+
+def encode_answer_steps(
+    template: ChatTemplate,
+    rollouts: Rollouts,
+    row: int,
+    *,
+    separator: str,
+    splits_at: str,
+    decode: Callable[[Sequence[int]], str],
+) -> ScorerInput:
+    """Encode the prompt, and each step of an answer with a separator behind it.
+
+    Args:
+        template: of a process reward model.
+        rollouts: B answers.
+        row: of one of them.
         separator: that the model was trained with.
         splits_at: text that ends a step of an answer.
         decode: from the policy's tokens to their text.
     """
-
-    _: KW_ONLY
-    separator: str
-    splits_at: str
-    decode: Callable[[Sequence[int]], str]
-
-    def steps(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode the templated prompt, and each step with the separator behind it."""
-        prompt = whole_chat(rollouts, row)[:-1]
-        steps = split_steps(rollouts.texts[row], self.splits_at)
-        with unreadable():
-            begin = self.template.prompt(prompt, rollouts.prompts[row].tools)
-        tokens, ends = encode_steps(self.tokenizer, [text for text, _ in steps], self.separator)
-        drawn = rollouts.episodes[row].last_chain.tokens.tolist()
-        places = last_tokens(self.decode, drawn, [end for _, end in steps])
-        return ScorerInput(
-            (*begin, *tokens), tuple(len(begin) + end for end in ends), tuple(places)
-        )
+    prompt = whole_chat(rollouts, row)[:-1]
+    steps = split_steps(rollouts.texts[row], splits_at)
+    with unreadable():
+        begin = template.prompt(prompt, rollouts.prompts[row].tools)
+    tokens, ends = encode_steps(template.tokenizer, [text for text, _ in steps], separator)
+    drawn = rollouts.episodes[row].last_chain.tokens.tolist()
+    places = last_tokens(decode, drawn, [end for _, end in steps])
+    return ScorerInput((*begin, *tokens), tuple(len(begin) + end for end in ends), tuple(places))
 
 
 def whole_chat(rollouts: Rollouts, row: int) -> list[Message]:
@@ -166,27 +150,19 @@ def unreadable() -> Iterator[None]:
         raise Unreadable(str(error)) from error
 
 
-class ScorerBatch(NamedTuple):
-    """Prompts and answers as a reward model reads them, and those that it can't be given.
-
-    Attributes:
-        batch: of all; what can't be read is one token.
-        inputs: of each; None of what can't be read.
-        failures: why it can't, by row.
-    """
-
-    batch: Batch
-    inputs: list[ScorerInput | None]
-    failures: dict[int, str]
-
-
-def scorer_batch(rollouts: Rollouts, encode: Encode, width: int) -> ScorerBatch:
+def scorer_batch(
+    rollouts: Rollouts, encode: Encode, width: int
+) -> tuple[Batch, list[ScorerInput | None], dict[int, str]]:
     """Encode prompts and answers, and lay them out side by side.
 
     Args:
         rollouts: B answers.
         encode: one of them.
         width: the most tokens of a sequence.
+
+    Returns:
+        All as a reward model reads them: what can't be read is one token. The inputs, None of what
+        can't be read; and why it can't, by row.
     """
     count = len(rollouts.prompts)
     tokens, sizes = np.zeros((count, width), np.int32), np.ones(count, np.int32)
@@ -206,7 +182,7 @@ def scorer_batch(rollouts: Rollouts, encode: Encode, width: int) -> ScorerBatch:
             continue
         inputs[row], sizes[row] = given, len(given.tokens)
         tokens[row, : sizes[row]] = given.tokens
-    return ScorerBatch(Batch(tokens, sizes, {}), inputs, failures)
+    return Batch(tokens, sizes, {}), inputs, failures
 
 
 # The forward pass of a reward model that is given: it scores prompt and answer, untrained.
@@ -261,22 +237,10 @@ def score_pass(
     return score
 
 
-class RewardModel(NamedTuple):
-    """A loaded reward model.
-
-    Attributes:
-        params: its parameters, in the compute dtype.
-        score: from rollouts to its scores of the answers.
-    """
-
-    params: Params
-    score: Callable[[Rollouts], ModelScores]
-
-
 def open_reward_model(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
-) -> RewardModel:
-    """Load a reward model in the compute dtype.
+) -> tuple[Params, Callable[[Rollouts], ModelScores]]:
+    """Load a reward model in the compute dtype; return its parameters, and what scores answers.
 
     Args:
         config: of the run.
@@ -334,7 +298,7 @@ def open_reward_model(
         drawn = [given.drawn_ends if given else () for given in inputs]
         return step_scores(logits, drawn, failures, reward)
 
-    return RewardModel(params, score)
+    return params, score
 
 
 def longest_input(
@@ -448,9 +412,9 @@ def choose_encoder(
                 "reward.render to answer or chat"
             )
         return policy_tokens
-    encoder = TextEncoder(own_tokenizer(path, reward), reward.chat_template_kwargs)
+    template = own_template(path, reward)
     log.info("reward.classifier reads texts by its own tokenizer: reward.render=%s", render)
-    return encoder.answer if render == "answer" else encoder.chat
+    return functools.partial(encode_answer if render == "answer" else encode_chat, template)
 
 
 def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer: Any) -> Encode:
@@ -476,21 +440,20 @@ def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer
             f"{path} is a process reward model, which reads steps by its own tokenizer: leave "
             f"reward.render={reward.render} out"
         )
-    return StepEncoder(
-        own_tokenizer(path, reward),
-        reward.chat_template_kwargs,
+    return functools.partial(
+        encode_answer_steps,
+        own_template(path, reward),
         separator=separator,
         splits_at=reward.step_separator or separator,
         decode=text_decoder(tokenizer),
-    ).steps
+    )
 
 
-def own_tokenizer(path: str, reward: RewardConfig) -> Any:
-    """Load a reward model's tokenizer; ValueError unless its template ends an answer."""
-    tokenizer = load_tokenizer(path)
-    answer = {"role": "assistant", "content": "Sure."}
-    ChatTemplate(tokenizer, reward.chat_template_kwargs).answer([USER, answer])
-    return tokenizer
+def own_template(path: str, reward: RewardConfig) -> ChatTemplate:
+    """Load a reward model's chat template; ValueError unless it ends an answer."""
+    template = ChatTemplate(load_tokenizer(path), reward.chat_template_kwargs)
+    template.answer([USER, {"role": "assistant", "content": "Sure."}])
+    return template
 
 
 def other_tokens(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> str | None:

@@ -125,7 +125,7 @@ class Run(RunFiles):
     @property
     def kl_coef(self) -> float:
         """The coefficient of the KL term from the next step on; it may be set."""
-        return self._trainer.coefs.kl_coef
+        return self._trainer.coefs["kl_coef"]
 
     @kl_coef.setter
     def kl_coef(self, value: float) -> None:
@@ -135,7 +135,7 @@ class Run(RunFiles):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus from the next step on; it may be set."""
-        return self._trainer.coefs.entropy_coef
+        return self._trainer.coefs["entropy_coef"]
 
     @entropy_coef.setter
     def entropy_coef(self, value: float) -> None:
@@ -162,8 +162,8 @@ class Run(RunFiles):
         self._unusable = UNFINISHED.format(self.number + 1)
         try:
             with interrupted_between_steps():
-                self.last = next(self._steps)
-                self._unusable = None
+                next(self._steps)
+                self.last, self._unusable = self._trainer.finished, None
         finally:
             self._watchdog.rest()
         return self.last
@@ -239,11 +239,11 @@ class Run(RunFiles):
             print_before_and_after(self.metrics, display)
             print_closing(self.config, display)
 
-    def _remembered(self) -> Iterator[FinishedStep]:
+    def _remembered(self) -> Iterator[int]:
         """Take the steps that are left, each of which is `last` then."""
-        for step in self._steps:
-            self.last = step
-            yield step
+        for number in self._steps:
+            self.last = self._trainer.finished
+            yield number
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the folder and the devices."""
@@ -282,7 +282,7 @@ class Run(RunFiles):
         if not math.isfinite(value):
             raise ConfigError(f"{name}: got {value}, expected a finite number")
         log.info("%s=%g from step %d on, set by hand", name, value, self.number + 1)
-        self._trainer.coefs = self._trainer.coefs._replace(**{name: float(value)})
+        self._trainer.coefs[name] = float(value)
 
 
 def open_run(config: TrainConfig) -> Run:
@@ -384,15 +384,13 @@ def open_trainer(
     )
     per_step = config.batch.prompts_per_step
     check_schedules(config, functions, loop.count_steps(config, len(prompts), per_step))
-    reward_model = None
+    frozen, by_model = {} if teachers is None else teachers.held_params, None
     if config.reward.classifier:
-        reward_model = open_reward_model(
+        frozen["reward.classifier"], by_model = open_reward_model(
             *(config, config.reward.classifier, tokens.tokenizer),
             *(model.model, layouts.reward_model),
         )
-    scorer = Scorer(config, functions, reward_model, stack)
-    frozen = {} if teachers is None else teachers.held_params
-    frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
+    scorer = Scorer(config, functions, by_model, stack)
     files, saved = loop.open_files(
         *(config, trainable, prompts, watchdog, stack),
         best="validation",

@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.correction import mismatch_metrics
 from jaxrl_llm.algorithms.stats import LARGEST_LOG_RATIO
 from jaxrl_llm.config.load import as_tree
 from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.config.sections import AlgorithmConfig, OffloadConfig, OptimConfig
+from jaxrl_llm.config.sections import OffloadConfig, OptimConfig
 from jaxrl_llm.data.balance import imbalance
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.packing import RowShape, choose_rows, in_bucket, plan_microbatches
@@ -37,7 +37,7 @@ from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.sharding.offload import copy_on_device, on_device, to_device, to_host
 from jaxrl_llm.training import experience
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer, Sampler, Scorer
+from jaxrl_llm.training.buffer import Buffer, Sampler, Scorer, needs_canaries, scores_of, states_of
 from jaxrl_llm.training.dumps import RolloutDumps, chosen_rows, example_lines, trained_rows
 from jaxrl_llm.training.experience import scoring_counts
 from jaxrl_llm.training.forward import sequence_sizes
@@ -45,7 +45,7 @@ from jaxrl_llm.training.loop import Metrics, OpenFiles, Trainer
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.roles import REFERENCE, Models, Role
 from jaxrl_llm.training.teachers import AVERAGE, PolicyTeacher, Teachers, add_prompted_logprobs
-from jaxrl_llm.training.update import TrainingError, TrainState, check_skipped, over_updates
+from jaxrl_llm.training.update import COEFS, TrainingError, TrainState, check_skipped, over_updates
 from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.protocol import finite_number
@@ -54,23 +54,6 @@ log = logging.getLogger(__name__)
 
 SHOWN_WAIT_S = 1.0
 """From which on a step's wait for programs has a line of its own."""
-
-
-class Coefs(NamedTuple):
-    """The coefficients of the loss's terms; a compiled update takes any."""
-
-    kl_coef: float
-    entropy_coef: float
-    distillation_coef: float
-
-    @classmethod
-    def of(cls, config: AlgorithmConfig) -> "Coefs":
-        """Return those of a config."""
-        return cls(**{name: getattr(config, name) for name in cls._fields})
-
-    def restored(self, extra: Mapping[str, Any]) -> "Coefs":
-        """Return those of a checkpoint, where it has them."""
-        return self._replace(**{name: extra[name] for name in self._fields if name in extra})
 
 
 class FinishedStep(NamedTuple):
@@ -104,7 +87,7 @@ class FinishedStep(NamedTuple):
         return AnswerTable(trained_rows(self.batch, self.rollouts, self.scores), self.decode)
 
 
-class RLTrainer(Trainer[FinishedStep]):
+class RLTrainer(Trainer):
     """Trains a policy by the scores of its own answers.
 
     Attributes:
@@ -116,8 +99,11 @@ class RLTrainer(Trainer[FinishedStep]):
         scorer: scores answers.
         buffer: the prompts and answers that are not trained yet.
         validation_prompts: to validate on; none: nothing is validated.
-        coefs: of the loss's terms; they may be changed between steps.
+        coefs: of the loss's terms, by name; they may be changed between steps.
+        finished: the newest step that was taken here.
     """
+
+    finished: FinishedStep
 
     def __init__(
         self,
@@ -135,7 +121,8 @@ class RLTrainer(Trainer[FinishedStep]):
         self.config, self.functions, self.models = config, functions, models
         self.sampler, self.scorer, self.buffer = sampler, scorer, buffer
         self.validation_prompts = validation_prompts
-        self.coefs, self._empty_steps = Coefs.of(config.algorithm), 0
+        self.coefs = {name: getattr(config.algorithm, name) for name in COEFS}
+        self._empty_steps = 0
         super().__init__(*opened, config.validation if validation_prompts else None)
         self.states = {name: self._offloaded(name, s) for name, s in self.states.items()}
         self._tolerance = agreement_tolerance(config.rollout)
@@ -158,26 +145,33 @@ class RLTrainer(Trainer[FinishedStep]):
             functions.answer_filter, "algorithm.answer_filter", np.bool_
         )
 
-    def step(self, clock: Clock) -> FinishedStep:
+    def step(self, clock: Clock) -> Metrics:
         """Take the step after `number`: sample, score, log-probs, advantages, update, sync.
+
+        It is `finished` then.
 
         Raises:
             RunError: no answer can be trained on, a function or the engine failed, or the engine
                 does not hold the weights that it was sent.
         """
         step, config, models = self.number + 1, self.config, self.models
-        algorithm, metrics = config.algorithm, Metrics()
+        algorithm = config.algorithm
 
-        taken = self.buffer.take(step, clock)  # waits until this step's groups are whole
-        rollouts = taken.rollouts
+        groups, metrics = self.buffer.take(step, clock)  # until this step's groups are whole
+        rollouts = self.sampler.examine(self.sampler.gather(states_of(groups)))
+        canaries = None
+        if needs_canaries(rollouts, step, keeps_cache=self.sampler.keeps_cache):
+            with clock("gen"):
+                canaries = self.sampler.sample_canaries(rollouts, step)
+        self.buffer.go_on(step)  # with the others, where the engine has devices of its own
         batch = experience.with_ages(self.scorer.lay_out(rollouts), step)
-        if taken.canaries is not None:
-            metrics |= self.check_canaries(taken.canaries, step)
+        if canaries is not None:
+            metrics |= self.check_canaries(canaries, step)
 
         batch, told = self.add_logprobs(batch, rollouts, step, clock)
         metrics |= told
         with clock("reward"):
-            scores = taken.scores()  # waited for last: they come while the models are run
+            scores = scores_of(groups)  # waited for last: they come while the models are run
         batch = self.scorer.add_penalty(self.scorer.add_scores(batch, scores))
         if "greedy_scores" in self.functions.needs:
             with clock("gen_max"):
@@ -198,45 +192,41 @@ class RLTrainer(Trainer[FinishedStep]):
 
         with clock("adv"):
             if self._kl and algorithm.kl_reward is not None:
-                batch = experience.penalize(batch, self._kl(batch), self.coefs.kl_coef)
+                batch = experience.penalize(batch, self._kl(batch), self.coefs["kl_coef"])
             if self._add_advantages:
                 batch = self._add_advantages(batch)
             if self._add_correction:
                 batch = self._add_correction(batch)
-            selected = self.select(batch)
-        self._count_empty(selected, step)
-        balance = functools.partial(load_balance, selected.minibatches, models.actor.learner.shape)
+            minibatches, updated = self.select(batch)
+        self._count_empty(minibatches, step)
+        balance = functools.partial(load_balance, minibatches, models.actor.learner.shape)
         described = self._background.submit(batch_metrics, balance, batch, rollouts, scores)
 
-        updated = dict(selected.metrics)
         for role in models.to_update(step, config.critic.warmup_steps):
             if role.name == "actor":
-                batch, told = self.update_actor(batch, selected.minibatches, step, clock)
+                batch, told = self.update_actor(batch, minibatches, step, clock)
                 updated |= told
             else:
                 with clock(f"update_{role.name}"):
-                    minibatches = [
-                        *experience.cut_minibatches(batch, config.sequences_per_minibatch)
-                    ]
-                    updated |= self.update(role, minibatches)[0]
+                    cut = experience.cut_minibatches(batch, config.sequences_per_minibatch)
+                    updated |= self.update(role, [*cut])[0]
         self._follow_policy(step)
 
         interrupted = self.buffer.interrupt(step, clock)
         with clock("update_weights"):
             synced = self.sync(step)
         if self._kl:
-            told = kl_metrics(batch, self._kl(batch), self.coefs.kl_coef)
-            usable = int(batch["usable"].sum())
-            kl_coef = self._control_kl(self.coefs.kl_coef, told["actor/kl"], usable)
-            self.coefs = self.coefs._replace(kl_coef=kl_coef)
+            kl_coef, usable = self.coefs["kl_coef"], int(batch["usable"].sum())
+            told = kl_metrics(batch, self._kl(batch), kl_coef)
+            self.coefs["kl_coef"] = self._control_kl(kl_coef, told["actor/kl"], usable)
         else:
             told = {}
         total = self.files.total_steps
         if is_first() and (step == 1 or is_due(step, config.rollout.dump_every, total)):
             self._dump(step, batch, rollouts, scores)
-        metrics = described.result() | taken.metrics | metrics | updated
-        metrics |= interrupted | synced | told
-        return FinishedStep(step, batch, rollouts, scores, metrics, self._decode)
+        metrics = described.result() | metrics | updated | interrupted | synced | told
+        self.finished = FinishedStep(step, batch, rollouts, scores, metrics, self._decode)
+        return metrics
 
     def add_logprobs(
         self, batch: Batch, rollouts: Rollouts, step: int, clock: Clock
@@ -315,15 +305,18 @@ class RLTrainer(Trainer[FinishedStep]):
         checked = check_difference(float(difference), step, self._tolerance)
         return {"async/canary_diff_mean": checked}
 
-    def select(self, batch: Batch) -> experience.Selected:
-        """Return what of a batch the policy is updated on: all, what a filter keeps, or pairs."""
+    def select(self, batch: Batch) -> tuple[list[Batch], Metrics]:
+        """Return what of a batch the policy is updated on: all, what a filter keeps, or pairs.
+
+        These are mini-batches, and metrics of what is left out.
+        """
         size = self.config.sequences_per_minibatch
         unit = size // self.config.rollout.samples_per_prompt
         if self._make_pairs:
             return experience.select_pairs(self._make_pairs, size, unit, batch)
         if self._keeps:
             return experience.select_kept(self._keeps, size, unit, batch)
-        return experience.select_all(size, batch)
+        return [*experience.cut_minibatches(batch, size)], {}
 
     def update_actor(
         self, batch: Batch, minibatches: Sequence[Batch], step: int, clock: Clock
@@ -349,7 +342,7 @@ class RLTrainer(Trainer[FinishedStep]):
             TrainingError: too many updates in a row with a non-finite gradient.
         """
         state, updates, policy_stats = to_device(self.states[role.name]), [], {}
-        first, coefs = int(state.updates), self.coefs._asdict()
+        first, coefs = int(state.updates), Metrics(self.coefs)
         minibatches = [*minibatches] * self.config.batch.epochs_per_step
         with (
             activity(stage_label(f"update_{role.name}"), len(minibatches)) as progress,
@@ -407,7 +400,7 @@ class RLTrainer(Trainer[FinishedStep]):
         return {
             "data": self.buffer.prompt_batches.get_state(),
             "window": self.buffer.get_state(),
-            **self.coefs._asdict(),
+            **self.coefs,
             "empty_steps": self._empty_steps,
             "config": as_tree(self.config),
         }
@@ -416,7 +409,7 @@ class RLTrainer(Trainer[FinishedStep]):
         """Go on from what `get_state` has returned; older checkpoints lack some of it."""
         super().set_state(state)
         self.buffer.set_state(state["window"])
-        self.coefs = self.coefs.restored(state)
+        self.coefs |= {name: state[name] for name in COEFS if name in state}
         self._empty_steps = state.get("empty_steps", 0)
 
     def line(self, number: int, metrics: Metrics) -> str:
@@ -430,9 +423,9 @@ class RLTrainer(Trainer[FinishedStep]):
         parts += [f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in metrics.items() if "@" in k]
         return f"step {number}/{self.files.total_steps}  " + "  ".join(parts)
 
-    def report(self, step: FinishedStep) -> None:
+    def report(self, number: int, metrics: Metrics) -> None:
         """Write a step's metrics, and on some steps its answers; show both, and warn of both."""
-        number, batch, rollouts, scores, metrics, _ = step
+        _, batch, rollouts, scores, *_ = self.finished
         config, display, total = self.config, self.files.display, self.files.total_steps
         metrics |= throughput_metrics(metrics["timing_s/step"], batch)
         answers, histograms, every = [], None, config.log.answers_every
@@ -483,13 +476,13 @@ class RLTrainer(Trainer[FinishedStep]):
             state = state._replace(opt_state=to_host(state.opt_state))
         return state
 
-    def _count_empty(self, selected: experience.Selected, step: int) -> None:
+    def _count_empty(self, minibatches: Sequence[Batch], step: int) -> None:
         """Count the steps in a row that have left nothing to update the policy on.
 
         Raises:
             TrainingError: they are too many.
         """
-        if not selected.is_empty:
+        if any(minibatch["mask"].any() for minibatch in minibatches):
             self._empty_steps = 0
             return
         algorithm = self.config.algorithm

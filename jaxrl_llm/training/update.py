@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -261,29 +261,34 @@ class LossError(RunError, TypeError):
     """A loss function that returned something else than one loss per token."""
 
 
-@runtime_checkable
-class Objective(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Objective:
     """What an update minimises.
 
     Where the model has experts, the loss of a micro-batch has its part of their load-balance loss,
     weighted by `coefs["balance_weights"]` if they are given, and its metrics hold the statistics of
     the routers as `router`. Metrics add up over micro-batches but for those under `largest` and
     `smallest`, of which the update keeps the largest and the smallest.
+
+    Attributes:
+        loss: of the objective's kind.
     """
+
+    loss: Callable[..., Any] | None
 
     def asks_for(self) -> set[str]:
         """Return the fields that the batch must hold."""
-        ...
+        raise NotImplementedError
 
     def __call__(
         self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
         """Return a micro-batch's part of the loss, and its parts of the metrics."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The loss of a policy's token.
 
     It is `share * correction * loss + kl_coef * kl - entropy_coef * entropy`, and to that
@@ -303,7 +308,6 @@ class PolicyObjective:
             whose hidden states are asked for are `teacher` among the coefficients.
     """
 
-    loss: Callable[..., Any] | None
     share: float = 1.0
     kl: Callable[..., Any] | None = None
     entropy: bool = False
@@ -312,7 +316,6 @@ class PolicyObjective:
     distillation: Distillation | None = None
 
     def asks_for(self) -> set[str]:
-        """Return the fields that the batch must hold."""
         names = {name for f in (self.loss, self.kl) if f for name in asks_for(f)}
         names |= self.distillation.asks_for() if self.distillation else set()
         known = {"logprobs", "entropy"} | ({"old_logprobs"} if self.on_policy else set())
@@ -321,7 +324,6 @@ class PolicyObjective:
     def __call__(
         self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
-        """Return a micro-batch's part of the loss, and its parts of the metrics."""
         hidden, router = hidden_states(params, micro.rows, model, mesh)
         stats = token_stats_from_hidden(params, hidden, micro.rows, model, mesh)
         mask, weights = micro.fields["mask"], micro.fields["weights"]
@@ -359,20 +361,17 @@ class PolicyObjective:
         return self.share * (loss if self.share else jax.lax.stop_gradient(loss)), metrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueObjective:
+class ValueObjective(Objective):
     """The loss of a critic's value: asks for `values`, and what else the batch holds."""
 
     loss: Callable[..., Any]
 
     def asks_for(self) -> set[str]:
-        """Return the fields that the batch must hold."""
         return set(asks_for(self.loss)) - {"values"}
 
     def __call__(
         self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
-        """Return a micro-batch's part of the loss, and its parts of the metrics."""
         mask = micro.fields["mask"]
         hidden, router = hidden_states(params, micro.rows, model, mesh)
         values = jnp.where(mask, values_from_hidden(params, hidden, micro.rows, model), 0.0)
@@ -486,8 +485,7 @@ OF_LABELLED = frozenset({"logps", "lengths", "scores", "ref_logps", "labels", "k
 """Those of answers with a label; the others are of pairs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceObjective:
+class PreferenceObjective(Objective):
     """The mean over pairs, or over answers with a label, of a loss that asks for fields [P].
 
     The mean is over the whole mini-batch: `weights` [P W] add up to one share for each sequence.
@@ -499,7 +497,6 @@ class PreferenceObjective:
     loss: Callable[..., Any]
 
     def asks_for(self) -> set[str]:
-        """Return the fields that the batch must hold."""
         names = set(asks_for(self.loss))
         is_of_pairs = not names <= OF_LABELLED
         given = names & (OF_REFERENCE | OF_ROWS | OF_MINIBATCH)
@@ -508,7 +505,6 @@ class PreferenceObjective:
     def __call__(
         self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
-        """Return a micro-batch's part of the loss, and its parts of the metrics."""
         hidden, router = hidden_states(params, micro.rows, model, mesh)
         names, mask = set(asks_for(self.loss)), micro.fields["mask"]
         fields = dict(micro.fields)
@@ -596,8 +592,7 @@ OF_STEPS = frozenset({LOGITS, "step_labels"})
 """What a loss of steps may ask for, [P W] each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepObjective:
+class StepObjective(Objective):
     """The mean over all steps of a mini-batch of a loss that asks for `OF_STEPS`.
 
     `mask` is true on the last token of each step, `weights` add up to 1 over the mini-batch, and
@@ -610,13 +605,11 @@ class StepObjective:
     loss: Callable[..., Any]
 
     def asks_for(self) -> set[str]:
-        """Return the fields that the batch must hold."""
         return (set(asks_for(self.loss)) - {LOGITS}) | {"step_labels", "answer_share"}
 
     def __call__(
         self, params: Params, micro: MicroBatch, coefs: Fields, model: ForwardConfig, mesh: Mesh
     ) -> tuple[Float32[Array, ""], Fields]:
-        """Return a micro-batch's part of the loss, and its parts of the metrics."""
         mask, weights = micro.fields["mask"], micro.fields["weights"]
         hidden, router = hidden_states(params, micro.rows, model, mesh)
         z = jnp.where(mask, token_scores_from_hidden(params, hidden, micro.rows, model), 0.0)
