@@ -983,6 +983,7 @@ class Inference:
         mesh: the devices.
         frozen: the parameters that are not in those given at each call.
         model: how the model is run, which says what rows hold for it beside tokens.
+        label: of the pass, where its programs are waited for.
 
     Attributes:
         run: `compute`, jitted.
@@ -996,13 +997,12 @@ class Inference:
         mesh: Mesh,
         frozen: Params,
         model: ForwardConfig,
+        label: str = "log-probs",
     ) -> None:
         """Compile nothing yet."""
         options = compiler_options(Task.TRAIN, mesh.devices.flat)
         self.run: Any = jax.jit(compute, compiler_options=options)
-        self.step = MicroBatchStep(
-            "log-probs", self.run, shape, mesh, place=2, visuals=model.visuals
-        )
+        self.step = MicroBatchStep(label, self.run, shape, mesh, place=2, visuals=model.visuals)
         self._frozen, self._route_shape = frozen, model.route_shape
 
     def compile_ahead(self, params: Params, rows_like: Callable[[RowShape], Rows]) -> None:

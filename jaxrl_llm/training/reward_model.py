@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
@@ -27,14 +26,12 @@ from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import ModelScores
 from jaxrl_llm.rollout.rollouts import Rollouts
-from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import (
     ForwardConfig,
-    MicroBatchStep,
+    Inference,
     hidden_states,
-    merge_microbatches,
     token_scores_from_hidden,
 )
 from jaxrl_llm.training.layouts import microbatch_shape
@@ -201,40 +198,29 @@ AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
 
 def score_pass(
     model: ForwardConfig, shape: RowShape, layout: Layout, *, of_tokens: bool = False
-) -> Callable[[Params, Batch], np.ndarray]:
-    """Return a function from a reward model's parameters and a batch to its scores [B].
+) -> Inference:
+    """Return a function from a reward model's parameters and a batch to its `scores`, by name.
+
+    They are [B T], and of a model that scores whole sequences in the first column.
 
     Args:
         model: how the model is run.
         shape: of the micro-batches.
         layout: where it runs.
-        of_tokens: whether each token has a score [B T], of a value head.
+        of_tokens: whether each token has a score, of a value head.
     """
 
-    options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
-
-    @functools.partial(jax.jit, compiler_options=options)
-    def compute(params: Params, rows: Rows) -> Any:
+    def compute(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        del rest
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         if of_tokens:
             return {"scores": token_scores_from_hidden(params, hidden, rows, model)}
         hidden = layout.merge_context(hidden)
-        return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
+        scores = model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
+        return {"scores": scores[:, None]}
 
     label = "process reward model" if of_tokens else "reward model"
-    step = MicroBatchStep(label, compute, shape, layout.mesh, place=1)
-
-    def score(params: Params, batch: Batch) -> np.ndarray:
-        cut = step.microbatches(batch, ())
-        pending = ((indices, step(params, micro.rows)) for indices, micro in cut)
-        if of_tokens:
-            return merge_microbatches(pending, batch)["scores"]
-        scores = np.zeros(len(batch.sequence_lengths), np.float32)
-        for indices, values in list(pending):
-            scores[indices] = distributed.fetch(values)[: len(indices)]
-        return scores
-
-    return score
+    return Inference(compute, shape, layout.mesh, {}, model, label)
 
 
 def open_reward_model(
@@ -290,9 +276,9 @@ def open_reward_model(
 
     def score(rollouts: Rollouts) -> ModelScores:
         batch, inputs, failures = scorer_batch(rollouts, read, shape.width)
-        values = run(params, batch)
+        values = run(params, batch)["scores"]
         if not spec.value_head:
-            return ModelScores(values, failures)
+            return ModelScores(values[:, 0], failures)
         ends = [given.step_ends if given else () for given in inputs]
         logits = [values[row, list(places)] for row, places in enumerate(ends)]
         drawn = [given.drawn_ends if given else () for given in inputs]

@@ -215,7 +215,7 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
     jitted.clear()
     score_pass(settings, shape, layout)
     weights = abstract_params(scorer, layout, "bfloat16")
-    check(jitted[0].trace(weights, micro.rows), scorer, StepKind.INFER)
+    check(jitted[0].trace(weights, {}, micro.rows), scorer, StepKind.INFER)
 
 
 def test_an_adapter_is_merged_for_the_engine(jitted):
