@@ -25,11 +25,11 @@ from jaxrl_llm.rollout.engine import (
     Listener,
     Receipt,
     Request,
+    Router,
     Stop,
     check_needed,
     check_request,
 )
-from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.reshard import group_by_bytes
 

@@ -30,6 +30,7 @@ from jaxrl_llm.rollout.engine import (
     Listener,
     Receipt,
     Request,
+    Router,
     Stop,
     check_needed,
     check_request,
@@ -39,7 +40,6 @@ from jaxrl_llm.rollout.engine import (
     streamed,
     wait_for_first,
 )
-from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm.process import Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.setup import (
     check_fp8_vllm,
