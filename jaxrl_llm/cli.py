@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from jaxrl_llm.config.errors import PREEMPTED, ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.functions import renamed_functions
 from jaxrl_llm.config.help import complete_words
-from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import apply_override, describe, from_tree, read_config, to_yaml
+from jaxrl_llm.config.sections import Section
 from jaxrl_llm.monitoring.activity import ACTIVITIES
 
 Config = TypeVar("Config", bound=Section)

@@ -10,11 +10,11 @@ from pydantic.dataclasses import dataclass
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.sections import (
     CACHE_GB,
     KV_CACHE_DTYPES,
+    STRICT,
     AgentConfig,
     AlgorithmConfig,
     BatchConfig,
@@ -24,11 +24,13 @@ from jaxrl_llm.config.sections import (
     DataConfig,
     EngineMeshConfig,
     EvaluateRewardConfig,
+    Function,
     ImplicitRewardModelConfig,
     LimitsConfig,
     LogConfig,
     MeshConfig,
     ModelConfig,
+    Number,
     OffloadConfig,
     OptimConfig,
     PolicyConfig,
@@ -36,16 +38,20 @@ from jaxrl_llm.config.sections import (
     RewardConfig,
     RolloutConfig,
     RowsConfig,
+    Section,
     ServeMeshConfig,
+    Several,
     SftBatchConfig,
     SftDataConfig,
     SftMeshConfig,
+    Table,
     TeacherConfig,
     TrainLogConfig,
     ValidationConfig,
     VisualKeys,
     VllmConfig,
     episodes_have_one_process,
+    function_key,
 )
 
 # jaxrl_llm.train.

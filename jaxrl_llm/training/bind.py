@@ -20,21 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.fields import (
-    FIELDS,
-    Stage,
-    asks_for,
-    call,
-    check_fields,
-    fields_at,
-    fields_of_model,
-    name_of,
-)
 from jaxrl_llm.config.functions import (
     ADVANTAGES,
     CORRECTIONS,
     DATASETS,
     DIVERGENCES,
+    FIELDS,
     KLS,
     LOSSES,
     PAIRS,
@@ -45,9 +36,16 @@ from jaxrl_llm.config.functions import (
     TEACHER_PROMPTS,
     VALUES,
     FunctionSpec,
+    Stage,
+    asks_for,
+    call,
+    check_fields,
     described_failure,
+    fields_at,
+    fields_of_model,
     find_function,
     load_function,
+    name_of,
     signature_of,
 )
 from jaxrl_llm.config.programs import TrainConfig

@@ -42,8 +42,13 @@ from jaxrl_llm.training.bind import (
     resolve_functions,
 )
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
-from jaxrl_llm.training.layouts import Layouts, open_layouts
-from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    adapted_spec,
+    forward_config,
+    model_spec,
+    open_layouts,
+)
 from jaxrl_llm.training.microbatches import FrozenTower, MicroBatch
 from jaxrl_llm.training.objectives import COEFS, PolicyObjective
 from jaxrl_llm.training.roles import (

@@ -19,11 +19,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxrl_llm.config.errors import RELATIVE, ConfigError, RunError
-from jaxrl_llm.config.fields import asks_for
 from jaxrl_llm.config.functions import (
     NOT_IMPORTABLE,
     PREFERENCES,
     FunctionSpec,
+    asks_for,
     load_function,
     renamed_functions,
     split_name,

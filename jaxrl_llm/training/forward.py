@@ -18,8 +18,7 @@ from jaxrl_llm.algorithms.logprobs import (
     projected_token_stats,
     token_stats_from_logits,
 )
-from jaxrl_llm.compilation import abstract
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import Task, abstract, compiler_options
 from jaxrl_llm.data.packing import RowShape, unpack
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.inputs import PatchRows, RowInputs, VisualTokens

@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms.logprobs import HeadProjection
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.preferences import PairLoss
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import asks_for, call, name_of
+from jaxrl_llm.config.functions import asks_for, call, name_of
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.moe.routing import RouterStats

@@ -17,12 +17,10 @@ import numpy as np
 
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
-from jaxrl_llm.compilation import BACKGROUND
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import BACKGROUND, Task, compiler_options
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.fields import asks_for, check_fields
-from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.functions import asks_for, check_fields, load_function
 from jaxrl_llm.config.programs import PreferConfig, PreferValidationConfig, SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
@@ -50,8 +48,15 @@ from jaxrl_llm.training import loop
 from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
-from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model, open_scorer
+from jaxrl_llm.training.load_model import (
+    LoadedModel,
+    forward_config,
+    open_layout,
+    open_model,
+    open_scorer,
+    packed_shape,
+    takes_long_rows,
+)
 from jaxrl_llm.training.microbatches import (
     Fields,
     MicroBatchStep,

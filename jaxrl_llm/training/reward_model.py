@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
@@ -32,8 +32,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_scores_from_hidden
-from jaxrl_llm.training.layouts import microbatch_shape
-from jaxrl_llm.training.load_model import read_model
+from jaxrl_llm.training.load_model import microbatch_shape, read_model
 from jaxrl_llm.training.microbatches import MicroBatchStep, merge_microbatches
 from jaxrl_llm.types import Batch, Rows
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call, fields_of_model
+from jaxrl_llm.config.functions import call, fields_of_model
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.chat import ChatTemplate
@@ -30,8 +30,15 @@ from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
 from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass, value_pass
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    LoadedModel,
+    forward_config,
+    laid_out,
+    microbatch_shape,
+    packed_shape,
+    read_model,
+)
 from jaxrl_llm.training.microbatches import FrozenTower
 from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.teachers import (

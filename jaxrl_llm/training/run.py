@@ -44,8 +44,7 @@ from jaxrl_llm.training.bind import (
 from jaxrl_llm.training.buffer import Buffer, PolicyWeights, Sampler, Scorer, open_schedule
 from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
-from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
-from jaxrl_llm.training.load_model import open_model
+from jaxrl_llm.training.load_model import Layouts, open_layouts, open_model, overlaps_training
 from jaxrl_llm.training.microbatches import check_room, room_for_images, row_visuals
 from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy

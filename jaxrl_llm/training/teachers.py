@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call, name_of
-from jaxrl_llm.config.functions import closest, described_failure
+from jaxrl_llm.config.functions import call, closest, described_failure, name_of
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.chat import VOCABULARIES, Message, PolicyTokens, load_policy_tokens
@@ -48,8 +47,14 @@ from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    LoadedModel,
+    forward_config,
+    laid_out,
+    microbatch_shape,
+    read_model,
+)
 from jaxrl_llm.training.objectives import Distillation, top_pass
 from jaxrl_llm.training.reward_model import token_difference
 from jaxrl_llm.training.update import MovingAverage, States, TrainableModel

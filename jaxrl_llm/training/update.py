@@ -19,10 +19,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.compilation import AheadOfCall, abstract
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import AheadOfCall, Task, abstract, compiler_options
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import name_of
+from jaxrl_llm.config.functions import name_of
 from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
