@@ -73,6 +73,7 @@ from jaxrl_llm.training.objectives import (
     Distillation,
     PolicyObjective,
     PreferenceObjective,
+    StepObjective,
     ValueObjective,
     as_pair_loss,
     as_token_loss,
@@ -142,7 +143,7 @@ PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
 class UpdateSpec(NamedTuple):
     """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
 
-    objective: PolicyObjective | ValueObjective | PreferenceObjective
+    objective: PolicyObjective | ValueObjective | PreferenceObjective | StepObjective
     reduce: Function
     optimizer: OptimizerOf
     schedule: Callable[[int], Any]

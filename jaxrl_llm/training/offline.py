@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jaxrl_llm.config.programs import PreferConfig, PreferValidationConfig, SftC
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import Example, tokenize_examples
 from jaxrl_llm.data.generated import prepare_files
-from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.preferences import (
     Preference,
     normalize_preference_row,
@@ -36,7 +35,6 @@ from jaxrl_llm.data.preferences import (
 from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.metrics_log import check_trackers
@@ -45,9 +43,9 @@ from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folde
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.bind import check_divergence, find_divergence
+from jaxrl_llm.training.bind import UpdateSpec, check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
+from jaxrl_llm.training.forward import Inference, logprob_pass
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
@@ -73,13 +71,14 @@ from jaxrl_llm.training.objectives import (
     OF_ROWS,
     OF_STEPS,
     SCORES,
-    Objective,
+    Distillation,
     PolicyObjective,
     PreferenceObjective,
     StepObjective,
     split_sums,
 )
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.roles import learner_of, taught_by
 from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.teachers import open_teacher_model
 from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
@@ -139,51 +138,11 @@ class OfflineTrainer(loop.Trainer[loop.Step]):
         raise NotImplementedError
 
 
-class Opening(NamedTuple):
-    """What is open when the model of a run is loaded.
-
-    Attributes:
-        function: that the config names: a loss, or a divergence from a teacher.
-        optimizer: of the model.
-        schedule: updates -> learning rate.
-        layout: of the devices.
-        watchdog: of the run.
-        stack: of the whole program.
-    """
-
-    function: Any
-    optimizer: OptimizerOf
-    schedule: Callable[[Any], Any]
-    layout: Layout
-    watchdog: Watchdog
-    stack: contextlib.ExitStack
-
-    def learner(
-        self,
-        objective: Objective,
-        reduce: Callable[..., Any],
-        forward: ForwardConfig,
-        shape: RowShape,
-        model: LoadedModel,
-    ) -> Learner:
-        """Build the update of a model."""
-        return Learner(
-            objective,
-            forward,
-            self.optimizer(model.model.declare(), model.like),
-            reduce=reduce,
-            shape=shape,
-            mesh=self.layout.mesh,
-            params_like=model.like,
-            frozen=model.frozen,
-        )
-
-
 def _run(
     config: SftConfig | PreferConfig,
     title: str,
-    load: Callable[[Any], Callable[..., Any] | None],
-    open_trainer: Callable[[Any, Opening], tuple[OfflineTrainer, LoadedModel]],
+    load: Callable[[Any], UpdateSpec],
+    open_trainer: Callable[..., tuple[OfflineTrainer, LoadedModel]],
     *,
     hints: bool = True,
 ) -> None:
@@ -192,17 +151,17 @@ def _run(
     Args:
         config: of the run.
         title: of the run, for the log.
-        load: returns the function that the config names.
-        open_trainer: loads the model and its data, and returns what trains it.
+        load: finds the functions that the config names.
+        open_trainer: (config, update, layout, watchdog, stack) -> what trains the model; loads it
+            and its data.
         hints: whether to print what can be done with the model.
     """
     with contextlib.ExitStack() as stack:
         loop.enter_process(config, stack)
         check_trackers(config)
-        function = load(config)
-        optimizer, schedule = make_optimizer(config.optim)
+        update = load(config)
         if config.steps is not None:
-            check_learning_rates(schedule, config.optim, config.steps)
+            check_learning_rates(update.schedule, config.optim, config.steps)
         held_out = config.data.validation if isinstance(config, PreferConfig) else ()
         prepare_files(config.data.prepare, (*config.data.train, *held_out))
         check_export(config.export_to)
@@ -214,8 +173,7 @@ def _run(
             own_axes = config.model.function is not None
             with activity("opening the devices"):
                 layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=own_axes)
-            opening = Opening(function, optimizer, schedule, layout, watchdog, stack)
-            trainer, loaded = open_trainer(config, opening)
+            trainer, loaded = open_trainer(config, update, layout, watchdog, stack)
             folder.record()
             model, base = loaded.model, jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
             del loaded
@@ -286,21 +244,33 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
     """
     weights = "random weights of" if config.model.random_init else "weights of"
     title = f"supervised training: making ready {weights}"
-    _run(config, title, _load_divergence, _open_sft, hints=hints)
+    _run(config, title, _load_imitation, _open_sft, hints=hints)
 
 
-def _load_divergence(config: SftConfig) -> Callable[..., Any] | None:
-    """Return the divergence that a config names, if it has a teacher."""
-    if config.teacher.path is None:
-        return None
-    divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
-    check_divergence("teacher.divergence", divergence)
-    return divergence
+def _load_imitation(config: SftConfig) -> UpdateSpec:
+    """Return the update that a config describes, with the divergence from its teacher, if any."""
+    objective = PolicyObjective(loss=negative_log_likelihood)
+    if config.teacher.path is not None:
+        divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
+        check_divergence("teacher.divergence", divergence)
+        objective = PolicyObjective(
+            loss=negative_log_likelihood,
+            share=1 - config.teacher.share,
+            distillation=Distillation(divergence=divergence),
+        )
+    optimizer, schedule = make_optimizer(config.optim)
+    return UpdateSpec(objective, token_mean, optimizer, schedule, config.optim.max_skipped)
 
 
-def _open_sft(config: SftConfig, opening: Opening) -> tuple[SftTrainer, LoadedModel]:
+def _open_sft(
+    config: SftConfig,
+    update: UpdateSpec,
+    layout: Layout,
+    watchdog: Watchdog,
+    stack: contextlib.ExitStack,
+) -> tuple[SftTrainer, LoadedModel]:
     """Load a model and the examples that it is trained on."""
-    layout, data = opening.layout, config.data
+    data, coefs, frozen = config.data, dict[str, Any](COEFS), {}
     rows, _ = _read_rows(config, normalize_example_row)
     model = open_model(config.model, layout, seed=config.seed).for_length(data.max_tokens)
     examples = _tokenize_examples(config, rows, model.model.vocab_size)
@@ -314,39 +284,28 @@ def _open_sft(config: SftConfig, opening: Opening) -> tuple[SftTrainer, LoadedMo
         long_rows=takes_long_rows(forward, layout, data.max_tokens),
         visual_tokens=config.batch.max_visual_tokens_per_device,
     )
-    forward = forward.over(shape)
     named = (
         (f"data.train: {e.load.where if e.load else i}", e.tokens) for i, e in enumerate(examples)
     )
     check_room(named, forward.visuals, shape)
-    objective, coefs = _imitation(config, opening, model.model, shape)
-    learner = opening.learner(objective, token_mean, forward, shape, model)
-    opened = loop.open_files(
-        *(config, {"actor": TrainableModel(model, learner)}, examples),
-        *(opening.watchdog, opening.stack),
-        frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
-    )
-    return SftTrainer(config, learner, opening.schedule, opened, coefs=coefs), model
-
-
-def _imitation(
-    config: SftConfig, opening: Opening, model: Model, shape: RowShape
-) -> tuple[PolicyObjective, Fields]:
-    """Return what an update minimises, and its coefficients with the teacher's weights in them."""
-    if config.teacher.path is None:
-        return PolicyObjective(loss=negative_log_likelihood), dict(COEFS)
-    share, tokenizer = config.teacher.share, load_tokenizer(config.model.path)
-    with config_errors_at("teacher.path"):
-        teacher = open_teacher_model(
-            *(config.teacher.path, config.model, tokenizer, model, opening.layout),
-            longest=config.data.max_tokens,
-        )
-    objective = PolicyObjective(
-        loss=negative_log_likelihood,
-        share=1 - share,
-        distillation=teacher.compared_by(opening.function, shape),
-    )
-    return objective, COEFS | {"distillation_coef": share, "teacher": teacher.params}
+    if config.teacher.path is not None:
+        tokenizer = load_tokenizer(config.model.path)
+        with config_errors_at("teacher.path"):
+            teacher = open_teacher_model(
+                config.teacher.path,
+                config.model,
+                tokenizer,
+                model.model,
+                layout,
+                longest=data.max_tokens,
+            )
+        update = taught_by(teacher, update, shape)
+        coefs |= {"distillation_coef": config.teacher.share, "teacher": teacher.params}
+        frozen["teacher.path"] = teacher.params
+    learner = learner_of(update, forward, shape, layout, model.like, model.frozen)
+    trained = {"actor": TrainableModel(model, learner)}
+    opened = loop.open_files(config, trained, examples, watchdog, stack, frozen=frozen)
+    return SftTrainer(config, learner, update.schedule, opened, coefs=coefs), model
 
 
 @activity("tokenizing the examples")
@@ -664,16 +623,31 @@ class PreferTrainer(OfflineTrainer):
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
     title = "training on preferences: making ready the weights of"
-    _run(config, title, load_preference_loss, _open_prefer)
+    _run(config, title, _load_preference, _open_prefer)
 
 
-def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer, LoadedModel]:
+def _load_preference(config: PreferConfig) -> UpdateSpec:
+    """Return the update that a config describes."""
+    loss = load_preference_loss(config)
+    of_steps = LOGITS in asks_for(loss)
+    objective = StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss)
+    reduce = token_mean if of_steps else sequence_mean_token_mean
+    optimizer, schedule = make_optimizer(config.optim)
+    return UpdateSpec(objective, reduce, optimizer, schedule, config.optim.max_skipped)
+
+
+def _open_prefer(
+    config: PreferConfig,
+    update: UpdateSpec,
+    layout: Layout,
+    watchdog: Watchdog,
+    stack: contextlib.ExitStack,
+) -> tuple[PreferTrainer, LoadedModel]:
     """Load a model and the preferences that it is trained on."""
-    layout, loss = opening.layout, opening.function
-    rows = _read_rows(config, normalize_preference_row)
-    names = set(asks_for(loss))
-    of_steps = LOGITS in names
-    if of_steps or names & SCORES:
+    rows, loss = _read_rows(config, normalize_preference_row), update.objective.loss
+    assert loss is not None, "of preferences there is always one"
+    of_steps = isinstance(update.objective, StepObjective)
+    if of_steps or SCORES & set(asks_for(loss)):
         model = open_scorer(config.model, layout, seed=config.seed, of_steps=of_steps)
     else:
         model = open_model(config.model, layout, seed=config.seed)
@@ -686,18 +660,15 @@ def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer,
         longest=width_of(train, config.data.max_tokens),
         sequences=config.batch.pairs_per_step,
     )
-    forward = forward_config(config.model, model.model, layout).over(shape)
-    objective = StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss)
-    reduce = token_mean if of_steps else sequence_mean_token_mean
-    learner = opening.learner(objective, reduce, forward, shape, model)
+    forward = forward_config(config.model, model.model, layout)
+    learner = learner_of(update, forward, shape, layout, model.like, model.frozen)
     reference, (train, held_out) = _with_reference(
-        *(config, (train, held_out)), model, learner, layout, opening.watchdog
+        config, (train, held_out), model, learner, layout, watchdog
     )
     trained = {"actor": TrainableModel(model, learner)}
-    opened = loop.open_files(config, trained, train, opening.watchdog, opening.stack)
-    schedule = opening.schedule
+    opened = loop.open_files(config, trained, train, watchdog, stack)
     trainer = PreferTrainer(
-        config, learner, schedule, opened, held_out=held_out, reference=reference
+        config, learner, update.schedule, opened, held_out=held_out, reference=reference
     )
     return trainer, model
 
