@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,13 +73,13 @@ from jaxrl_llm.training.objectives import (
     Distillation,
     PolicyObjective,
     PreferenceObjective,
-    StepObjective,
     ValueObjective,
     as_pair_loss,
     as_token_loss,
     per_token,
 )
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.update import UpdateSpec
 
 log = logging.getLogger(__name__)
 
@@ -138,16 +138,6 @@ class AdvantageSum:
 
 PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
 """What a loss of the pairs of a step may ask for, [P] each."""
-
-
-class UpdateSpec(NamedTuple):
-    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
-
-    objective: PolicyObjective | ValueObjective | PreferenceObjective | StepObjective
-    reduce: Function
-    optimizer: OptimizerOf
-    schedule: Callable[[int], Any]
-    max_skipped: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folde
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.bind import UpdateSpec, check_divergence, find_divergence
+from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.forward import Inference, logprob_pass
 from jaxrl_llm.training.load_model import (
@@ -78,10 +78,9 @@ from jaxrl_llm.training.objectives import (
     split_sums,
 )
 from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
-from jaxrl_llm.training.roles import learner_of, taught_by
 from jaxrl_llm.training.run_files import closing_lines
 from jaxrl_llm.training.teachers import open_teacher_model
-from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
+from jaxrl_llm.training.update import Learner, TrainableModel, UpdateSpec, check_skipped
 from jaxrl_llm.types import VISUALS, Batch
 
 log = logging.getLogger(__name__)
@@ -299,10 +298,10 @@ def _open_sft(
                 layout,
                 longest=data.max_tokens,
             )
-        update = taught_by(teacher, update, shape)
+        update = teacher.taught(update, shape)
         coefs |= {"distillation_coef": config.teacher.share, "teacher": teacher.params}
         frozen["teacher.path"] = teacher.params
-    learner = learner_of(update, forward, shape, layout, model.like, model.frozen)
+    learner = update.learner(forward, shape, layout, model.like, model.frozen)
     trained = {"actor": TrainableModel(model, learner)}
     opened = loop.open_files(config, trained, examples, watchdog, stack, frozen=frozen)
     return SftTrainer(config, learner, update.schedule, opened, coefs=coefs), model
@@ -661,7 +660,7 @@ def _open_prefer(
         sequences=config.batch.pairs_per_step,
     )
     forward = forward_config(config.model, model.model, layout)
-    learner = learner_of(update, forward, shape, layout, model.like, model.frozen)
+    learner = update.learner(forward, shape, layout, model.like, model.frozen)
     reference, (train, held_out) = _with_reference(
         config, (train, held_out), model, learner, layout, watchdog
     )

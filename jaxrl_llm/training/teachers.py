@@ -55,9 +55,9 @@ from jaxrl_llm.training.load_model import (
     microbatch_shape,
     read_model,
 )
-from jaxrl_llm.training.objectives import Distillation, top_pass
+from jaxrl_llm.training.objectives import PolicyObjective, top_pass
 from jaxrl_llm.training.reward_model import token_difference
-from jaxrl_llm.training.update import MovingAverage, States, TrainableModel
+from jaxrl_llm.training.update import MovingAverage, States, TrainableModel, UpdateSpec
 from jaxrl_llm.types import ROUTES, Batch
 
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
@@ -253,17 +253,20 @@ class TeacherModel(NamedTuple):
     forward: ForwardConfig
     vocab: int | None
 
-    def compared_by(self, divergence: Callable[..., Any], shape: RowShape) -> Distillation:
-        """Return how an update compares its model with this teacher.
+    def taught(self, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
+        """Return an update that distils, with this teacher, which it runs.
 
         Args:
-            divergence: of the model from the teacher.
-            shape: of the micro-batches, which suits the model.
+            update: of the student.
+            shape: of its micro-batches, which suits the student.
         """
+        objective = update.objective
+        assert isinstance(objective, PolicyObjective) and objective.distillation is not None
         forward = self.forward.over(shape)
         if shape.longest is not None:  # a kernel has its own limits; see `takes_long_rows`
             forward = dataclasses.replace(forward, kernel=None)
-        return Distillation(divergence=divergence, teacher=forward, vocab=self.vocab)
+        how = dataclasses.replace(objective.distillation, teacher=forward, vocab=self.vocab)
+        return update._replace(objective=dataclasses.replace(objective, distillation=how))
 
 
 @activity("loading a teacher")

@@ -41,7 +41,16 @@ from jaxrl_llm.training.microbatches import (
     merge_metrics,
     merge_microbatches,
 )
-from jaxrl_llm.training.objectives import LossError, Objective, per_token
+from jaxrl_llm.training.objectives import (
+    LossError,
+    Objective,
+    PolicyObjective,
+    PreferenceObjective,
+    StepObjective,
+    ValueObjective,
+    per_token,
+)
+from jaxrl_llm.training.optimizer import OptimizerOf
 from jaxrl_llm.types import Batch
 
 ROUTER = "router"
@@ -296,6 +305,44 @@ class Learner:
             return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
 
         return weigh
+
+
+class UpdateSpec(NamedTuple):
+    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
+
+    objective: PolicyObjective | ValueObjective | PreferenceObjective | StepObjective
+    reduce: Callable[..., Any]
+    optimizer: OptimizerOf
+    schedule: Callable[[int], Any]
+    max_skipped: int
+
+    def learner(
+        self,
+        forward: ForwardConfig,
+        shape: RowShape,
+        layout: Layout,
+        params_like: Any,
+        frozen: Params | None = None,
+    ) -> Learner:
+        """Build the update of a model.
+
+        Args:
+            forward: how the model is run.
+            shape: of its micro-batches.
+            layout: where it stands.
+            params_like: shape, dtype and sharding of each parameter that is trained.
+            frozen: its other parameters.
+        """
+        return Learner(
+            self.objective,
+            forward.over(shape),
+            self.optimizer(forward.model.declare(), params_like),
+            reduce=self.reduce,
+            shape=shape,
+            mesh=layout.mesh,
+            params_like=params_like,
+            frozen=frozen,
+        )
 
 
 def _split(total: tuple[Params, Fields]) -> tuple[Params, RouterStats | None]:
