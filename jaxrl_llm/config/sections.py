@@ -474,8 +474,8 @@ class ScoringConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ClassifierConfig(Section):
-    """The reward model that scores answers, if one does."""
+class RewardConfig(ScoringConfig):
+    """How answers are scored."""
 
     classifier: str | None = None
     """Hugging Face directory of a reward model, which scores prompt and response: a sequence
@@ -500,21 +500,6 @@ class ClassifierConfig(Section):
     """each step's score is the reward of its last token, in place of the response's score on the
     last one, with a process reward model"""
 
-    def __post_init__(self) -> None:
-        """Refuse keys of a reward model where there is none."""
-        lines = [
-            f"{name} is set, but reward.classifier names no reward model"
-            for name, field in ClassifierConfig.__pydantic_fields__.items()
-            if self.classifier is None and getattr(self, name) != field.default
-        ]
-        if lines:
-            raise ConfigError(*lines)
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RewardConfig(ClassifierConfig, ScoringConfig):
-    """How answers are scored."""
-
     function: Function | None = function_key(functions.REWARD_FUNCTIONS, "by_source")
     """reward function (data_source, solution_str, ground_truth, extra_info) -> float or dict;
     null if reward.classifier alone scores"""
@@ -523,6 +508,17 @@ class RewardConfig(ClassifierConfig, ScoringConfig):
     responses that are scored together, or of the newest 16 if those are fewer; 1 never stops"""
     components: Several[str] = ()
     """numbers in the reward function's dict that are the field score_components, in this order"""
+
+    def __post_init__(self) -> None:
+        """Refuse keys of a reward model where there is none."""
+        names = "render", "chat_template_kwargs", "max_tokens", "step_separator", "aggregate"
+        lines = [
+            f"{name} is set, but reward.classifier names no reward model"
+            for name in (*names, "step_rewards")
+            if getattr(self, name) != RewardConfig.__pydantic_fields__[name].default
+        ]
+        if lines and self.classifier is None:
+            raise ConfigError(*lines)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

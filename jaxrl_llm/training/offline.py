@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -429,59 +428,46 @@ def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
 # The policy that preferences are measured against: the model as its run begins, or another one.
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairReference:
-    """A reference policy.
+def annotate(
+    items: Sequence[Preference],
+    infer: Inference,
+    params: Params,
+    *,
+    width: int,
+    size: int,
+    tell: Callable[[int], None] = lambda rows: None,
+) -> list[Preference]:
+    """Return preferences with the log-probs of their answers under the reference.
 
-    Attributes:
-        params: of the reference; where the policy is an adapter, of that adapter as it began.
+    Args:
+        items: without them.
         infer: (params, batch) -> log-probs of its tokens.
-        policy: the same pass of the policy that learns.
+        params: of the reference; where the policy is an adapter, of that adapter as it began.
+        width: of a batch, in tokens.
+        size: of a batch, in rows.
+        tell: is told how many rows are done, after each batch.
     """
+    annotated = []
+    for first in range(0, len(items), size):
+        some = list(items[first : first + size])
+        sums = answer_sums(infer, params, preference_batch(some, width))
+        for index, item in enumerate(some):
+            known = {f"ref_{name}": float(values[index]) for name, values in sums.items()}
+            annotated.append(dataclasses.replace(item, columns={**item.columns, **known}))
+        tell(len(some))
+    return annotated
 
-    params: Params
-    infer: Inference
-    policy: Inference
 
-    def annotate(
-        self,
-        items: Sequence[Preference],
-        *,
-        width: int,
-        size: int,
-        tell: Callable[[int], None] = lambda rows: None,
-    ) -> list[Preference]:
-        """Return preferences with the log-probs of their answers.
+def kl_baseline(policy: np.ndarray, reference: np.ndarray) -> float:
+    """Return KTO's z₀ in nats: the mean log-ratio of answers to other prompts, at least 0.
 
-        Args:
-            items: without them.
-            width: of a batch, in tokens.
-            size: of a batch, in rows.
-            tell: is told how many rows are done, after each batch.
-        """
-        annotated = []
-        for first in range(0, len(items), size):
-            some = list(items[first : first + size])
-            sums = answer_sums(self.infer, self.params, preference_batch(some, width))
-            for index, item in enumerate(some):
-                known = {f"ref_{name}": float(values[index]) for name, values in sums.items()}
-                columns = {**item.columns, **known}
-                annotated.append(dataclasses.replace(item, columns=columns))
-            tell(len(some))
-        return annotated
+    KTO (https://arxiv.org/abs/2402.01306, section 4.1).
 
-    def kl_baseline(self, params: Params, rotated: Batch) -> float:
-        """Return KTO's z₀ in nats: the mean log-ratio of answers to other prompts, at least 0.
-
-        KTO (https://arxiv.org/abs/2402.01306, section 4.1).
-
-        Args:
-            params: of the policy that learns.
-            rotated: the mini-batch, with the answers of other rows.
-        """
-        policy = answer_sums(self.policy, params, rotated)["logps"]
-        reference = answer_sums(self.infer, self.params, rotated)["logps"]
-        return max(0.0, float(np.mean(policy - reference)))
+    Args:
+        policy: log-probs of the answers of other rows [P].
+        reference: the same under the reference.
+    """
+    return max(0.0, float(np.mean(policy - reference)))
 
 
 def answer_sums(infer: Inference, params: Params, batch: Batch) -> dict[str, np.ndarray]:
@@ -492,25 +478,22 @@ def answer_sums(infer: Inference, params: Params, batch: Batch) -> dict[str, np.
 
 
 def open_pair_reference(
-    config: PreferConfig, model: LoadedModel, learner: Learner, layout: Layout
-) -> PairReference:
+    config: PreferConfig, model: LoadedModel, policy: Inference, learner: Learner, layout: Layout
+) -> tuple[Inference, Params]:
     """Take the model as it was loaded for the reference, or load the one that the config names.
 
     Args:
         config: of the run.
         model: as it was loaded, before any update.
+        policy: its pass.
         learner: of the policy.
         layout: of the policy.
 
     Raises:
         ConfigError: the reference can't be loaded, or knows other tokens.
     """
-    shape, mesh = learner.shape, learner.mesh
-    policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
     if config.reference is None:
-        return PairReference(
-            params=model.params, infer=policy, policy=policy
-        )  # updates have a copy
+        return policy, model.params  # updates have a copy
     with config_errors_at("reference"):
         alone = dataclasses.replace(
             config.model, path=config.reference, lora=None, adapter=None, random_init=False
@@ -521,9 +504,8 @@ def open_pair_reference(
                 f"{config.reference} has vocab_size={other.model.vocab_size}, expected the "
                 f"policy's {model.model.vocab_size}"
             )
-    forward = forward_config(alone, other.model, layout).over(shape)
-    infer = logprob_pass(forward, shape, mesh, ("logprobs",))
-    return PairReference(params=other.params, infer=infer, policy=policy)
+    forward = forward_config(alone, other.model, layout).over(learner.shape)
+    return logprob_pass(forward, learner.shape, learner.mesh, ("logprobs",)), other.params
 
 
 # The run.
@@ -552,7 +534,8 @@ class PreferTrainer(OfflineTrainer):
         opened: files of the run, and where it stands.
         held_out: rows to validate on, with log-probs under the reference where the loss asks for
             them; none: nothing is validated.
-        reference: for what each step asks it; None where the rows have all that is needed.
+        compare: (parameters, answers of other rows) -> their log-probs under the policy and under
+            the reference, where each step asks for them; None where the rows have all.
     """
 
     def __init__(
@@ -563,12 +546,12 @@ class PreferTrainer(OfflineTrainer):
         opened: tuple[loop.OpenFiles, Saved],
         *,
         held_out: list[Preference],
-        reference: PairReference | None,
+        compare: Callable[[Params, Batch], tuple[np.ndarray, np.ndarray]] | None,
     ) -> None:
         """Compile nothing yet."""
         validation = config.validation if held_out else None
         super().__init__(config, learner, schedule, opened, validation=validation)
-        self.held_out, self.reference = held_out, reference
+        self.held_out, self.compare = held_out, compare
         objective, forward, mesh = learner.objective, learner.model, learner.mesh
 
         @functools.partial(
@@ -611,10 +594,10 @@ class PreferTrainer(OfflineTrainer):
         if "answer_share" in names:
             batch = batch.add(answer_share=np.full(len(items), 1 / len(items), np.float32))
         if "kl_baseline" in names:
-            assert self.reference is not None
+            assert self.compare is not None
             with clock("kl_baseline"):
                 rotated = preference_batch(rotate_answers(items, most), width)
-                baseline = self.reference.kl_baseline(self.states["actor"].params, rotated)
+                baseline = kl_baseline(*self.compare(self.states["actor"].params, rotated))
             batch = batch.add(kl_baseline=np.full(len(items), baseline, np.float32))
         return batch
 
@@ -661,13 +644,13 @@ def _open_prefer(
     )
     forward = forward_config(config.model, model.model, layout)
     learner = update.learner(forward, shape, layout, model.like, model.frozen)
-    reference, (train, held_out) = _with_reference(
+    compare, (train, held_out) = _with_reference(
         config, (train, held_out), model, learner, layout, watchdog
     )
     trained = {"actor": TrainableModel(model, learner)}
     opened = loop.open_files(config, trained, train, watchdog, stack)
     trainer = PreferTrainer(
-        config, learner, update.schedule, opened, held_out=held_out, reference=reference
+        config, learner, update.schedule, opened, held_out=held_out, compare=compare
     )
     return trainer, model
 
@@ -684,8 +667,11 @@ def _with_reference(
     learner: Learner,
     layout: Layout,
     watchdog: Watchdog,
-) -> tuple[PairReference | None, Sequence[list[Preference]]]:
-    """Return the reference if steps will ask it, and the rows with its log-probs."""
+) -> tuple[Callable[..., Any] | None, Sequence[list[Preference]]]:
+    """Return what compares policy and reference in each step, if it is asked for; and the rows.
+
+    The rows have the reference's log-probs then.
+    """
     names = learner.objective.asks_for()
     asked = names & OF_REFERENCE
     if not asked and "kl_baseline" not in names:
@@ -694,7 +680,9 @@ def _with_reference(
     if brings and (not data[1] or asked <= set(data[1][0].columns)):
         log.info("the rows bring the reference's log-probs along")
         return None, data
-    reference = open_pair_reference(config, model, learner, layout)
+    shape, mesh = learner.shape, learner.mesh
+    policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
+    infer, params = open_pair_reference(config, model, policy, learner, layout)
     size = config.batch.pairs_per_step
     width = width_of(data[0], config.data.max_tokens)
     with activity("log-probs under the reference", total=sum(map(len, data))) as progress:
@@ -703,8 +691,13 @@ def _with_reference(
             progress.advance(done)
             watchdog.beat()
 
-        data = [reference.annotate(items, width=width, size=size, tell=tell) for items in data]
-    return (reference if "kl_baseline" in names else None), data
+        data = [annotate(items, infer, params, width=width, size=size, tell=tell) for items in data]
+
+    def compare(current: Params, rotated: Batch) -> tuple[np.ndarray, np.ndarray]:
+        sums = answer_sums(policy, current, rotated), answer_sums(infer, params, rotated)
+        return sums[0]["logps"], sums[1]["logps"]
+
+    return (compare if "kl_baseline" in names else None), data
 
 
 def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, float]:
