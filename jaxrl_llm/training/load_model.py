@@ -18,12 +18,14 @@ from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function, signature_of
 from jaxrl_llm.config.sections import (
+    MESH_AXES,
     BatchConfig,
     LoraConfig,
     MeshConfig,
     MeshSizes,
     ModelConfig,
     RolloutConfig,
+    SftBatchConfig,
     SftMeshConfig,
 )
 from jaxrl_llm.data.balance import sequence_cost
@@ -527,18 +529,10 @@ def open_layouts(
     """Lay the devices out as the config says, for each model; by default all that jax has."""
     place = functools.partial(open_layout, config, devices=devices, has_own_axes=has_own_axes)
 
-    def other(name: str, sizes: MeshSizes | None) -> Layout:
-        return train if sizes is None else place(name, sizes)
-
     train = place("train", config.train)
-    return Layouts(
-        train,
-        other("rollout", config.rollout),
-        other("critic", config.critic),
-        other("reference", config.reference),
-        other("reward_model", config.reward_model),
-        other("teacher", config.teacher),
-    )
+    sizes = {name: getattr(config, name) for name in Layouts._fields if name != "train"}
+    others = {name: train if own is None else place(name, own) for name, own in sizes.items()}
+    return Layouts(train, **others)
 
 
 def open_layout(
@@ -575,15 +569,7 @@ def open_layout(
             f"device of process {min(left_out)}: name devices of every process, or start one"
         )
     with config_errors_at(f"mesh.{name}"):
-        along = {
-            "stage": sizes.stage,
-            "expert": sizes.expert,
-            "data": sizes.data,
-            "fsdp": sizes.fsdp,
-            "context": sizes.context,
-            "tensor": sizes.tensor,
-        }
-        mesh = make_mesh(along, chosen)
+        mesh = make_mesh({axis: getattr(sizes, axis) for axis in MESH_AXES}, chosen)
     defaults = ROLLOUT_RULES if name == "rollout" else DEFAULT_RULES
     rules = own_rules(config.rules, defaults, has_own_axes=has_own_axes)
     return Layout(mesh, config.context_by, rules)
@@ -680,7 +666,12 @@ def takes_long_rows(forward: ForwardConfig, layout: Layout, longest: int) -> boo
 
 
 def microbatch_shape(
-    batch: BatchConfig, forward: ForwardConfig, layout: Layout, *, longest: int, sequences: int
+    batch: BatchConfig | SftBatchConfig,
+    forward: ForwardConfig,
+    layout: Layout,
+    *,
+    longest: int,
+    sequences: int,
 ) -> RowShape:
     """Return the shape of the micro-batches of a run's updates and passes in one layout.
 

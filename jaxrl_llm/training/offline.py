@@ -48,11 +48,11 @@ from jaxrl_llm.training.forward import Inference, logprob_pass
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
+    microbatch_shape,
     open_layout,
     open_model,
     open_scorer,
     packed_shape,
-    takes_long_rows,
 )
 from jaxrl_llm.training.microbatches import (
     Fields,
@@ -273,14 +273,9 @@ def _open_sft(
     model = open_model(config.model, layout, seed=config.seed).for_length(data.max_tokens)
     examples = _tokenize_examples(config, rows, model.model.vocab_size)
     forward = forward_config(config.model, model.model, layout, 1.0, model.tower, data.max_pixels)
-    shape = packed_shape(
-        layout,
-        model.model,
-        tokens=config.batch.max_tokens_per_device,
-        longest=data.max_tokens,
-        sequences=config.batch.examples_per_step,
-        long_rows=takes_long_rows(forward, layout, data.max_tokens),
-        visual_tokens=config.batch.max_visual_tokens_per_device,
+    sequences = config.batch.examples_per_step
+    shape = microbatch_shape(
+        config.batch, forward, layout, longest=data.max_tokens, sequences=sequences
     )
     named = (
         (f"data.train: {e.load.where if e.load else i}", e.tokens) for i, e in enumerate(examples)
