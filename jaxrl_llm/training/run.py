@@ -373,35 +373,44 @@ def open_trainer(
     compile_first_step(config, functions, model.model, models, layouts)
     learner = models.actor.learner
     episodes = open_episode_sampler(
-        *(config.rollout, tokens, rows[0]),
-        *(config.data.chat_template_kwargs, config.data.max_prompt_tokens, stack),
-        row_visuals(config.model, config.data).processor,
-        room_for_images(learner.model.visuals, learner.shape),
+        config.rollout,
+        tokens,
+        rows=rows[0],
+        template_kwargs=config.data.chat_template_kwargs,
+        prompt_tokens=config.data.max_prompt_tokens,
+        stack=stack,
+        processor=row_visuals(config.model, config.data).processor,
+        visual_tokens=room_for_images(learner.model.visuals, learner.shape),
     )
     prompts, validation_prompts = tokenize_rows(
         config, rows, tokens.tokenizer, model.model, episodes
     )
     per_step = config.batch.prompts_per_step
     check_schedules(config, functions, loop.count_steps(config, len(prompts), per_step))
-    reward_model = None
-    if config.reward.classifier:
+    reward_model, path = None, config.reward.classifier
+    if path:
         reward_model = open_reward_model(
-            *(config, config.reward.classifier, tokens.tokenizer),
-            *(model.model, layouts.reward_model),
+            config, path, tokens.tokenizer, actor=model.model, layout=layouts.reward_model
         )
     scorer = Scorer(config, functions, reward_model, stack)
     frozen = {} if teachers is None else teachers.held_params
     frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
     files, saved = loop.open_files(
-        *(config, trainable, prompts, watchdog, stack),
+        config,
+        models=trainable,
+        items=prompts,
+        watchdog=watchdog,
+        stack=stack,
         best="validation",
         frozen=frozen,
         extra_states=extra_states,
     )
     check_images(learner, prompts, validation_prompts if episodes else ())
     sampler = Sampler(
-        *(config.rollout, engine, tokens),
-        PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
+        config.rollout,
+        engine,
+        tokens,
+        weights=PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
         seed=config.seed,
         folder=folder,
         episodes=episodes,
@@ -531,7 +540,9 @@ def tokenize_rows(
         log.warning(
             "batch.prompts_per_step=%d, but data.train has only %d prompts: each comes %.3g times "
             "in a step; lower it, or add data",
-            *(per_step, len(train), per_step / len(train)),
+            per_step,
+            len(train),
+            per_step / len(train),
         )
     return train, validation[: config.validation.rows]
 
