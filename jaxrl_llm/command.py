@@ -35,8 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complete()
     words = sys.argv[1:] if arguments is None else [*arguments]
     if not words or words[0] not in PROGRAMS:
-        _check_program(words)
-        return _print_completion(_parser().parse_args(words).shell)
+        known = [*PROGRAMS, "completion"]
+        if words and not words[0].startswith("-") and words[0] not in known:
+            from jaxrl_llm.config.functions import closest
+
+            _parser().error(f"no program {words[0]!r}; {closest(words[0], known)}")
+        shell = _parser().parse_args(words).shell
+        from argcomplete.shell_integration import shellcode  # which only shells need
+
+        sys.stdout.write(shellcode(["jaxrl-llm"], shell=shell))
+        return 0
     module = importlib.import_module(f"jaxrl_llm.{words[0]}")
     if arguments is not None:
         return module.main(words[1:])
@@ -58,22 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     completion = programs.add_parser("completion", help=COMPLETION, description=COMPLETION)
     completion.add_argument("shell", choices=SHELLS)
     return parser
-
-
-def _check_program(words: Sequence[str]) -> None:
-    """End with the nearest program where there is none of this name."""
-    known = [*PROGRAMS, "completion"]
-    if words and not words[0].startswith("-") and words[0] not in known:
-        from jaxrl_llm.config.functions import closest
-
-        _parser().error(f"no program {words[0]!r}; {closest(words[0], known)}")
-
-
-def _print_completion(shell: str) -> int:
-    from argcomplete.shell_integration import shellcode  # which only shells need
-
-    sys.stdout.write(shellcode(["jaxrl-llm"], shell=shell))
-    return 0
 
 
 def _complete() -> int:

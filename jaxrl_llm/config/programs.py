@@ -272,7 +272,8 @@ def engine_is_possible(config: TrainConfig) -> Iterator[str]:
 def cluster_can_train(config: TrainConfig) -> Iterator[str]:
     """Refuse tasks and processes of a cluster before it is started."""
     if config.cluster:
-        processes, tasks = training_processes(config.cluster), config.cluster.reward_tasks
+        processes = config.cluster.nodes * config.cluster.processes_per_node
+        tasks = config.cluster.reward_tasks
         if tasks % processes:
             yield (
                 f"cluster.reward_tasks: expected a multiple of the {processes} training processes, "
@@ -339,11 +340,6 @@ def stale_answers_are_possible(config: TrainConfig) -> Iterator[str]:
         yield "rollout.schedule: expected null with rollout.at_push: keep, which a cache decides"
     if rollout.turns is not None and rollout.at_push == "finish":
         yield "rollout.turns: expected null with rollout.at_push: finish, which takes all turns"
-
-
-def training_processes(cluster: ClusterConfig) -> int:
-    """Return how many processes train."""
-    return cluster.nodes * cluster.processes_per_node
 
 
 def divisors(n: int) -> list[int]:

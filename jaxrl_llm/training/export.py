@@ -271,15 +271,6 @@ def _without_home(text: str) -> str:
     return text if home == "/" else re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])", "~", text)
 
 
-def _method(config: Mapping[str, Any]) -> str:
-    """Return the name of the function that a training is about."""
-    program = program_of(config)
-    if program == "train":
-        names = learned_by(config["algorithm"])
-        return names.get("pair_loss") or next(iter(names.values()))
-    return function_name(config["loss"]) if program == "prefer" else program
-
-
 def _library(model: Model, *, adapter: bool) -> str | None:
     """Return the library that loads a model, by the hub's name; None for a model of one's own."""
     own = "transformers" if isinstance(model, Decoder) else None
@@ -298,8 +289,15 @@ def _front_matter(
     from huggingface_hub import ModelCardData
 
     base = None if config["model"].get("random_init") else repository(trained.source)
-    kinds = ["reinforcement-learning"] if program_of(config) == "train" else []
-    tags = ["jaxrl_llm", *kinds, _method(config)]
+    program = program_of(config)
+    kinds = ["reinforcement-learning"] if program == "train" else []
+    method = program  # the name of the function that a training is about
+    if program == "train":
+        names = learned_by(config["algorithm"])
+        method = names.get("pair_loss") or next(iter(names.values()))
+    elif program == "prefer":
+        method = function_name(config["loss"])
+    tags = ["jaxrl_llm", *kinds, method]
     generates = trained.role == "actor" and head_of(trained.model) is None
     data = ModelCardData(
         base_model=base[0] if base else None,
@@ -513,9 +511,10 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
     if head is not None:
         heads = {"value_head": head == "value", "reward_head": head == "reward"}
         return model_of(dataclasses.replace(spec, **heads))
-    lora, adapter = adapter_keys(of_policy)
     if role == "actor":
-        spec = adapted_spec(spec, lora, adapter)
+        lora = of_policy.get("lora")  # runs of earlier versions have no such key
+        lora = lora and from_tree(LoraConfig, lora, "model.lora.")
+        spec = adapted_spec(spec, lora, of_policy.get("adapter"))
     # an adapter is merged into a base that has its tower
     return model_of(
         dataclasses.replace(spec, vision_apart=vision == "frozen" and spec.lora is None)
@@ -691,9 +690,3 @@ def scoring_of(config: PreferConfig) -> dict[str, Any] | None:
     if head == "value":
         return {"step_separator": config.data.step_separator}
     return None if head is None else {"render": "answer"}
-
-
-def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:
-    """Return the keys of a run's model that say which adapter it trained."""
-    lora = model.get("lora")  # runs of earlier versions have no such key
-    return lora and from_tree(LoraConfig, lora, "model.lora."), model.get("adapter")

@@ -7,7 +7,7 @@ is run there.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -407,9 +407,15 @@ def make_model(spec: FunctionSpec, path: str, *, seed: int) -> Model:
     asked = signature_of(make.func if isinstance(make, functools.partial) else make).parameters
     with config_errors_at("model.path"):
         given = {"vocab_size": len(load_tokenizer(path))} if "vocab_size" in asked else {}
+    if "rngs" in asked:
+        try:
+            import flax  # noqa: F401
+        except ImportError as error:
+            hint = "install the extra, pip install -e '.[flax]'"
+            raise ConfigError(f"{KEY}: {error}: {hint}") from error
     with config_errors_at(KEY):
         make = functools.partial(make, **given)
-        model = _from_module(make, seed) if "rngs" in asked else make()
+        model = from_module(make, seed=seed) if "rngs" in asked else make()
         if not isinstance(model, Model):
             raise TypeError(
                 f"{spec.fn} returned {type(model).__name__}, expected an nnx.Module, of a function "
@@ -418,14 +424,6 @@ def make_model(spec: FunctionSpec, path: str, *, seed: int) -> Model:
             )
         _ = model.vocab_size, model.declare()  # what is no model fails here, and not in a step
     return model
-
-
-def _from_module(make: Callable[..., Any], seed: int) -> Any:
-    try:
-        import flax  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{KEY}: {error}: install the extra, pip install -e '.[flax]'") from error
-    return from_module(make, seed=seed)
 
 
 def check_axes(model: Model, layout: Layout) -> None:

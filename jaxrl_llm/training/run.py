@@ -293,11 +293,6 @@ def open_run(config: TrainConfig) -> Run:
     """
     if config.cluster is not None:
         raise ConfigError("cluster is set: a run on a cluster is run to its end, by `train`")
-    return open_here(config)
-
-
-def open_here(config: TrainConfig) -> Run:
-    """Open a run in this process, which may be one of a cluster's."""
     with contextlib.ExitStack() as stack:  # on an error, closes what was opened
         return _build(config, *_claim(config, stack), stack)
 
