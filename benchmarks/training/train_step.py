@@ -53,7 +53,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, shardings
 from jaxrl_llm.training import forward
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import takes_long_rows
+from jaxrl_llm.training.load_model import takes_long_rows
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 

@@ -23,12 +23,12 @@ import jax
 import numpy as np
 from filelock import FileLock, Timeout
 
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import Task, compiler_options
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.functions import FunctionSpec, split_name
-from jaxrl_llm.config.keys import Section, group_of
 from jaxrl_llm.config.load import PACKAGED, as_tree, changes, dotted_items, read_yaml, to_yaml
 from jaxrl_llm.config.programs import RunConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.sections import Section, group_of
 from jaxrl_llm.files import write_text
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.runs.compile_cache import compilation_cache_of, use_compilation_cache

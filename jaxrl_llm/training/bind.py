@@ -13,28 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.fields import (
-    FIELDS,
-    Stage,
-    asks_for,
-    call,
-    check_fields,
-    fields_at,
-    fields_of_model,
-    name_of,
-)
 from jaxrl_llm.config.functions import (
     ADVANTAGES,
     CORRECTIONS,
     DATASETS,
     DIVERGENCES,
+    FIELDS,
     KLS,
     LOSSES,
     PAIRS,
@@ -45,9 +36,16 @@ from jaxrl_llm.config.functions import (
     TEACHER_PROMPTS,
     VALUES,
     FunctionSpec,
+    Stage,
+    asks_for,
+    call,
+    check_fields,
     described_failure,
+    fields_at,
+    fields_of_model,
     find_function,
     load_function,
+    name_of,
     signature_of,
 )
 from jaxrl_llm.config.programs import TrainConfig
@@ -65,7 +63,7 @@ from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.build import is_low_precision
 from jaxrl_llm.rollout.vllm.setup import find_python
 from jaxrl_llm.training import experience
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
 from jaxrl_llm.training.update import (
     ANSWER_FIELDS,
     LENGTHS,
@@ -76,6 +74,7 @@ from jaxrl_llm.training.update import (
     Distillation,
     PolicyObjective,
     PreferenceObjective,
+    UpdateSpec,
     ValueObjective,
     as_pair_loss,
     as_token_loss,
@@ -139,16 +138,6 @@ class AdvantageSum:
 
 PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
 """What a loss of the pairs of a step may ask for, [P] each."""
-
-
-class UpdateSpec(NamedTuple):
-    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
-
-    objective: PolicyObjective | ValueObjective | PreferenceObjective
-    reduce: Function
-    optimizer: OptimizerOf
-    schedule: Callable[[int], Any]
-    max_skipped: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,8 +346,10 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
         advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
         kl=kl_spec and find(kl_spec, KLS, f"algorithm.{kl}", of_kl),
         controller=find_positional(
-            *(algorithm.kl_controller, KLS, "algorithm.kl_controller"),
-            ("coef", "observed_kl", "batch_size"),
+            algorithm.kl_controller,
+            KLS,
+            "algorithm.kl_controller",
+            expected=("coef", "observed_kl", "batch_size"),
         ),
         group_filter=optional(algorithm.group_filter, "group_filter", SHAPING, Stage.SCORED),
         penalty=optional(algorithm.penalty, "penalty", SHAPING, Stage.SCORED),
@@ -368,7 +359,10 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
         ),
         select_covariant=select
         and find(
-            *(select, LOSSES, "algorithm.high_covariance", fields_at(Stage.UPDATING)),
+            select,
+            LOSSES,
+            "algorithm.high_covariance",
+            fields_at(Stage.UPDATING),
             passed=[*FIELDS, "key"],  # which it may take as a keyword
         ),
         answer_filter=optional(algorithm.answer_filter, "answer_filter", SHAPING, Stage.ESTIMATED),
@@ -591,7 +585,8 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
         log.warning(
             "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
             "policies that are up to %d updates old (docs/async.md)",
-            *(staleness, staleness),
+            staleness,
+            staleness,
         )
 
 
@@ -739,9 +734,8 @@ def check_distillation(config: TrainConfig) -> None:
             + ("set teacher.top_k, too" if key == "url" else "remove it")
         )
     if not of_top and (isinstance(teacher.path, dict) or config.mesh.teacher is not None):
-        key = (
-            "teacher.path has several" if isinstance(teacher.path, dict) else "mesh.teacher is set"
-        )
+        several = isinstance(teacher.path, dict)
+        key = "teacher.path has several" if several else "mesh.teacher is set"
         raise ConfigError(
             f"{key}, but over the whole vocabulary algorithm.distillation runs one teacher where "
             "the policy is trained: set teacher.top_k, or name one teacher without a mesh"
@@ -799,8 +793,8 @@ def check_own_teacher(config: TrainConfig) -> None:
         )
     is_adapter = config.model.lora is not None or config.model.adapter is not None
     elsewhere = {"mesh.teacher": config.mesh.teacher, "offload.teacher": config.offload.teacher}
-    for key in (key for key, value in elsewhere.items() if value):
-        if weights == "live" or is_adapter:
+    for key, is_set in elsewhere.items():
+        if is_set and (weights == "live" or is_adapter):
             reason = "weights=live are those" if weights == "live" else "base is that"
             raise ConfigError(
                 f"{key} is set, but the teacher's {reason} of the policy, where it is trained: "
@@ -832,26 +826,18 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     Raises:
         ConfigError: one of them raises, or returns something else than is expected.
     """
-    fields = abstract_fields(
-        config.batch.prompts_per_step * config.rollout.samples_per_prompt,
-        config.longest_sequence,
-        len(config.reward.components),
-        config.teacher.top_k or 1,
-    )
+    size = config.batch.prompts_per_step * config.rollout.samples_per_prompt
+    components, top = len(config.reward.components), config.teacher.top_k or 1
+    fields = abstract_fields(size, config.longest_sequence, components, top) | abstract_pairs(size)
     for key, function, run in trials(config, functions):
-        check_function(
-            key,
-            function,
-            functools.partial(jax.eval_shape, functools.partial(run, function), fields),
-        )
+        trial = functools.partial(run, function)
+        check_function(key, function, functools.partial(jax.eval_shape, trial, fields))
     actor = functions.updates["actor"].objective
     if isinstance(actor, PolicyObjective) and actor.distillation:
         check_divergence("algorithm.distillation", actor.distillation.divergence)
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
-        control = functools.partial(
-            experience.checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
-        )
+        control = functools.partial(experience.checked_controller(controller), coef, 0.01, size)
         check_function("algorithm.kl_controller", controller, control)  # it gets numbers
     if config.steps is not None:
         check_schedules(config, functions, config.steps)
@@ -892,11 +878,13 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
     for name, update in functions.updates.items():
         section = "algorithm" if name == "actor" else name
         if isinstance(update.objective, PreferenceObjective):
-            yield "algorithm.pair_loss", update.objective.loss, _gradient_of_pairs
+            learned, checked = "chosen_logps", as_pair_loss
+            compute = functools.partial(_gradient, learned=learned, checked=checked)
+            yield "algorithm.pair_loss", update.objective.loss, compute
             continue
         if update.objective.loss is not None:
             learned = "values" if name == "critic" else "logprobs"
-            compute = functools.partial(_gradient, learned=learned)
+            compute = functools.partial(_gradient, learned=learned, checked=as_token_loss)
             yield f"{section}.loss", update.objective.loss, compute
         yield f"{section}.reduce", update.reduce, _weights
 
@@ -929,24 +917,11 @@ def _pairs(function: Function, fields: Fields) -> Any:
     return experience.check_pairs(_jitted(function, fields), function)
 
 
-def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
-    """Differentiate a loss of pairs by the log-probs of the chosen answers."""
-    of_pairs = abstract_pairs(fields["mask"].shape[0])
-    fields = {name: jnp.zeros(like.shape, like.dtype) for name, like in of_pairs.items()}
+def _gradient(loss: Function, fields: Fields, *, learned: str, checked: Function) -> Any:
+    """Differentiate a loss by what its model says of each token, or of each chosen answer."""
 
     def total(array: Any) -> Any:
-        result = call(loss, fields | {"chosen_logps": array})
-        return jnp.sum(as_pair_loss(result, loss, array.shape).loss)
-
-    return jax.grad(total)(fields["chosen_logps"])
-
-
-def _gradient(loss: Function, fields: Fields, *, learned: str) -> Any:
-    """Differentiate a loss by what its model says of each token."""
-
-    def total(array: Any) -> Any:
-        result = call(loss, fields | {learned: array})
-        return jnp.sum(as_token_loss(result, loss, fields["mask"].shape).loss)
+        return jnp.sum(checked(call(loss, fields | {learned: array}), loss, array.shape).loss)
 
     return jax.grad(total)(fields[learned])
 

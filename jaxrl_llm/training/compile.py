@@ -48,17 +48,21 @@ from jaxrl_llm.training.forward import (
     MicroBatch,
     logprob_pass,
 )
-from jaxrl_llm.training.layouts import Layouts, open_layouts
-from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    adapted_spec,
+    forward_config,
+    model_spec,
+    open_layouts,
+)
 from jaxrl_llm.training.roles import (
     Models,
     Role,
     inference_of,
-    learner_of,
+    make_role,
     reference_dtype,
-    replaying,
     row_shapes,
-    taught_by,
+    run_forward,
 )
 from jaxrl_llm.training.teachers import TeacherModel
 from jaxrl_llm.training.update import COEFS, ROUTER, PolicyObjective, shape_in
@@ -195,21 +199,20 @@ def plan_role(
         spec: the model, with its adapter or value head.
         layout: where it stands.
     """
-    update = functions.updates[name]
-    params, frozen = abstract_params(spec, layout), {}
+    params, frozen, teacher = abstract_params(spec, layout), {}, None
     if spec.lora is not None:
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
-    settings = planned_forward(config, spec, layout)
-    settings = replaying(settings, config) if name == "actor" else settings
-    shape, of_updates = row_shapes(config, settings, layout)
-    coefs: dict[str, Any] = dict(COEFS)
+    forward, coefs = planned_forward(config, spec, layout), dict[str, Any](COEFS)
     if name == "actor" and functions.runs_teacher_in_update:
         teacher = abstract_teacher(config, spec, layout)
-        update, coefs["teacher"] = taught_by(teacher, update, of_updates), teacher.params
-    learner = learner_of(update, settings, of_updates, layout, params, frozen)
+        coefs["teacher"] = teacher.params
+    role = make_role(config, functions, name, forward, layout, params, frozen, teacher)
+    learner, infer = role.learner, role.infer
+    assert isinstance(infer, Inference)
+    settings, of_updates = learner.model, learner.shape
+    shape, _ = row_shapes(config, forward, layout)
     state = learner.state_like()
-    infer = inference_of(name, functions, settings, shape, layout, frozen)
     if spec.moe is not None and config.model.router_loss_coef:
         everywhere: Any = replicated(layout.mesh)
         weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
@@ -219,7 +222,7 @@ def plan_role(
         return abstract_microbatch(names, config, bucket, layout.mesh, settings)
 
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
-        return params, frozen, micro(update.objective.asks_for(), bucket), coefs
+        return params, frozen, micro(learner.objective.asks_for(), bucket), coefs
 
     total = learner.total_like(*inputs(of_updates))
     router = total[1].get(ROUTER)
@@ -233,17 +236,26 @@ def plan_role(
         ),
     }
     needed = needs_inference(name, functions, has_adapter=spec.lora is not None)
-    return AbstractModel(
-        *(spec, settings, layout, shape, of_updates), *(params, state.opt_state, frozen, needed)
-    ), trace
+    model = AbstractModel(
+        spec=spec,
+        settings=settings,
+        layout=layout,
+        shape=shape,
+        update_shape=of_updates,
+        params=params,
+        optimizer=state.opt_state,
+        frozen=frozen,
+        needs_inference=needed,
+    )
+    return model, trace
 
 
 def planned_forward(config: TrainConfig, spec: ModelSpec, layout: Layout) -> ForwardConfig:
     """Return how the policy, or a model like it, is run, with the shapes of a frozen tower."""
-    model, temperature, tower = Decoder(spec), config.rollout.temperature, None
+    model, tower = Decoder(spec), None
     if spec.vision_apart:
         tower = FrozenTower(abstract_tower(config, spec, layout), model, layout, config.model.dtype)
-    return forward_config(config.model, model, layout, temperature, tower, config.data.max_pixels)
+    return run_forward(config, model, layout, tower)
 
 
 def abstract_tower(config: TrainConfig, spec: ModelSpec, layout: Layout) -> Any:

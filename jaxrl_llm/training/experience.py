@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
 from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import asks_for, call, name_of
+from jaxrl_llm.config.functions import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.rollouts import without_lone
 from jaxrl_llm.training.update import LossError, per_token, shape_text

@@ -24,8 +24,15 @@ from jaxrl_llm.algorithms.logprobs import (
     projected_token_stats,
     token_stats_from_logits,
 )
-from jaxrl_llm.compilation import BACKGROUND, PendingProgram, abstract, compile_all, compiles_ahead
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import (
+    BACKGROUND,
+    PendingProgram,
+    Task,
+    abstract,
+    compile_all,
+    compiler_options,
+    compiles_ahead,
+)
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import DataConfig, ModelConfig, SftDataConfig
 from jaxrl_llm.data.packing import (

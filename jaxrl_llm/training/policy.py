@@ -46,8 +46,13 @@ from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
 from jaxrl_llm.training.export import restore_model
 from jaxrl_llm.training.forward import ForwardConfig, pack_batch, token_fields
-from jaxrl_llm.training.layouts import open_layout, own_rules, packed_shape
-from jaxrl_llm.training.load_model import forward_config, merged_into_base
+from jaxrl_llm.training.load_model import (
+    forward_config,
+    merged_into_base,
+    open_layout,
+    own_rules,
+    packed_shape,
+)
 from jaxrl_llm.types import Batch, Rows
 
 

@@ -34,8 +34,7 @@ from jaxrl_llm.training.forward import (
     hidden_states,
     token_scores_from_hidden,
 )
-from jaxrl_llm.training.layouts import microbatch_shape
-from jaxrl_llm.training.load_model import read_model
+from jaxrl_llm.training.load_model import microbatch_shape, read_model
 from jaxrl_llm.types import Batch, Rows
 
 

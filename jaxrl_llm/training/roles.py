@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call, fields_of_model
+from jaxrl_llm.config.functions import call, fields_of_model
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.chat import ChatTemplate
@@ -27,7 +27,7 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout, replicated
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
+from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import (
     ForwardConfig,
@@ -36,8 +36,15 @@ from jaxrl_llm.training.forward import (
     logprob_pass,
     value_pass,
 )
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    LoadedModel,
+    forward_config,
+    laid_out,
+    microbatch_shape,
+    packed_shape,
+    read_model,
+)
 from jaxrl_llm.training.teachers import (
     AVERAGE,
     PolicyTeacher,
@@ -46,7 +53,7 @@ from jaxrl_llm.training.teachers import (
     Teachers,
     open_policy_teacher,
 )
-from jaxrl_llm.training.update import Learner, PolicyObjective, States, TrainableModel, TrainState
+from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
 from jaxrl_llm.types import ROUTES, Batch
 
 log = logging.getLogger(__name__)
@@ -251,7 +258,7 @@ def make_roles(
         "critic": config.critic.path,
         "implicit_reward_model": config.implicit_reward_model.path,
     }
-    for name, update in functions.updates.items():
+    for name in functions.updates:
         is_critic, path = name == "critic", paths.get(name)
         layout = layouts.of(name)
         key = f"{name}.path" if path else "model.path"
@@ -266,29 +273,66 @@ def make_roles(
             model = laid_out(actor.model, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
-        settings = forward_config(
-            *(config.model, model.model, layout, config.rollout.temperature),
-            *(actor.tower, config.data.max_pixels),
-        )
-        settings = replaying(settings, config) if name == "actor" else settings
-        shape, updates = row_shapes(config, settings, layout)
+        forward = run_forward(config, model.model, layout, actor.tower)
         own_teacher = teacher if name == "actor" else None
-        spec = taught_by(own_teacher, update, updates) if own_teacher else update
-        learner = learner_of(spec, settings, updates, layout, model.like, model.frozen)
-        infer = inference_of(name, functions, settings, shape, layout, model.frozen)
-        roles[name] = Role(
-            name=name,
-            learner=learner,
-            infer=infer,
-            learning_rate=update.schedule,
-            max_skipped=update.max_skipped,
-            mark_covariant=covariance_marker(functions) if name == "actor" else None,
-            learns_labels=name == "implicit_reward_model" and functions.learns_labels,
-            seed=config.seed,
-            teacher=own_teacher and own_teacher.params,
+        role = make_role(
+            config, functions, name, forward, layout, model.like, model.frozen, own_teacher
         )
-        trainable[name] = TrainableModel(model, learner, key)
+        roles[name], trainable[name] = role, TrainableModel(model, role.learner, key)
     return roles, trainable
+
+
+def make_role(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    name: str,
+    forward: ForwardConfig,
+    layout: Layout,
+    params_like: Any,
+    frozen: Any,
+    teacher: TeacherModel | None = None,
+) -> Role:
+    """Build a model that is trained.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        name: of the model.
+        forward: how it is run.
+        layout: where it stands.
+        params_like: shape, dtype and sharding of each parameter that is trained.
+        frozen: its other parameters.
+        teacher: that its update runs; None: it runs none.
+    """
+    update, is_actor = functions.updates[name], name == "actor"
+    forward = replaying(forward, config) if is_actor else forward
+    shape, of_updates = row_shapes(config, forward, layout)
+    update = update if teacher is None else teacher.taught(update, of_updates)
+    return Role(
+        name=name,
+        learner=update.learner(forward, of_updates, layout, params_like, frozen),
+        infer=inference_of(name, functions, forward, shape, layout, frozen),
+        learning_rate=update.schedule,
+        max_skipped=update.max_skipped,
+        mark_covariant=covariance_marker(functions) if is_actor else None,
+        learns_labels=name == "implicit_reward_model" and functions.learns_labels,
+        seed=config.seed,
+        teacher=teacher and teacher.params,
+    )
+
+
+def run_forward(
+    config: TrainConfig, model: Model, layout: Layout, tower: FrozenTower | None
+) -> ForwardConfig:
+    """Return how a model of a run is run where it is trained, or asked about answers."""
+    return forward_config(
+        config.model,
+        model,
+        layout,
+        temperature=config.rollout.temperature,
+        tower=tower,
+        max_pixels=config.data.max_pixels,
+    )
 
 
 def row_shapes(
@@ -326,36 +370,6 @@ def replaying(settings: ForwardConfig, config: TrainConfig) -> ForwardConfig:
             "remove it"
         )
     return dataclasses.replace(settings, router_replay=replay)
-
-
-def taught_by(teacher: TeacherModel, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
-    """Return the actor's update with the teacher that it runs."""
-    objective = update.objective
-    assert isinstance(objective, PolicyObjective) and objective.distillation is not None
-    how = teacher.compared_by(objective.distillation.divergence, shape)
-    return update._replace(objective=dataclasses.replace(objective, distillation=how))
-
-
-def learner_of(
-    update: UpdateSpec,
-    settings: ForwardConfig,
-    shape: RowShape,
-    layout: Layout,
-    params_like: Any,
-    frozen: Any = None,
-) -> Learner:
-    """Build the update of a model as its functions say; the last two are `Learner`'s."""
-    settings = settings.over(shape)
-    return Learner(
-        update.objective,
-        settings,
-        update.optimizer(settings.model.declare(), params_like),
-        reduce=update.reduce,
-        shape=shape,
-        mesh=layout.mesh,
-        params_like=params_like,
-        frozen=frozen,
-    )
 
 
 def inference_of(
@@ -507,10 +521,7 @@ def open_reference(
         split = layout.of(model.model.declare())
         dtypes = model.model.compute_dtypes(reference_dtype(config))
         if layout is not layouts.train:
-            forward = forward_config(
-                *(config.model, model.model, layout, config.rollout.temperature),
-                *(model.tower, config.data.max_pixels),
-            )
+            forward = run_forward(config, model.model, layout, model.tower)
             shape = row_shapes(config, forward, layout)[0]
             infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
         if settings.refresh_every is None:

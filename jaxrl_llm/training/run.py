@@ -45,8 +45,7 @@ from jaxrl_llm.training.buffer import Buffer, PolicyWeights, Sampler, Scorer, op
 from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.training.forward import check_room, room_for_images, row_visuals
-from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
-from jaxrl_llm.training.load_model import open_model
+from jaxrl_llm.training.load_model import Layouts, open_layouts, open_model, overlaps_training
 from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
@@ -294,11 +293,6 @@ def open_run(config: TrainConfig) -> Run:
     """
     if config.cluster is not None:
         raise ConfigError("cluster is set: a run on a cluster is run to its end, by `train`")
-    return open_here(config)
-
-
-def open_here(config: TrainConfig) -> Run:
-    """Open a run in this process, which may be one of a cluster's."""
     with contextlib.ExitStack() as stack:  # on an error, closes what was opened
         return _build(config, *_claim(config, stack), stack)
 
@@ -374,10 +368,14 @@ def open_trainer(
     compile_first_step(config, functions, model.model, models, layouts)
     learner = models.actor.learner
     episodes = open_episode_sampler(
-        *(config.rollout, tokens, rows[0]),
-        *(config.data.chat_template_kwargs, config.data.max_prompt_tokens, stack),
-        row_visuals(config.model, config.data).processor,
-        room_for_images(learner.model.visuals, learner.shape),
+        config.rollout,
+        tokens,
+        rows=rows[0],
+        template_kwargs=config.data.chat_template_kwargs,
+        prompt_tokens=config.data.max_prompt_tokens,
+        stack=stack,
+        processor=row_visuals(config.model, config.data).processor,
+        visual_tokens=room_for_images(learner.model.visuals, learner.shape),
     )
     prompts, validation_prompts = tokenize_rows(
         config, rows, tokens.tokenizer, model.model, episodes
@@ -385,22 +383,27 @@ def open_trainer(
     per_step = config.batch.prompts_per_step
     check_schedules(config, functions, loop.count_steps(config, len(prompts), per_step))
     frozen, by_model = {} if teachers is None else teachers.held_params, None
-    if config.reward.classifier:
+    if path := config.reward.classifier:
         frozen["reward.classifier"], by_model = open_reward_model(
-            *(config, config.reward.classifier, tokens.tokenizer),
-            *(model.model, layouts.reward_model),
+            config, path, tokens.tokenizer, actor=model.model, layout=layouts.reward_model
         )
     scorer = Scorer(config, functions, by_model, stack)
     files, saved = loop.open_files(
-        *(config, trainable, prompts, watchdog, stack),
+        config,
+        models=trainable,
+        items=prompts,
+        watchdog=watchdog,
+        stack=stack,
         best="validation",
         frozen=frozen,
         extra_states=extra_states,
     )
     check_images(learner, prompts, validation_prompts if episodes else ())
     sampler = Sampler(
-        *(config.rollout, engine, tokens),
-        PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
+        config.rollout,
+        engine,
+        tokens,
+        weights=PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
         seed=config.seed,
         folder=folder,
         episodes=episodes,
@@ -530,7 +533,9 @@ def tokenize_rows(
         log.warning(
             "batch.prompts_per_step=%d, but data.train has only %d prompts: each comes %.3g times "
             "in a step; lower it, or add data",
-            *(per_step, len(train), per_step / len(train)),
+            per_step,
+            len(train),
+            per_step / len(train),
         )
     return train, validation[: config.validation.rows]
 

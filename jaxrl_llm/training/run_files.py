@@ -181,7 +181,9 @@ def opening_lines(
         rows: prompts or examples that are trained on.
         total: steps in all.
     """
-    leaves = {name: _leaves(tree) for name, tree in trained.items()}
+    import jax  # who reads the last lines of a run needs none
+
+    leaves = {name: jax.tree.leaves(tree) for name, tree in trained.items()}
     sizes = {name: sum(math.prod(a.shape) for a in arrays) for name, arrays in leaves.items()}
     devices = next(iter(leaves["actor"])).sharding.device_set
     kind = next(iter(devices)).device_kind
@@ -202,12 +204,6 @@ def opening_lines(
         f"training {adapter}{config.model.path}: {counts}, on {where}",
         f"{data}, {total} steps of {step}; everything is written to {config.run_dir}",
     ]
-
-
-def _leaves(tree: Any) -> list[Any]:
-    import jax  # who reads the last lines of a run needs none
-
-    return jax.tree.leaves(tree)
 
 
 def _count(number: int) -> str:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call, name_of
-from jaxrl_llm.config.functions import closest, described_failure
+from jaxrl_llm.config.functions import call, closest, described_failure, name_of
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.chat import VOCABULARIES, Message, PolicyTokens, load_policy_tokens
@@ -48,10 +47,23 @@ from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    LoadedModel,
+    forward_config,
+    laid_out,
+    microbatch_shape,
+    read_model,
+)
 from jaxrl_llm.training.reward_model import token_difference
-from jaxrl_llm.training.update import Distillation, MovingAverage, States, TrainableModel, top_pass
+from jaxrl_llm.training.update import (
+    MovingAverage,
+    PolicyObjective,
+    States,
+    TrainableModel,
+    UpdateSpec,
+    top_pass,
+)
 from jaxrl_llm.types import ROUTES, Batch
 
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
@@ -235,17 +247,20 @@ class TeacherModel(NamedTuple):
     forward: ForwardConfig
     vocab: int | None
 
-    def compared_by(self, divergence: Callable[..., Any], shape: RowShape) -> Distillation:
-        """Return how an update compares its model with this teacher.
+    def taught(self, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
+        """Return an update that distils, with this teacher, which it runs.
 
         Args:
-            divergence: of the model from the teacher.
-            shape: of the micro-batches, which suits the model.
+            update: of the student.
+            shape: of its micro-batches, which suits the student.
         """
+        objective = update.objective
+        assert isinstance(objective, PolicyObjective) and objective.distillation is not None
         forward = self.forward.over(shape)
         if shape.longest is not None:  # a kernel has its own limits; see `takes_long_rows`
             forward = dataclasses.replace(forward, kernel=None)
-        return Distillation(divergence=divergence, teacher=forward, vocab=self.vocab)
+        how = dataclasses.replace(objective.distillation, teacher=forward, vocab=self.vocab)
+        return update._replace(objective=dataclasses.replace(objective, distillation=how))
 
 
 @activity("loading a teacher")

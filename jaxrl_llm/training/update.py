@@ -35,10 +35,9 @@ from jaxrl_llm.algorithms.logprobs import HeadProjection
 from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.preferences import PairLoss
 from jaxrl_llm.algorithms.reduce import token_mean
-from jaxrl_llm.compilation import AheadOfCall, abstract
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import AheadOfCall, Task, abstract, compiler_options
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import asks_for, call, name_of
+from jaxrl_llm.config.functions import asks_for, call, name_of
 from jaxrl_llm.data.dataset import check_ids
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
@@ -64,6 +63,7 @@ from jaxrl_llm.training.forward import (
     values_from_hidden,
 )
 from jaxrl_llm.training.load_model import LoadedModel
+from jaxrl_llm.training.optimizer import OptimizerOf
 from jaxrl_llm.types import Batch, Rows
 
 OF_TOP = ("teacher_ids", "teacher_top_logprobs")
@@ -901,6 +901,44 @@ class Learner:
             return per_token(reduce(mask), reduce, "reduce", mask.shape), token_mean(mask)
 
         return weigh
+
+
+class UpdateSpec(NamedTuple):
+    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
+
+    objective: Objective
+    reduce: Callable[..., Any]
+    optimizer: OptimizerOf
+    schedule: Callable[[int], Any]
+    max_skipped: int
+
+    def learner(
+        self,
+        forward: ForwardConfig,
+        shape: RowShape,
+        layout: Layout,
+        params_like: Any,
+        frozen: Params | None = None,
+    ) -> Learner:
+        """Build the update of a model.
+
+        Args:
+            forward: how the model is run.
+            shape: of its micro-batches.
+            layout: where it stands.
+            params_like: shape, dtype and sharding of each parameter that is trained.
+            frozen: its other parameters.
+        """
+        return Learner(
+            self.objective,
+            forward.over(shape),
+            self.optimizer(forward.model.declare(), params_like),
+            reduce=self.reduce,
+            shape=shape,
+            mesh=layout.mesh,
+            params_like=params_like,
+            frozen=frozen,
+        )
 
 
 def _split(total: tuple[Params, Fields]) -> tuple[Params, RouterStats | None]:

@@ -33,7 +33,7 @@ from jaxrl_llm.training.compile import (
 )
 from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.forward import balance_pass
-from jaxrl_llm.training.layouts import open_layouts
+from jaxrl_llm.training.load_model import open_layouts
 from jaxrl_llm.training.reward_model import score_pass
 from jaxrl_llm.training.roles import row_shapes
 from jaxrl_llm.training.update import Learner, PolicyObjective, shape_in

@@ -11,8 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import (
+    BACKGROUND,
+    PendingProgram,
+    Task,
+    compile_all,
+    compiler_options,
+    compiles_ahead,
+)
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.inputs import (
     FrameBounds,
