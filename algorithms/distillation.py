@@ -64,8 +64,8 @@ class Comparison:
     vocab: int | None = None
 
     @property
-    def axes(self) -> Axes:
-        """Return the mesh axes of the devices that have the same tokens."""
+    def devices(self) -> Axes:
+        """Return the devices that have the same tokens."""
         return self.student.vocab_axes or self.teacher.vocab_axes
 
 
@@ -143,9 +143,11 @@ def divergence_stats_from_logits(
 
     See `divergence_stats`.
     """
-    own = _share(comparison.axes, logits.astype(jnp.float32))
+    own = _share(comparison.devices, logits.astype(jnp.float32))
     stats = _compare(comparison, own, *_parts(_gathered(comparison, teacher)))
-    return _only(needed, DivergenceStats(*(_join(comparison.axes, x, len(logits)) for x in stats)))
+    return _only(
+        needed, DivergenceStats(*(_join(comparison.devices, x, len(logits)) for x in stats))
+    )
 
 
 def _gathered(
@@ -177,10 +179,10 @@ def _compare(
     """Compare whole distributions of this device's share of tokens."""
     if isinstance(teacher, TeacherTop):
         return _compare_top(
-            comparison, logits, TeacherTop(*(_share(comparison.axes, x) for x in teacher))
+            comparison, logits, TeacherTop(*(_share(comparison.devices, x) for x in teacher))
         )
     assert head is not None, "a teacher with hidden states has an output projection"
-    others = _shared_logits(comparison.axes, comparison.teacher, teacher, head)
+    others = _shared_logits(comparison.devices, comparison.teacher, teacher, head)
     student, given = (jax.nn.log_softmax(x[:, : comparison.vocab]) for x in (logits, others))
     ones = jnp.ones(len(student), jnp.float32)
     agreement = jnp.argmax(student, axis=-1) == jnp.argmax(given, axis=-1)
@@ -327,9 +329,9 @@ def _forward(
     chunks = TokenChunks(len(hidden), comparison.student.chunk, needed)
 
     def compare(block: tuple[Array, Any]) -> DivergenceStats:
-        logits = _shared_logits(comparison.axes, comparison.student, block[0], narrow)
+        logits = _shared_logits(comparison.devices, comparison.student, block[0], narrow)
         stats = _compare(comparison, logits, block[1], teacher_head)
-        return DivergenceStats(*(_join(comparison.axes, x, len(block[0])) for x in stats))
+        return DivergenceStats(*(_join(comparison.devices, x, len(block[0])) for x in stats))
 
     def nothing(block: tuple[Array, Any]) -> DivergenceStats:
         return DivergenceStats(*[jnp.zeros(len(block[0]), jnp.float32)] * 4)
@@ -346,25 +348,25 @@ def _backward(
     hidden, head, narrow, teacher, needed = saved
     given, teacher_head = _parts(teacher)
     slopes = cotangents.divergence
-    if comparison.axes:  # `shard_map` shares out what is equal
-        slopes = jax.lax.psum(slopes, comparison.axes)
+    if comparison.devices:  # `shard_map` shares out what is equal
+        slopes = jax.lax.psum(slopes, comparison.devices)
 
     def gradients(block: Any) -> tuple[Float[Array, "x D"], Float32[Array, "D V"]]:
         hidden, given, slopes = block
-        own = _rows(comparison.axes, comparison.student, hidden)
+        own = _rows(comparison.devices, comparison.student, hidden)
 
         def divergence(raw: Float32[Array, "x v"]) -> Float32[Array, " y"]:
             logits = _exchange(
-                comparison.axes, comparison.student, comparison.student.from_raw(raw)
+                comparison.devices, comparison.student, comparison.student.from_raw(raw)
             )
             return _compare(comparison, logits, given, teacher_head).divergence
 
         raw = jnp.matmul(own, narrow, preferred_element_type=jnp.float32)
-        (by_raw,) = jax.vjp(divergence, raw)[1](_share(comparison.axes, slopes))
+        (by_raw,) = jax.vjp(divergence, raw)[1](_share(comparison.devices, slopes))
         # float32 times bfloat16 would leave the tensor cores unused
         by_raw = by_raw.astype(hidden.dtype)
         to_own = jnp.matmul(by_raw, narrow.T, preferred_element_type=jnp.float32)
-        (to_hidden,) = jax.vjp(partial(_rows, comparison.axes, comparison.student), hidden)[1](
+        (to_hidden,) = jax.vjp(partial(_rows, comparison.devices, comparison.student), hidden)[1](
             to_own.astype(hidden.dtype)
         )
         return to_hidden, jnp.matmul(own.T, by_raw, preferred_element_type=jnp.float32)

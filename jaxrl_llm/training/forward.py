@@ -589,7 +589,7 @@ def merge_microbatches(
     """
     merged: dict[str, np.ndarray] = {}
     chains = chain_places(batch)
-    sequences = batch.tokens.shape if chains is None else chains.columns.shape
+    sequences = batch.tokens.shape if chains is None else chains[1].shape
     for indices, results in list(parts):
         for name, values in distributed.fetch(results).items():
             shape = *sequences, *values.shape[2:]
@@ -604,18 +604,9 @@ def merge_microbatches(
 # Chains of episodes: one sequence of a batch for the algorithm, a sequence each for the models.
 
 
-class ChainPlaces(NamedTuple):
-    """Where the tokens of N chains lie in a batch.
-
-    Attributes:
-        episodes: of which a chain is.
-        columns: of its tokens, in order; padded with 0 to the longest chain.
-        sizes: tokens of each chain.
-    """
-
-    episodes: Int[np.ndarray, " N"]
-    columns: Int[np.ndarray, "N L"]
-    sizes: Int[np.ndarray, " N"]
+ChainPlaces = tuple[Int[np.ndarray, " N"], Int[np.ndarray, "N L"], Int[np.ndarray, " N"]]
+"""Where the tokens of N chains lie in a batch: the episode of each chain; the columns of its
+tokens, in order and padded with 0 to the longest chain; and how many these are."""
 
 
 def chain_places(batch: Batch) -> ChainPlaces | None:
@@ -623,8 +614,8 @@ def chain_places(batch: Batch) -> ChainPlaces | None:
 
     >>> chains = {"chain_ids": np.array([[0, 1, 0], [0, 0, -1]])}
     >>> places = chain_places(Batch(np.zeros((2, 3), int), np.array([3, 2]), chains))
-    >>> places.episodes.tolist(), places.columns.tolist(), places.sizes.tolist()
-    ([0, 0, 1], [[0, 2], [1, 0], [0, 1]], [2, 1, 2])
+    >>> [array.tolist() for array in places]
+    [[0, 0, 1], [[0, 2], [1, 0], [0, 1]], [2, 1, 2]]
     """
     if not has_chains(batch):
         return None
@@ -638,7 +629,7 @@ def chain_places(batch: Batch) -> ChainPlaces | None:
     padded = np.zeros((len(sizes), sizes.max()), np.int32)
     for row, own in zip(padded, columns, strict=True):
         row[: len(own)] = own
-    return ChainPlaces(np.array(episodes, np.int32), padded, sizes)
+    return np.array(episodes, np.int32), padded, sizes
 
 
 def has_chains(batch: Batch) -> bool:
@@ -665,27 +656,26 @@ def cut_chains(
             return batch
         narrow = {n: batch[n][:, :width] if batch[n].ndim > 1 else batch[n] for n in names}
         return Batch(batch.tokens[:, :width], batch.sequence_lengths, narrow)
-    rows = places.episodes[:, None]
+    episodes, columns, sizes = places
+    rows = episodes[:, None]
     fields = {
-        name: batch[name][rows, places.columns]
-        if batch[name].ndim > 1
-        else batch[name][places.episodes]
+        name: batch[name][rows, columns] if batch[name].ndim > 1 else batch[name][episodes]
         for name in names
     }
     if VISUALS in names:
         fields[VISUALS] = _cut_visuals(batch, places, placeholders)
-    return Batch(batch.tokens[rows, places.columns], places.sizes, fields)
+    return Batch(batch.tokens[rows, columns], sizes, fields)
 
 
 def _cut_visuals(batch: Batch, places: ChainPlaces, placeholders: Sequence[int]) -> np.ndarray:
     """Return the images and videos of each chain [N]: those whose first token it has."""
-    cut = np.empty(len(places.sizes), object)
+    cut = np.empty(len(places[0]), object)
     is_visual = np.isin(batch.tokens, placeholders) & ~batch["mask"]
-    for chain, (episode, size) in enumerate(zip(places.episodes, places.sizes, strict=True)):
+    for chain, (episode, columns, size) in enumerate(zip(*places, strict=True)):
         visuals = batch.visuals[episode]
         counts = np.array([0, *(visual.tokens for visual in visuals)]).cumsum()
         firsts = np.flatnonzero(is_visual[episode])[counts[:-1]]
-        own = np.isin(firsts, places.columns[chain, :size])
+        own = np.isin(firsts, columns[:size])
         cut[chain] = tuple(v for v, is_own in zip(visuals, own, strict=True) if is_own)
     return cut
 
@@ -701,17 +691,18 @@ def join_chains(values: np.ndarray, places: ChainPlaces, batch: Batch) -> np.nda
     Returns:
         Values [B T ...], 0 where there are no tokens.
     """
-    inside = np.arange(places.columns.shape[1]) < places.sizes[:, None]
-    rows = np.broadcast_to(places.episodes[:, None], inside.shape)
+    episodes, columns, sizes = places
+    inside = np.arange(columns.shape[1]) < sizes[:, None]
+    rows = np.broadcast_to(episodes[:, None], inside.shape)
     whole = np.zeros((*batch.tokens.shape, *values.shape[2:]), values.dtype)
-    whole[rows[inside], places.columns[inside]] = values[inside]
+    whole[rows[inside], columns[inside]] = values[inside]
     return whole
 
 
 def sequence_sizes(batch: Batch) -> Int[np.ndarray, " N"]:
     """Return the tokens of each sequence that a model reads: of an episode, or of each chain."""
     places = chain_places(batch)
-    return batch.sequence_lengths if places is None else places.sizes
+    return batch.sequence_lengths if places is None else places[2]
 
 
 @dataclass(frozen=True, kw_only=True)

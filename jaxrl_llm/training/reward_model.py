@@ -69,7 +69,7 @@ def policy_tokens(rollouts: Rollouts, row: int) -> ScorerInput:
     return ScorerInput((*episode.prompt, *map(int, episode.tokens)))
 
 
-def encode_answer(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
+def answer_input(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
     """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
     messages = _shown(template, whole_chat(rollouts, row))
     with unreadable():
@@ -77,7 +77,7 @@ def encode_answer(template: ChatTemplate, rollouts: Rollouts, row: int) -> Score
     return ScorerInput((*prompt, *answer))
 
 
-def encode_chat(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
+def chat_input(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
     """Encode the chat as the template has it, with the answer as the assistant's message."""
     messages = _shown(template, whole_chat(rollouts, row))
     with unreadable():
@@ -94,7 +94,7 @@ def _shown(template: ChatTemplate, messages: Sequence[Message]) -> list[Message]
     return [*messages[:-1], {**last, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}]
 
 
-def encode_answer_steps(
+def steps_input(
     template: ChatTemplate,
     rollouts: Rollouts,
     row: int,
@@ -399,7 +399,7 @@ def choose_encoder(
         return policy_tokens
     template = own_template(path, reward)
     log.info("reward.classifier reads texts by its own tokenizer: reward.render=%s", render)
-    return functools.partial(encode_answer if render == "answer" else encode_chat, template)
+    return functools.partial(answer_input if render == "answer" else chat_input, template)
 
 
 def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer: Any) -> Encode:
@@ -426,7 +426,7 @@ def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer
             f"reward.render={reward.render} out"
         )
     return functools.partial(
-        encode_answer_steps,
+        steps_input,
         own_template(path, reward),
         separator=separator,
         splits_at=reward.step_separator or separator,

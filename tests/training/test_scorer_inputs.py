@@ -11,11 +11,11 @@ from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.training.reward_model import (
     Unreadable,
-    encode_answer,
-    encode_answer_steps,
-    encode_chat,
+    answer_input,
+    chat_input,
     policy_tokens,
     scorer_batch,
+    steps_input,
     whole_chat,
 )
 from tests.data.real_templates import build
@@ -41,7 +41,7 @@ def rollouts_of(messages=(), *, prompt=(USER,), tools=()):
 def test_a_plain_answer_is_the_assistants_message():
     rollouts = rollouts_of()
     assert whole_chat(rollouts, 0) == [USER, said("an answer")]
-    read = encode_answer(TEMPLATE, rollouts, 0)
+    read = answer_input(TEMPLATE, rollouts, 0)
     assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>an answer<|end|>"
     assert policy_tokens(rollouts, 0).tokens == (1, 2, 5, 6)
 
@@ -49,13 +49,13 @@ def test_a_plain_answer_is_the_assistants_message():
 def test_an_episode_is_the_chat_that_it_was():
     chat = [USER, said("call"), TOOL, said("end")]
     assert whole_chat(rollouts_of(chat), 0) == chat
-    read = encode_answer(TEMPLATE, rollouts_of(chat), 0)
+    read = answer_input(TEMPLATE, rollouts_of(chat), 0)
     assert TOKENIZER.decode(read.tokens).endswith("<|tool|>7<|end|><|assistant|>end<|end|>")
 
 
 def test_what_an_agent_gave_as_tokens_is_read_as_text():
     chat = [USER | {"as_tokens": True}, said("end")]
-    read = encode_answer(TEMPLATE, rollouts_of(chat), 0)
+    read = answer_input(TEMPLATE, rollouts_of(chat), 0)
     assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>end<|end|>"
 
 
@@ -63,16 +63,16 @@ def test_the_tools_of_a_row_are_read_or_the_answer_is_not():
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     rollouts = rollouts_of(tools=[tool])
     shows, _ = build("mistral")
-    steps = partial(encode_answer_steps, separator="\n", splits_at="\n", decode=shows.decode)
-    for encode in (encode_answer, encode_chat, steps):
+    steps = partial(steps_input, separator="\n", splits_at="\n", decode=shows.decode)
+    for encode in (answer_input, chat_input, steps):
         assert "look_up" in shows.decode(encode(ChatTemplate(shows), rollouts, 0).tokens)
     with pytest.raises(Unreadable, match="shows no tools"):
-        encode_answer(TEMPLATE, rollouts, 0)
+        answer_input(TEMPLATE, rollouts, 0)
 
 
 def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_text():
     chat = [USER, said("4") | {"reasoning_content": "2+2"}]
-    for encode in (encode_answer, encode_chat):
+    for encode in (answer_input, chat_input):
         text = TOKENIZER.decode(encode(TEMPLATE, rollouts_of(chat), 0).tokens)
         assert text.endswith("<|assistant|><think>\n2+2\n</think>\n\n4<|end|>")
 
@@ -89,14 +89,14 @@ def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_
 )
 def test_what_can_not_be_read_is_a_failure(rollouts, message):
     with pytest.raises(Unreadable, match=message):
-        encode_answer(TEMPLATE, rollouts, 0)
-    batch, inputs, failures = scorer_batch(rollouts, partial(encode_answer, TEMPLATE), width=20)
+        answer_input(TEMPLATE, rollouts, 0)
+    batch, inputs, failures = scorer_batch(rollouts, partial(answer_input, TEMPLATE), width=20)
     assert list(failures) == [0] and inputs == [None]
     assert batch.sequence_lengths.tolist() == [1]
 
 
 def test_what_is_too_long_is_a_failure_and_not_cut():
-    encode = partial(encode_answer, TEMPLATE)
+    encode = partial(answer_input, TEMPLATE)
     assert scorer_batch(rollouts_of(), encode, width=14)[-1] == {}
     assert scorer_batch(rollouts_of(), encode, width=13)[-1] == {
         0: "14 tokens of the reward model, more than its 13: raise reward.max_tokens"
