@@ -69,10 +69,8 @@ from jaxrl_llm.types import Batch, Rows
 OF_TOP = ("teacher_ids", "teacher_top_logprobs")
 """The fields [B T K] of a teacher that gives its likeliest tokens."""
 
-
 EXTREMES = {"largest": (-jnp.inf, jnp.maximum), "smallest": (jnp.inf, jnp.minimum)}
 """Names of an objective's metrics that do not add up: what to begin with, and how to merge them."""
-
 
 MEANS = "means"
 """Name of an objective's metrics that are means over some of the rows: pairs of a sum and of what
@@ -649,6 +647,9 @@ def _first(marks: Bool[Array, "P W"]) -> Array:
     return jnp.where(marks.any(axis=1), jnp.argmax(marks, axis=1), marks.shape[1])
 
 
+# How: gradients over micro-batches, then one step of the optimizer.
+
+
 ROUTER = "router"
 """The name of the routers' statistics in an objective's metrics, which add up."""
 
@@ -1049,6 +1050,9 @@ def summarize_routers(router: RouterStats) -> Fields:
         "router_idle": jnp.mean(by_layer["tokens_per_expert"] == 0),
         "router_entropy": by_layer["router_entropy"].mean(),
     }
+
+
+# Metrics: of micro-batches, added up to those of an update; and of a step's updates.
 
 
 def empty_total(like: tuple[Params, Fields]) -> tuple[Params, Fields]:
