@@ -42,7 +42,7 @@ from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folde
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.bind import check_divergence, find_divergence
+from jaxrl_llm.training.bind import find_divergence
 from jaxrl_llm.training.export import check_export, export_trained, scoring_of
 from jaxrl_llm.training.forward import Inference, logprob_pass
 from jaxrl_llm.training.load_model import (
@@ -250,7 +250,6 @@ def _load_imitation(config: SftConfig) -> UpdateSpec:
     objective = PolicyObjective(loss=negative_log_likelihood)
     if config.teacher.path is not None:
         divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
-        check_divergence("teacher.divergence", divergence)
         objective = PolicyObjective(
             loss=negative_log_likelihood,
             share=1 - config.teacher.share,
