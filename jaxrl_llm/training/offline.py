@@ -43,11 +43,12 @@ from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
 from jaxrl_llm.training.bind import find_divergence
-from jaxrl_llm.training.export import check_export, export_trained, scoring_of
+from jaxrl_llm.training.export import check_export, save_model, scoring_of
 from jaxrl_llm.training.forward import Inference, logprob_pass
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
+    merged_into_base,
     microbatch_shape,
     open_layout,
     open_model,
@@ -182,7 +183,11 @@ def _run(
             BACKGROUND.clear()  # its programs' shapes hold on to the weights
             source = config.model.path
             scoring = scoring_of(config) if isinstance(config, PreferConfig) else None
-            export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
+            if base is not None:
+                params, model = merged_into_base(params, model, source, base)
+            save_model(
+                config.export_to, params, model, source=source, dtype="float32", scoring=scoring
+            )
             for line in closing_lines(config) if hints else ():
                 display.line(line)
 
