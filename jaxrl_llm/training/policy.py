@@ -24,13 +24,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import (
-    Model,
-    base_model,
-    for_length,
-    is_adapted,
-    model_of,
-)
+from jaxrl_llm.models.model import Model, base_model, for_length, is_adapted, model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.monitoring.activity import activity
