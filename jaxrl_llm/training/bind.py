@@ -291,7 +291,6 @@ def update_spec(
     reduce: FunctionSpec,
     section: str,
     optim: OptimConfig,
-    optim_key: str = "optim",
 ) -> UpdateSpec:
     """Find the reduction and the optimizer of a model that is trained.
 
@@ -300,10 +299,10 @@ def update_spec(
         reduce: from a mask to weights.
         section: of the config that names the reduction.
         optim: its optimizer.
-        optim_key: the config key of `optim`.
     """
     weigh = find_positional(reduce, REDUCTIONS, f"{section}.reduce", ("mask",))
-    optimizer, schedule = make_optimizer(optim, optim_key)
+    key = "optim" if section == "algorithm" else f"{section}.optim"
+    optimizer, schedule = make_optimizer(optim, key)
     return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
 
 
@@ -414,30 +413,7 @@ def load_updates(
     needs = policy.asks_for()
     if isinstance(policy, PreferenceObjective):  # its other fields are made with the pairs
         needs = {"ref_logprobs"} if needs & OF_REFERENCE else set()
-    needs |= fields_of_batch_functions(functions) - {"logprobs"}
-    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
-    for _ in range(2):  # each may ask for the other
-        if "critic" not in updates and needs & fields_of_model("critic"):
-            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
-            objective = ValueObjective(loss=loss)
-            updates["critic"] = update_spec(
-                objective, critic.reduce, "critic", critic.optim, "critic.optim"
-            )
-            needs |= objective.asks_for()
-        if name not in updates and needs & fields_of_model(name):
-            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
-            check_betas(functions.advantage, loss)
-            objective = PolicyObjective(loss=loss)
-            updates[name] = update_spec(
-                objective, reward.reduce, name, reward.optim, f"{name}.optim"
-            )
-            needs |= objective.asks_for()
-    return updates, frozenset(needs)
-
-
-def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
-    """Return the fields that functions of the whole batch ask for; the controller gets none."""
-    asking = [
+    of_batch = (
         functions.advantage,
         functions.kl,
         functions.group_filter,
@@ -446,8 +422,27 @@ def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
         functions.answer_filter,
         functions.pairs,
         *functions.corrections,
-    ]
-    return {name for function in asking if function for name in asks_for(function)}
+    )
+    needs |= fields_asked(*of_batch) - {"logprobs"}  # the controller gets none
+    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
+    for _ in range(2):  # each may ask for the other
+        if "critic" not in updates and needs & fields_of_model("critic"):
+            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
+            objective = ValueObjective(loss=loss)
+            updates["critic"] = update_spec(objective, critic.reduce, "critic", critic.optim)
+            needs |= objective.asks_for()
+        if name not in updates and needs & fields_of_model(name):
+            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
+            check_betas(functions.advantage, loss)
+            objective = PolicyObjective(loss=loss)
+            updates[name] = update_spec(objective, reward.reduce, name, reward.optim)
+            needs |= objective.asks_for()
+    return updates, frozenset(needs)
+
+
+def fields_asked(*functions: Function | None) -> set[str]:
+    """Return the fields that functions ask for."""
+    return {name for function in functions if function for name in asks_for(function)}
 
 
 def is_on_policy(
@@ -459,12 +454,9 @@ def is_on_policy(
     them.
     """
     batch, algorithm = config.batch, config.algorithm
-    once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
-        None,
-        batch.prompts_per_step,
-    )
-    before = [functions.advantage, functions.select_covariant, *functions.corrections]
-    asked = {name for function in before if function for name in asks_for(function)}
+    prompts = batch.prompts_per_minibatch or batch.prompts_per_step
+    once = batch.epochs_per_step == 1 and prompts == batch.prompts_per_step
+    asked = fields_asked(functions.advantage, functions.select_covariant, *functions.corrections)
     for name, update in updates.items():
         asked |= update.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
     return (
@@ -563,8 +555,8 @@ def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFuncti
     The group filter and the penalty are called before, and see the scores as they were.
     """
     later = functions.advantage, functions.answer_filter, functions.pairs, *functions.corrections
-    asked = {name for function in later if function for name in asks_for(function)}
-    asked = asked.union(*(update.objective.asks_for() for update in functions.updates.values()))
+    objectives = [update.objective for update in functions.updates.values()]
+    asked = fields_asked(*later).union(*(objective.asks_for() for objective in objectives))
     for name in ("penalty", "kl_reward"):
         if getattr(algorithm, name) and not asked & {"scores", "rewards"}:
             raise ConfigError(
