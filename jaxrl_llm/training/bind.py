@@ -246,8 +246,20 @@ def find_positional(spec: FunctionSpec, home: str, key: str, expected: tuple[str
 
 
 def find_divergence(spec: FunctionSpec, key: str) -> Function:
-    """Return a divergence of a student from its teacher."""
-    return find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
+    """Return a divergence of a student from its teacher, which an update could differentiate.
+
+    Raises:
+        ConfigError: it raises, or returns something else than a number per token.
+    """
+    divergence = find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
+    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
+    distillation = Distillation(divergence=divergence)
+
+    def total(student: Any, teacher: Any) -> Any:
+        return jnp.sum(distillation.checked(student, teacher))
+
+    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
+    return divergence
 
 
 def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
@@ -279,7 +291,6 @@ def update_spec(
     reduce: FunctionSpec,
     section: str,
     optim: OptimConfig,
-    optim_key: str = "optim",
 ) -> UpdateSpec:
     """Find the reduction and the optimizer of a model that is trained.
 
@@ -288,10 +299,10 @@ def update_spec(
         reduce: from a mask to weights.
         section: of the config that names the reduction.
         optim: its optimizer.
-        optim_key: the config key of `optim`.
     """
     weigh = find_positional(reduce, REDUCTIONS, f"{section}.reduce", ("mask",))
-    optimizer, schedule = make_optimizer(optim, optim_key)
+    key = "optim" if section == "algorithm" else f"{section}.optim"
+    optimizer, schedule = make_optimizer(optim, key)
     return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
 
 
@@ -312,14 +323,11 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     functions = load_batch_functions(config)
     policy = load_policy_objective(config, functions)
     updates, needs = load_updates(config, functions, policy)
-    check_sections(config, updates)
     is_of_tokens = isinstance(policy, PolicyObjective)
     if is_of_tokens and is_on_policy(config, functions, updates):
         objective = dataclasses.replace(policy, on_policy=True)
         updates["actor"] = updates["actor"]._replace(objective=objective)
-    check_producers(config, needs)
-    check_skipped_pass(config.algorithm, needs)
-    check_refresh(config, needs)
+    check_needs(config, updates, needs)
     if is_of_tokens:
         check_staleness(config, needs, policy)
     check_teacher(config, needs)
@@ -405,30 +413,7 @@ def load_updates(
     needs = policy.asks_for()
     if isinstance(policy, PreferenceObjective):  # its other fields are made with the pairs
         needs = {"ref_logprobs"} if needs & OF_REFERENCE else set()
-    needs |= fields_of_batch_functions(functions) - {"logprobs"}
-    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
-    for _ in range(2):  # each may ask for the other
-        if "critic" not in updates and needs & fields_of_model("critic"):
-            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
-            objective = ValueObjective(loss=loss)
-            updates["critic"] = update_spec(
-                objective, critic.reduce, "critic", critic.optim, "critic.optim"
-            )
-            needs |= objective.asks_for()
-        if name not in updates and needs & fields_of_model(name):
-            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
-            check_betas(functions.advantage, loss)
-            objective = PolicyObjective(loss=loss)
-            updates[name] = update_spec(
-                objective, reward.reduce, name, reward.optim, f"{name}.optim"
-            )
-            needs |= objective.asks_for()
-    return updates, frozenset(needs)
-
-
-def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
-    """Return the fields that functions of the whole batch ask for; the controller gets none."""
-    asking = [
+    of_batch = (
         functions.advantage,
         functions.kl,
         functions.group_filter,
@@ -437,8 +422,27 @@ def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
         functions.answer_filter,
         functions.pairs,
         *functions.corrections,
-    ]
-    return {name for function in asking if function for name in asks_for(function)}
+    )
+    needs |= fields_asked(*of_batch) - {"logprobs"}  # the controller gets none
+    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
+    for _ in range(2):  # each may ask for the other
+        if "critic" not in updates and needs & fields_of_model("critic"):
+            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
+            objective = ValueObjective(loss=loss)
+            updates["critic"] = update_spec(objective, critic.reduce, "critic", critic.optim)
+            needs |= objective.asks_for()
+        if name not in updates and needs & fields_of_model(name):
+            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
+            check_betas(functions.advantage, loss)
+            objective = PolicyObjective(loss=loss)
+            updates[name] = update_spec(objective, reward.reduce, name, reward.optim)
+            needs |= objective.asks_for()
+    return updates, frozenset(needs)
+
+
+def fields_asked(*functions: Function | None) -> set[str]:
+    """Return the fields that functions ask for."""
+    return {name for function in functions if function for name in asks_for(function)}
 
 
 def is_on_policy(
@@ -450,12 +454,9 @@ def is_on_policy(
     them.
     """
     batch, algorithm = config.batch, config.algorithm
-    once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
-        None,
-        batch.prompts_per_step,
-    )
-    before = [functions.advantage, functions.select_covariant, *functions.corrections]
-    asked = {name for function in before if function for name in asks_for(function)}
+    prompts = batch.prompts_per_minibatch or batch.prompts_per_step
+    once = batch.epochs_per_step == 1 and prompts == batch.prompts_per_step
+    asked = fields_asked(functions.advantage, functions.select_covariant, *functions.corrections)
     for name, update in updates.items():
         asked |= update.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
     return (
@@ -466,18 +467,6 @@ def is_on_policy(
         and config.critic.warmup_steps == 0
         and not asked & fields_of_model("actor")
     )
-
-
-def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> None:
-    """Refuse the section of a model that no function asks for."""
-    defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
-    for name, default in defaults.items():
-        if name not in updates and getattr(config, name) != default:
-            fields = sorted(fields_of_model(name))
-            raise ConfigError(
-                f"{name} is set, but no function asks for {' or '.join(fields)}: "
-                "remove it, or name an advantage or a loss that does"
-            )
 
 
 def check_betas(advantage: Function | None, loss: Function) -> None:
@@ -524,8 +513,18 @@ def beta_of(function: Function) -> float | None:
 # What functions ask for, held against the keys of a config that produce or read it.
 
 
-def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
+def check_needs(
+    config: TrainConfig, updates: Mapping[str, UpdateSpec], needs: frozenset[str]
+) -> None:
     """Refuse fields that no key produces, and keys that produce what nothing asks for."""
+    defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
+    for name, default in defaults.items():
+        if name not in updates and getattr(config, name) != default:
+            raise ConfigError(
+                f"{name} is set, but no function asks for "
+                f"{' or '.join(sorted(fields_of_model(name)))}: "
+                "remove it, or name an advantage or a loss that does"
+            )
     producers = {
         "high_covariance": ("algorithm.high_covariance", config.algorithm.high_covariance),
         "score_components": ("reward.components", config.reward.components),
@@ -535,6 +534,19 @@ def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
             raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
         if value and field not in needs:
             raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
+    missing = sorted(needs & fields_of_model("actor") - {"old_logprobs"})
+    if config.algorithm.use_rollout_logprobs and missing:
+        raise ConfigError(
+            f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
+            "which a function asks for: set it to false"
+        )
+    every = config.reference.refresh_every
+    if every is not None and not needs & fields_of_model("reference"):
+        raise ConfigError(
+            f"reference.refresh_every={every}, but no function asks for the reference's log-probs: "
+            "remove it, or name a KL, as in algorithm.kl_loss=k3, or a loss of pairs with a "
+            "reference"
+        )
 
 
 def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFunctions) -> None:
@@ -543,24 +555,14 @@ def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFuncti
     The group filter and the penalty are called before, and see the scores as they were.
     """
     later = functions.advantage, functions.answer_filter, functions.pairs, *functions.corrections
-    asked = {name for function in later if function for name in asks_for(function)}
-    asked = asked.union(*(update.objective.asks_for() for update in functions.updates.values()))
+    objectives = [update.objective for update in functions.updates.values()]
+    asked = fields_asked(*later).union(*(objective.asks_for() for objective in objectives))
     for name in ("penalty", "kl_reward"):
         if getattr(algorithm, name) and not asked & {"scores", "rewards"}:
             raise ConfigError(
                 f"algorithm.{name} changes the scores and rewards, but no function asks for "
                 "them afterwards: remove it, or name an advantage that does"
             )
-
-
-def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
-    """Refuse to skip the pass for the old log-probs where a function needs what it computes."""
-    missing = sorted(needs & fields_of_model("actor") - {"old_logprobs"})
-    if algorithm.use_rollout_logprobs and missing:
-        raise ConfigError(
-            f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
-            "which a function asks for: set it to false"
-        )
 
 
 def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyObjective) -> None:
@@ -618,17 +620,6 @@ def check_router_replay(config: TrainConfig, functions: AlgorithmFunctions) -> N
         raise ConfigError(
             f"{key}, but mesh.train.stage={config.mesh.train.stage}: stages do not report which "
             "experts their layers chose; expected stage=1, or replay rollout"
-        )
-
-
-def check_refresh(config: TrainConfig, needs: frozenset[str]) -> None:
-    """Refuse to refresh a reference that there is not."""
-    every = config.reference.refresh_every
-    if every is not None and not needs & fields_of_model("reference"):
-        raise ConfigError(
-            f"reference.refresh_every={every}, but no function asks for the reference's log-probs: "
-            "remove it, or name a KL, as in algorithm.kl_loss=k3, or a loss of pairs with a "
-            "reference"
         )
 
 
@@ -832,9 +823,6 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     for key, function, run in trials(config, functions):
         trial = functools.partial(run, function)
         check_function(key, function, functools.partial(jax.eval_shape, trial, fields))
-    actor = functions.updates["actor"].objective
-    if isinstance(actor, PolicyObjective) and actor.distillation:
-        check_divergence("algorithm.distillation", actor.distillation.divergence)
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
         control = functools.partial(experience.checked_controller(controller), coef, 0.01, size)
@@ -963,21 +951,6 @@ def check_function(key: str, function: Function, run: Callable[[], Any]) -> None
         if isinstance(error, jax.errors.JAXTypeError):
             text += " (jax compiles this function: take jax.numpy for numpy, and jnp.where for if)"
         raise ConfigError(text) from error
-
-
-def check_divergence(key: str, divergence: Function) -> None:
-    """Call a divergence as an update does, and differentiate it.
-
-    Raises:
-        ConfigError: it raises, or returns something else than a number per token.
-    """
-    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
-    distillation = Distillation(divergence=divergence)
-
-    def total(student: Any, teacher: Any) -> Any:
-        return jnp.sum(distillation.checked(student, teacher))
-
-    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
 
 
 def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:

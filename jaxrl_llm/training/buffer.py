@@ -82,7 +82,7 @@ from jaxrl_llm.training.experience import (
 from jaxrl_llm.training.forward import has_chains
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.loop import Metrics, open_executor
-from jaxrl_llm.training.run_files import Journals
+from jaxrl_llm.training.run_files import journal_path
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 
@@ -131,7 +131,7 @@ class Sampler:
         self.keeps_cache = rollout.at_push == "keep"
         self._rollout, self._seed = rollout, seed
         self._decode = text_decoder(tokens.tokenizer)
-        self.weights, self._journals = weights, Journals(folder)
+        self.weights, self._folder = weights, folder
 
     @activity("syncing weights")
     def sync(self, params: Any, version: int) -> dict[str, float]:
@@ -196,7 +196,7 @@ class Sampler:
             if self.episodes is None:
                 sample_states(self.engine, states, sampling, **until)
             else:
-                journal = self._journals.path
+                journal = functools.partial(journal_path, self._folder)
                 self.episodes.sample_states(self.engine, states, sampling, **until, journal=journal)
 
     def gather(self, states: Sequence[EpisodeState]) -> Rollouts:

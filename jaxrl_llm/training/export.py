@@ -585,8 +585,7 @@ def export_model(
                 save_adapter(place, params, decoder_spec(model), base=source, dtype=kind)
             else:
                 if is_adapted(model):
-                    params, spec = merged_into_base(params, decoder_spec(model), source)
-                    model = model_of(spec)
+                    params, model = merged_into_base(params, model, source)
                 save_model(
                     place, params, model, source=source, dtype=dtype, scoring=trained.scoring
                 )
@@ -629,31 +628,6 @@ def check_export(path: str) -> None:
     """Raise ConfigError if what a run exports would be written over something."""
     if distributed.run_on_first(Path(path).exists):
         raise ConfigError(f"export_to: {path!r} exists; remove it or name another one")
-
-
-def export_trained(
-    path: str,
-    params: Any,
-    model: Model,
-    base: Any,
-    *,
-    source: str,
-    scoring: dict[str, Any] | None = None,
-) -> None:
-    """Write a model that was trained, with its adapter merged into it.
-
-    Args:
-        path: of the Hugging Face directory.
-        params: that were trained.
-        model: of them.
-        base: layout of an adapter's base; None without an adapter.
-        source: directory that the model began as.
-        scoring: of a reward model, how it reads answers.
-    """
-    if base is not None:
-        params, spec = merged_into_base(params, decoder_spec(model), source, base)
-        model = model_of(spec)
-    save_model(path, params, model, source=source, dtype="float32", scoring=scoring)
 
 
 def with_tower(params: Any, model: Model, source: str) -> tuple[Any, Model]:

@@ -281,19 +281,20 @@ def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) 
 
 
 def merged_into_base(
-    adapter: Any, spec: ModelSpec, path: str, shardings: Any = None
-) -> tuple[Any, ModelSpec]:
+    adapter: Any, model: Model, path: str, shardings: Any = None
+) -> tuple[Any, Model]:
     """Merge an adapter into the float32 weights of its base's directory, without a second copy.
 
     Args:
         adapter: its arrays.
-        spec: of the model with the adapter.
+        model: with the adapter.
         path: Hugging Face directory of the base.
         shardings: of the base's arrays.
 
     Returns:
-        Parameters and spec of a model without an adapter.
+        Parameters and functions of the model without an adapter.
     """
+    spec = decoder_spec(model)
     alone = without_adapter(spec)
     base = load_params(path, alone, shardings=shardings)
 
@@ -301,7 +302,7 @@ def merged_into_base(
     def run(base: Any, adapter: Any) -> Any:
         return merge_adapter(combine_params(adapter, base), spec)[0]
 
-    return run(base, adapter), alone
+    return run(base, adapter), model_of(alone)
 
 
 def read_model(path: str, spec: ModelSpec, layout: Layout) -> LoadedModel:

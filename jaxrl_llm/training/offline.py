@@ -43,8 +43,8 @@ from jaxrl_llm.runs.directory import check_same_data, ending_together, run_folde
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.bind import check_divergence, find_divergence
-from jaxrl_llm.training.export import check_export, export_trained, scoring_of
+from jaxrl_llm.training.bind import find_divergence
+from jaxrl_llm.training.export import check_export, save_model, scoring_of
 from jaxrl_llm.training.forward import (
     Fields,
     Inference,
@@ -56,6 +56,7 @@ from jaxrl_llm.training.forward import (
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     forward_config,
+    merged_into_base,
     microbatch_shape,
     open_layout,
     open_model,
@@ -187,7 +188,11 @@ def _run(
             BACKGROUND.clear()  # its programs' shapes hold on to the weights
             source = config.model.path
             scoring = scoring_of(config) if isinstance(config, PreferConfig) else None
-            export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
+            if base is not None:
+                params, model = merged_into_base(params, model, source, base)
+            save_model(
+                config.export_to, params, model, source=source, dtype="float32", scoring=scoring
+            )
             for line in closing_lines(config) if hints else ():
                 display.line(line)
 
@@ -255,7 +260,6 @@ def _load_imitation(config: SftConfig) -> UpdateSpec:
     objective = PolicyObjective(loss=negative_log_likelihood)
     if config.teacher.path is not None:
         divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
-        check_divergence("teacher.divergence", divergence)
         objective = PolicyObjective(
             loss=negative_log_likelihood,
             share=1 - config.teacher.share,

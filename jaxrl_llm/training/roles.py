@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
 from jaxrl_llm.config.functions import call, fields_of_model
@@ -20,19 +21,20 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.model import Model, model_of
+from jaxrl_llm.models.model import Model, is_adapted, model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout, replicated
+from jaxrl_llm.sharding.layout import Layout, over_batch, replicated
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.bind import AlgorithmFunctions, abstract_fields, abstract_pairs
 from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import (
     ForwardConfig,
     FrozenTower,
     Inference,
+    MicroBatch,
     logprob_pass,
     value_pass,
 )
@@ -53,8 +55,16 @@ from jaxrl_llm.training.teachers import (
     Teachers,
     open_policy_teacher,
 )
-from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
-from jaxrl_llm.types import ROUTES, Batch
+from jaxrl_llm.training.update import (
+    COEFS,
+    Learner,
+    PolicyObjective,
+    States,
+    TrainableModel,
+    TrainState,
+    shape_in,
+)
+from jaxrl_llm.types import ROUTES, Batch, Rows
 
 log = logging.getLogger(__name__)
 
@@ -554,3 +564,107 @@ def open_reference(
 def reference_dtype(config: TrainConfig) -> str:
     """Return the dtype of a reference's weights."""
     return config.model.dtype if config.reference.mix == 1 else "float32"
+
+
+# The programs of a run's first step, which begin to be compiled while its data is read.
+
+
+def abstract_weights(model: Model, layout: Layout, dtype: str = "float32") -> Any:
+    """Return any model's parameters as `abstract_params` does."""
+    declared = model.declare()
+    return jax.tree.map(
+        lambda d, s, t: jax.ShapeDtypeStruct(d.shape, t, sharding=s),
+        declared,
+        layout.of(declared),
+        model.compute_dtypes(dtype),
+    )
+
+
+def needs_inference(name: str, functions: AlgorithmFunctions, *, has_adapter: bool) -> bool:
+    """Tell whether a step asks a role for more than its updates do."""
+    return (
+        name != "actor"
+        or not functions.on_policy
+        or functions.select_covariant is not None
+        or (has_adapter and functions.needs_reference)
+    )
+
+
+def abstract_microbatch(
+    names: set[str],
+    config: TrainConfig,
+    shape: RowShape,
+    mesh: Mesh,
+    model: ForwardConfig | None = None,
+) -> MicroBatch:
+    """Return a micro-batch with the fields that a loss asks for, as shapes.
+
+    Args:
+        names: of the fields.
+        config: of the run.
+        shape: of the micro-batch.
+        mesh: the devices.
+        model: how the model is run, which says what rows hold for it beside tokens; None: nothing.
+    """
+    routes, visuals = (None, None) if model is None else (model.route_shape, model.visuals)
+    known = abstract_fields(
+        shape.sequences, shape.width, len(config.reward.components), config.teacher.top_k or 1
+    )
+    per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
+    known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
+    known |= abstract_pairs(shape.sequences)
+    known["second_start"] = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
+    fields = {name: known[name] for name in names | {"mask"}}
+    fields |= {"weights": per_token, "token_weights": per_token}
+    row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
+    slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
+    scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
+    replayed: Any = routes and jax.ShapeDtypeStruct((*row.shape, *routes[:2]), routes.dtype)
+    seen: Any = visuals and visuals.without_any(shape)
+    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed, seen), fields)
+    return jax.tree.map(lambda x: shape_in(x, over_batch(mesh)), micro)
+
+
+def compile_first_step(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    model: Model,
+    models: Models,
+    layouts: Layouts,
+) -> None:
+    """Begin to compile what the models of a run need in their first step, where others can wait.
+
+    It is a guess by the config. A batch for which it is wrong waits for its own programs.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        model: the policy.
+        models: as they are built.
+        layouts: where they stand.
+    """
+    roles, actor = models.roles, models.actor
+
+    def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
+        learner = role.learner
+        names = learner.objective.asks_for()
+        return abstract_microbatch(names, config, bucket, learner.mesh, learner.model)
+
+    def infer_ahead(role: Role, params: Any) -> None:
+        if isinstance(role.infer, Inference):
+            role.infer.compile_ahead(params, lambda bucket: micro_like(role, bucket).rows)
+
+    for name, role in roles.items():
+        if needs_inference(name, functions, has_adapter=is_adapted(model)):
+            infer_ahead(role, role.learner.params_like)
+    is_copy = not is_adapted(model) and layouts.reference is layouts.train
+    if functions.needs_reference and is_copy:
+        infer_ahead(actor, abstract_weights(model, layouts.reference, reference_dtype(config)))
+    for role in models.to_update(1, config.critic.warmup_steps):
+        if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
+            coefs, objective = dict[str, Any](COEFS), role.learner.objective
+            distillation = isinstance(objective, PolicyObjective) and objective.distillation
+            if distillation and distillation.teacher is not None:
+                teacher = distillation.teacher.model
+                coefs["teacher"] = abstract_weights(teacher, layouts.train, config.model.dtype)
+            role.learner.compile_ahead(functools.partial(micro_like, role), coefs)

@@ -42,14 +42,14 @@ from jaxrl_llm.training.bind import (
     resolve_functions,
 )
 from jaxrl_llm.training.buffer import Buffer, PolicyWeights, Sampler, Scorer, open_schedule
-from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
+from jaxrl_llm.training.compile import compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
 from jaxrl_llm.training.forward import check_room, room_for_images, row_visuals
 from jaxrl_llm.training.load_model import Layouts, open_layouts, open_model, overlaps_training
 from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
-from jaxrl_llm.training.roles import open_models
+from jaxrl_llm.training.roles import compile_first_step, open_models
 from jaxrl_llm.training.run_files import RunFiles, closing_lines
 from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
 from jaxrl_llm.training.trainer import FinishedStep, RLTrainer

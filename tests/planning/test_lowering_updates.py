@@ -25,7 +25,6 @@ from jaxrl_llm.training.buffer import merge_for_engine
 from jaxrl_llm.training.compile import (
     StepId,
     StepKind,
-    abstract_microbatch,
     abstract_params,
     plan_role,
     plan_shapes,
@@ -35,7 +34,7 @@ from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.forward import balance_pass
 from jaxrl_llm.training.load_model import open_layouts
 from jaxrl_llm.training.reward_model import score_pass
-from jaxrl_llm.training.roles import row_shapes
+from jaxrl_llm.training.roles import abstract_microbatch, row_shapes
 from jaxrl_llm.training.update import Learner, PolicyObjective, shape_in
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 

@@ -51,13 +51,7 @@ from jaxrl_llm.rollout.native.page_pool import (
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams, Extras
 from jaxrl_llm.rollout.native.scheduler import SequenceState
-from jaxrl_llm.rollout.native.sizes import (
-    FEWEST_ROWS,
-    PAGE,
-    PATCHES_AT_ONCE,
-    Sizes,
-    touched,
-)
+from jaxrl_llm.rollout.native.sizes import FEWEST_ROWS, PAGE, PATCHES_AT_ONCE, Sizes, touched
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import BATCH, Layout, over_batch
