@@ -274,7 +274,7 @@ def test_chains_have_their_own_images():
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/training/forward.py", "jaxrl_llm/training/forward.py")
+@pytest.mark.guards("jaxrl_llm/training/forward.py")
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4}])
 def test_meshes_change_no_number(params, by_one, axes):
     mesh = make_mesh(axes, jax.devices()[: int(np.prod([*axes.values()]))])
