@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jaxrl_llm.algorithms.logprobs import HeadProjection, Sharers, TokenChunks
+from jaxrl_llm.algorithms.logprobs import HeadProjection, TokenChunks
 from jaxrl_llm.algorithms.stats import finite
+
+Axes = tuple[str, ...]
+"""Mesh axes, inside `jax.shard_map`."""
 
 
 class TeacherHidden(NamedTuple):
@@ -61,9 +64,9 @@ class Comparison:
     vocab: int | None = None
 
     @property
-    def devices(self) -> Sharers:
+    def devices(self) -> Axes:
         """Return the devices that have the same tokens."""
-        return Sharers(self.student.vocab_axes or self.teacher.vocab_axes)
+        return self.student.vocab_axes or self.teacher.vocab_axes
 
 
 def with_tail(
@@ -140,9 +143,11 @@ def divergence_stats_from_logits(
 
     See `divergence_stats`.
     """
-    own = comparison.devices.share(logits.astype(jnp.float32))
+    own = _share(comparison.devices, logits.astype(jnp.float32))
     stats = _compare(comparison, own, *_parts(_gathered(comparison, teacher)))
-    return _only(needed, DivergenceStats(*(comparison.devices.join(x, len(logits)) for x in stats)))
+    return _only(
+        needed, DivergenceStats(*(_join(comparison.devices, x, len(logits)) for x in stats))
+    )
 
 
 def _gathered(
@@ -174,10 +179,10 @@ def _compare(
     """Compare whole distributions of this device's share of tokens."""
     if isinstance(teacher, TeacherTop):
         return _compare_top(
-            comparison, logits, TeacherTop(*(comparison.devices.share(x) for x in teacher))
+            comparison, logits, TeacherTop(*(_share(comparison.devices, x) for x in teacher))
         )
     assert head is not None, "a teacher with hidden states has an output projection"
-    others = comparison.devices.logits(comparison.teacher, teacher, head)
+    others = _shared_logits(comparison.devices, comparison.teacher, teacher, head)
     student, given = (jax.nn.log_softmax(x[:, : comparison.vocab]) for x in (logits, others))
     ones = jnp.ones(len(student), jnp.float32)
     agreement = jnp.argmax(student, axis=-1) == jnp.argmax(given, axis=-1)
@@ -226,13 +231,13 @@ def likeliest_tokens(
     >>> top.ids.tolist()
     [[1, 2]]
     """
-    narrow, devices = projection.gather(head, hidden.dtype), Sharers(projection.vocab_axes)
+    narrow, axes = projection.gather(head, hidden.dtype), projection.vocab_axes
     chunks = TokenChunks(len(hidden), projection.chunk, needed)
 
     def find(hidden: Array) -> TeacherTop:
-        logits = devices.logits(projection, hidden, narrow)
+        logits = _shared_logits(axes, projection, hidden, narrow)
         logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits[:, :vocab]), count)
-        return TeacherTop(*(devices.join(x, len(hidden)) for x in (ids, logprobs)))
+        return TeacherTop(*(_join(axes, x, len(hidden)) for x in (ids, logprobs)))
 
     def nothing(hidden: Array) -> TeacherTop:
         shape = len(hidden), count
@@ -244,6 +249,61 @@ def likeliest_tokens(
     if needed is None:
         return top
     return TeacherTop(*(jnp.where(needed[:, None], x, 0) for x in top))
+
+
+# Devices of some mesh axes have the same tokens, and each a part of the vocabulary: they share a
+# chunk. Each gets the logits of its share of the tokens over the whole vocabulary. A matrix that is
+# whole on every device is multiplied with the share alone. Without axes there is one device.
+
+
+def _shared_logits(
+    axes: Axes, projection: HeadProjection, hidden: Float[Array, "x D"], head: Float[Array, "D v"]
+) -> Float32[Array, "y V"]:
+    """Return the logits of this device's share of x tokens."""
+    products = projection.logits(_rows(axes, projection, hidden), head)
+    return _exchange(axes, projection, products)
+
+
+def _rows(axes: Axes, projection: HeadProjection, x: Array) -> Array:
+    """Return the tokens whose products this device computes."""
+    return _padded(axes, x) if projection.vocab_axes else _share(axes, x)
+
+
+def _exchange(
+    axes: Axes, projection: HeadProjection, logits: Float32[Array, "x v"]
+) -> Float32[Array, "y V"]:
+    """Return the whole logits of this device's share, from parts of those of all tokens.
+
+    Raises:
+        ValueError: the vocabulary is split over other axes than those of these devices.
+    """
+    if not projection.vocab_axes:
+        return logits
+    if projection.vocab_axes != axes:
+        raise ValueError(
+            "the vocabularies of student and teacher are split over "
+            f"{axes} and {projection.vocab_axes}; expected the same mesh axes"
+        )
+    return jax.lax.all_to_all(logits, axes, split_axis=0, concat_axis=1, tiled=True)
+
+
+def _share(axes: Axes, x: Array) -> Array:
+    """Return this device's share of tokens."""
+    if not axes:
+        return x
+    x = _padded(axes, x)
+    size = len(x) // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size)
+
+
+def _join(axes: Axes, x: Array, tokens: int) -> Array:
+    """Return what there is of all tokens, from each device's share."""
+    return jax.lax.all_gather(x, axes, axis=0, tiled=True)[:tokens] if axes else x
+
+
+def _padded(axes: Axes, x: Array) -> Array:
+    padding = -len(x) % jax.lax.axis_size(axes) if axes else 0
+    return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) if padding else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -269,9 +329,9 @@ def _forward(
     chunks = TokenChunks(len(hidden), comparison.student.chunk, needed)
 
     def compare(block: tuple[Array, Any]) -> DivergenceStats:
-        logits = comparison.devices.logits(comparison.student, block[0], narrow)
+        logits = _shared_logits(comparison.devices, comparison.student, block[0], narrow)
         stats = _compare(comparison, logits, block[1], teacher_head)
-        return DivergenceStats(*(comparison.devices.join(x, len(block[0])) for x in stats))
+        return DivergenceStats(*(_join(comparison.devices, x, len(block[0])) for x in stats))
 
     def nothing(block: tuple[Array, Any]) -> DivergenceStats:
         return DivergenceStats(*[jnp.zeros(len(block[0]), jnp.float32)] * 4)
@@ -288,27 +348,25 @@ def _backward(
     hidden, head, narrow, teacher, needed = saved
     given, teacher_head = _parts(teacher)
     slopes = cotangents.divergence
-    if comparison.devices.axes:
-        slopes = jax.lax.psum(
-            slopes, comparison.devices.axes
-        )  # `shard_map` shares out what is equal
+    if comparison.devices:  # `shard_map` shares out what is equal
+        slopes = jax.lax.psum(slopes, comparison.devices)
 
     def gradients(block: Any) -> tuple[Float[Array, "x D"], Float32[Array, "D V"]]:
         hidden, given, slopes = block
-        own = comparison.devices.rows(comparison.student, hidden)
+        own = _rows(comparison.devices, comparison.student, hidden)
 
         def divergence(raw: Float32[Array, "x v"]) -> Float32[Array, " y"]:
-            logits = comparison.devices.exchange(
-                comparison.student, comparison.student.from_raw(raw)
+            logits = _exchange(
+                comparison.devices, comparison.student, comparison.student.from_raw(raw)
             )
             return _compare(comparison, logits, given, teacher_head).divergence
 
         raw = jnp.matmul(own, narrow, preferred_element_type=jnp.float32)
-        (by_raw,) = jax.vjp(divergence, raw)[1](comparison.devices.share(slopes))
+        (by_raw,) = jax.vjp(divergence, raw)[1](_share(comparison.devices, slopes))
         # float32 times bfloat16 would leave the tensor cores unused
         by_raw = by_raw.astype(hidden.dtype)
         to_own = jnp.matmul(by_raw, narrow.T, preferred_element_type=jnp.float32)
-        (to_hidden,) = jax.vjp(partial(comparison.devices.rows, comparison.student), hidden)[1](
+        (to_hidden,) = jax.vjp(partial(_rows, comparison.devices, comparison.student), hidden)[1](
             to_own.astype(hidden.dtype)
         )
         return to_hidden, jnp.matmul(own.T, by_raw, preferred_element_type=jnp.float32)

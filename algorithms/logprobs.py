@@ -77,66 +77,6 @@ class HeadProjection:
         return jnp.where(jnp.isin(ids, jnp.array(self.never)), value, x)
 
 
-@dataclass(frozen=True)
-class Sharers:
-    """Devices that have the same tokens, each a part of the vocabulary: they share a chunk.
-
-    Each device gets the logits of its share of the tokens over the whole vocabulary. A matrix that
-    is whole on every device is multiplied with the share alone.
-
-    Attributes:
-        axes: the mesh axes of these devices, inside `jax.shard_map`; without any there is one.
-    """
-
-    axes: tuple[str, ...]
-
-    def logits(
-        self, projection: HeadProjection, hidden: Float[Array, "x D"], head: Float[Array, "D v"]
-    ) -> Float32[Array, "y V"]:
-        """Return the logits of this device's share of x tokens."""
-        products = projection.logits(self.rows(projection, hidden), head)
-        return self.exchange(projection, products)
-
-    def rows(self, projection: HeadProjection, x: Array) -> Array:
-        """Return the tokens whose products this device computes."""
-        return self._padded(x) if projection.vocab_axes else self.share(x)
-
-    def exchange(
-        self, projection: HeadProjection, logits: Float32[Array, "x v"]
-    ) -> Float32[Array, "y V"]:
-        """Return the whole logits of this device's share, from parts of those of all tokens.
-
-        Raises:
-            ValueError: the vocabulary is split over other axes than those of these devices.
-        """
-        if not projection.vocab_axes:
-            return logits
-        if projection.vocab_axes != self.axes:
-            raise ValueError(
-                "the vocabularies of student and teacher are split over "
-                f"{self.axes} and {projection.vocab_axes}; expected the same mesh axes"
-            )
-        return jax.lax.all_to_all(logits, self.axes, split_axis=0, concat_axis=1, tiled=True)
-
-    def share(self, x: Array) -> Array:
-        """Return this device's share of tokens."""
-        if not self.axes:
-            return x
-        x = self._padded(x)
-        size = len(x) // jax.lax.axis_size(self.axes)
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size)
-
-    def join(self, x: Array, tokens: int) -> Array:
-        """Return what there is of all tokens, from each device's share."""
-        if not self.axes:
-            return x
-        return jax.lax.all_gather(x, self.axes, axis=0, tiled=True)[:tokens]
-
-    def _padded(self, x: Array) -> Array:
-        padding = -len(x) % jax.lax.axis_size(self.axes) if self.axes else 0
-        return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) if padding else x
-
-
 def _chunk_count(tokens: int, chunk: int) -> int:
     """Return how many chunks to take, at best of equal size: padding is hard to share evenly."""
     least = -(-tokens // chunk)

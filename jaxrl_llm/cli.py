@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from jaxrl_llm.config.errors import PREEMPTED, ConfigError, Preempted, RunError, exit_status
 from jaxrl_llm.config.functions import renamed_functions
 from jaxrl_llm.config.help import complete_words
-from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import apply_override, describe, from_tree, read_config, to_yaml
+from jaxrl_llm.config.programs import RunConfig
+from jaxrl_llm.config.sections import Section
 from jaxrl_llm.monitoring.activity import ACTIVITIES
 
 Config = TypeVar("Config", bound=Section)
@@ -64,18 +65,12 @@ def config_main(
         where = f"can't write {error.filename}: " if error.filename else ""
         return _report(OSError(f"{where}{error.strerror}"), 1)
     except KeyboardInterrupt:
-        sys.stderr.write(f"interrupted{_what_becomes_of(config)}\n")
+        from jaxrl_llm.training.run_files import interruption_line
+
+        rest = f": {interruption_line(config)}" if isinstance(config, RunConfig) else ""
+        sys.stderr.write(f"interrupted{rest}\n")
         return 130
     return 0
-
-
-def _what_becomes_of(config: Section | None) -> str:
-    """Return how an interrupted program goes on, if it does."""
-    from jaxrl_llm.config.programs import RunConfig
-    from jaxrl_llm.training.run_files import interruption_line
-
-    is_run = isinstance(config, RunConfig)
-    return f": {interruption_line(config)}" if is_run else ""
 
 
 def _parser(

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from jaxrl_llm.version import __version__
 
 PROGRAMS = {
-    "train": ("train", "train a language model with reinforcement learning"),
-    "sft": ("sft", "train one to imitate responses"),
-    "prefer": ("prefer", "train one, or a reward model, on preferences"),
-    "evaluate": ("evaluate", "sample answers to the prompts of data files, and score them"),
-    "serve": ("serve", "answer OpenAI's clients"),
-    "export": ("export", "write a run's checkpoint as a Hugging Face directory, or push it there"),
-    "plan": ("plan", "say what memory and time a run needs, without its GPUs"),
-    "report": ("report", "write a page of what runs have learned"),
+    "train": "train a language model with reinforcement learning",
+    "sft": "train one to imitate responses",
+    "prefer": "train one, or a reward model, on preferences",
+    "evaluate": "sample answers to the prompts of data files, and score them",
+    "serve": "answer OpenAI's clients",
+    "export": "write a run's checkpoint as a Hugging Face directory, or push it there",
+    "plan": "say what memory and time a run needs, without its GPUs",
+    "report": "write a page of what runs have learned",
 }
-"""The module of each program, and what it does."""
+"""What each program does, by the name of its module."""
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION = 'print what completes in a shell: eval "$(jaxrl-llm completion bash)"'
@@ -35,9 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complete()
     words = sys.argv[1:] if arguments is None else [*arguments]
     if not words or words[0] not in PROGRAMS:
-        _check_program(words)
-        return _print_completion(_parser().parse_args(words).shell)
-    module = importlib.import_module(f"jaxrl_llm.{PROGRAMS[words[0]][0]}")
+        known = [*PROGRAMS, "completion"]
+        if words and not words[0].startswith("-") and words[0] not in known:
+            from jaxrl_llm.config.functions import closest
+
+            _parser().error(f"no program {words[0]!r}; {closest(words[0], known)}")
+        shell = _parser().parse_args(words).shell
+        from argcomplete.shell_integration import shellcode  # which only shells need
+
+        sys.stdout.write(shellcode(["jaxrl-llm"], shell=shell))
+        return 0
+    module = importlib.import_module(f"jaxrl_llm.{words[0]}")
     if arguments is not None:
         return module.main(words[1:])
     sys.argv = [f"jaxrl-llm {words[0]}", *words[1:]]
@@ -53,27 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxrl_llm {__version__}")
     programs = parser.add_subparsers(title="programs", metavar="PROGRAM", required=True)
-    for name, (_, meaning) in PROGRAMS.items():
+    for name, meaning in PROGRAMS.items():
         programs.add_parser(name, help=meaning, add_help=False)
     completion = programs.add_parser("completion", help=COMPLETION, description=COMPLETION)
     completion.add_argument("shell", choices=SHELLS)
     return parser
-
-
-def _check_program(words: Sequence[str]) -> None:
-    """End with the nearest program where there is none of this name."""
-    known = [*PROGRAMS, "completion"]
-    if words and not words[0].startswith("-") and words[0] not in known:
-        from jaxrl_llm.config.functions import closest
-
-        _parser().error(f"no program {words[0]!r}; {closest(words[0], known)}")
-
-
-def _print_completion(shell: str) -> int:
-    from argcomplete.shell_integration import shellcode  # which only shells need
-
-    sys.stdout.write(shellcode(["jaxrl-llm"], shell=shell))
-    return 0
 
 
 def _complete() -> int:
@@ -84,6 +76,6 @@ def _complete() -> int:
     words = line.split() + [""] * line[-1:].isspace()
     if len(words) > 2 and words[1] in PROGRAMS:
         os.environ[ASKED] = "2"  # the word at which the program's command line begins
-        return importlib.import_module(f"jaxrl_llm.{PROGRAMS[words[1]][0]}").main(words[2:])
+        return importlib.import_module(f"jaxrl_llm.{words[1]}").main(words[2:])
     complete_words(_parser())
     return 0

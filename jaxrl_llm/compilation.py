@@ -1,21 +1,28 @@
-"""Programs that XLA compiles before they run: at once those that are waited for, others meanwhile.
+"""How XLA compiles programs: by which flags, and before they run.
 
 A CPU's programs are compiled in threads while others run, in the order in which they are likely to
-be needed. Who needs one that no thread has begun compiles it itself. A GPU's
-compiler measures kernels on the GPU, and several processes must compile in one order: there, each
-pass is compiled for all its shapes before it first runs.
+be needed. Who needs one that no thread has begun compiles it itself. A GPU's compiler measures
+kernels on the GPU, and several processes must compile in one order: there, each pass is compiled
+for all its shapes before it first runs.
 """
 
 import collections
 import contextlib
+import enum
+import functools
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.sharding import distributed
 
@@ -311,3 +318,86 @@ def abstract(tree: Any) -> Any:
         )
 
     return jax.tree.map(shape, tree)
+
+
+# The flags of XLA's GPU compiler that a run sets, for each task.
+#
+# They are options of the compiled programs, so that training and decoding in one process can
+# differ. Few are set: docs/performance.md says what the compiled programs show of these and of
+# others.
+
+
+log = logging.getLogger(__name__)
+
+
+class Task(enum.StrEnum):
+    """What a program is for."""
+
+    TRAIN = enum.auto()
+    DECODE = enum.auto()
+
+
+FLAGS: dict[Task, dict[str, bool | str]] = {
+    Task.TRAIN: {
+        # starts collectives before the products that do not wait for them; XLA does so by itself on
+        # Hopper and later only
+        "xla_gpu_enable_latency_hiding_scheduler": True
+    },
+    Task.DECODE: {},
+}
+"""Flags of XLA's GPU compiler, without dashes. None for decoding: XLA's own choice launches all
+layers of a token as one CUDA graph."""
+
+
+def compiler_options(task: Task, devices: Iterable[Any]) -> dict[str, bool | str] | None:
+    """Return `compiler_options` for the programs of a task; None without a GPU.
+
+    A flag that the environment's `XLA_FLAGS` name is left to them, and one that this XLA does not
+    know is left out: they differ from version to version.
+
+    Args:
+        task: what the programs are for.
+        devices: that they run on, which may be those of a topology.
+
+    >>> compiler_options(Task.TRAIN, jax.devices("cpu"))
+    """
+    device = min(devices, key=lambda d: (d.process_index != jax.process_index(), d.id))
+    if not is_gpu(device):
+        return None
+    given = flags_of_environment(os.environ.get("XLA_FLAGS", ""))
+    flags = {name: value for name, value in FLAGS[task].items() if name not in given}
+    return {name: flags[name] for name in flags if is_known(name, flags[name], device)} or None
+
+
+def is_gpu(device: Any) -> bool:
+    """Tell whether XLA's GPU compiler makes a device's programs.
+
+    >>> is_gpu(jax.devices("cpu")[0])
+    False
+    """
+    return device.platform in ("gpu", "cuda", "rocm")
+
+
+def flags_of_environment(text: str) -> set[str]:
+    """Return the names of the flags in `XLA_FLAGS`, which may name a file of them instead.
+
+    >>> sorted(flags_of_environment("--xla_a=true --xla_b"))
+    ['xla_a', 'xla_b']
+    """
+    text = text.strip()
+    if text and not text.startswith("-") and Path(text).is_file():
+        text = Path(text).read_text()
+    return set(re.findall(r"(?:^|\s)--(\w+)", text))
+
+
+@functools.cache
+def is_known(name: str, value: bool | str, device: Any) -> bool:
+    """Tell whether a device's compiler knows a flag, by a program of one number."""
+    place = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+    same = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), np.float32, sharding=place))
+    try:
+        same.compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        log.warning("XLA's flag %s is not set: %s", name, str(error).splitlines()[0])
+        return False
+    return True

@@ -86,7 +86,7 @@ def open_served_model(config: ServeConfig) -> tuple[Any, Any]:
     from jaxrl_llm.rollout.build import loaded_engine
     from jaxrl_llm.rollout.engine import EngineSettings
     from jaxrl_llm.rollout.openai_api.requests import ServedModel, text_limit
-    from jaxrl_llm.training.layouts import open_layout
+    from jaxrl_llm.training.load_model import open_layout
     from jaxrl_llm.training.policy import load_policy
 
     mesh = MeshConfig(rollout=config.mesh.rollout, rules=config.mesh.rules)

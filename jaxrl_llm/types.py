@@ -29,8 +29,8 @@ class Batch:
     Attributes:
         tokens: token ids, prompt first, padding last.
         sequence_lengths: tokens in each sequence, the prompt's included.
-        fields: arrays [B] or [B T] by name; see `config.fields.FIELDS`. Where there are images or
-            videos, `VISUALS` is one of objects.
+        fields: arrays [B] or [B T] by name; see `config.functions.FIELDS`. Where there are images
+            or videos, `VISUALS` is one of objects.
     """
 
     tokens: Int[np.ndarray, "B T"]

@@ -67,7 +67,7 @@ def test_a_signature_has_no_types_and_no_texts_of_this_machine():
     assert list(api.entry("AXES", ("a",))) == ["- `AXES`: a tuple."]
 
 
-PARTS_OF_LOGPROBS = {"Sharers", "TokenChunks"}  # for `distillation`, too
+PARTS_OF_LOGPROBS = {"TokenChunks"}  # for `distillation`, too
 
 
 @pytest.mark.parametrize(

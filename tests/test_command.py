@@ -33,17 +33,16 @@ def test_all_programs_are_listed_with_what_they_do(capsys):
         command.main(["--help"])
     assert stopped.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for name, (_, meaning) in command.PROGRAMS.items():
+    for name, meaning in command.PROGRAMS.items():
         assert f"{name} {meaning}" in shown
 
 
 @pytest.mark.parametrize("name", command.PROGRAMS)
 def test_a_program_gets_its_words_and_gives_its_status(name, capsys):
-    module = command.PROGRAMS[name][0]
     with pytest.raises(SystemExit) as stopped:
         command.main([name, "--help"])
     assert stopped.value.code == 0
-    assert f"python -m jaxrl_llm.{module}" in capsys.readouterr().out
+    assert f"python -m jaxrl_llm.{name}" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         command.main([name, "--no-such-option"])
     assert stopped.value.code == 2
@@ -118,7 +117,7 @@ def complete(installed, tmp_path):
 def test_programs_options_and_choices_are_completed(complete):
     found = complete("jaxrl-llm ")
     assert found.keys() - {"--help", "--version"} == {*command.PROGRAMS, "completion"}
-    assert found["sft"] == command.PROGRAMS["sft"][1]
+    assert found["sft"] == command.PROGRAMS["sft"]
     assert [*complete("jaxrl-llm ev")] == ["evaluate"]
     assert [*complete("jaxrl-llm export --pu")] == ["--push-to"]
     assert [*complete("jaxrl-llm plan --gpu H")] == ["H100", "H200"]

@@ -32,11 +32,10 @@ from jaxrl_llm.algorithms import (
 )
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import FIELDS, Stage, asks_for, fields_at
-from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.functions import FIELDS, Stage, asks_for, fields_at, load_function
 from jaxrl_llm.config.load import describe, from_tree, load, read_config
 from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig
-from jaxrl_llm.config.sections import LogConfig
+from jaxrl_llm.config.sections import LogConfig, texts_below_keys
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
@@ -49,11 +48,11 @@ from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.gateway.server import GATEWAY_METRICS
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.sharding.layout import AXES, CONTEXTS, DEFAULT_RULES
-from jaxrl_llm.training.batch_metrics import age_metrics, episode_metrics, visual_metrics
 from jaxrl_llm.training.bind import PAIR_FIELDS, abstract_pairs, resolve_functions
-from jaxrl_llm.training.layouts import own_rules
-from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
+from jaxrl_llm.training.load_model import own_rules
 from jaxrl_llm.training.run import run_training
+from jaxrl_llm.training.trainer import age_metrics, episode_metrics, visual_metrics
+from jaxrl_llm.training.update import PolicyObjective, as_token_loss
 from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import VISUALS, Batch
 
@@ -459,9 +458,10 @@ def test_algorithms_without_a_recipe_resolve_too():
 
 def test_the_fields_in_the_contracts_are_the_fields():
     listed = [row for row in rows("docs/contracts.md") if re.fullmatch(r"`\[.*\]`", row[1])]
+    meanings = texts_below_keys("jaxrl_llm.config.functions")["BatchFields"]
     assert [[cell.replace("`", "") for cell in row] for row in listed] == [
-        [field.name, f"[{field.axes}]", field.dtype, field.stage.name.lower(), field.meaning]
-        for field in FIELDS.values()
+        [name, f"[{field.axes}]", field.dtype, field.stage.name.lower(), meanings[name]]
+        for name, field in FIELDS.items()
     ]
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.program import PASSES
 from jaxrl_llm.planning.steps import BANDWIDTH, COMPUTE, LINKS, Gpu
-from jaxrl_llm.rollout.router import BLOCK_TOKENS, Router
+from jaxrl_llm.rollout.engine import BLOCK_TOKENS, Router
 
 STEP_S, REDUCE_S = 1e-3, 1e-5
 """Assumed seconds of a decode step on the host, and of an all-reduce before its first byte."""

@@ -33,8 +33,7 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 
 LEARNING_RATE = 1e4  # of plain gradient descent: a step shows the gradient

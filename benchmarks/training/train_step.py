@@ -57,11 +57,10 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, shardings
-from jaxrl_llm.training import microbatches
+from jaxrl_llm.training import forward
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import takes_long_rows
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.load_model import takes_long_rows
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of gradients, relative to their norm
@@ -215,7 +214,7 @@ def run(case: Case, batch: Batch, tokens: int, repeats: int, shape: RowShape) ->
         shape = shape._replace(sequences=shape.rows)  # one in a row needs no more
     learner = learner_of(case, shape)
     params = jax.jit(init_params, static_argnums=0)(case.spec, key=jax.random.key(0))
-    with mock.patch.object(microbatches, "choose_rows", lambda sizes, shape: shape):
+    with mock.patch.object(forward, "choose_rows", lambda sizes, shape: shape):
         state, first = jax.device_get(learner.update(learner.init(params), batch, {}))
         gradients = [np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state[0].trace)]
         BACKGROUND.wait()  # programs of other shapes, which would be compiled meanwhile

@@ -6,7 +6,6 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import describe
 from jaxrl_llm.config.programs import (
     EvaluateConfig,
@@ -15,6 +14,7 @@ from jaxrl_llm.config.programs import (
     SftConfig,
     TrainConfig,
 )
+from jaxrl_llm.config.sections import Section
 
 PARTS = ("algorithms", "data", "evaluation", "models", "rewards", "rollout", "sharding")
 CONFIGS = {

@@ -286,8 +286,7 @@ class EngineHost(_Process):
         from jaxrl_llm.rollout.build import local_engine
         from jaxrl_llm.runs.compile_cache import use_compilation_cache
         from jaxrl_llm.sharding import distributed
-        from jaxrl_llm.training.layouts import open_layout
-        from jaxrl_llm.training.load_model import model_spec
+        from jaxrl_llm.training.load_model import model_spec, open_layout
 
         quiet_libraries()
         distributed.initialize()

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_origin
 from pydantic import TypeAdapter
 
 from jaxrl_llm.config.functions import public_functions
-from jaxrl_llm.config.keys import Section
 from jaxrl_llm.config.load import PACKAGED
+from jaxrl_llm.config.sections import Section
 
 # Completion of words by argcomplete.
 

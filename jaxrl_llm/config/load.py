@@ -1,7 +1,7 @@
 """From a YAML file and `a.b=c` overrides to frozen records, with every key checked.
 
-A config is a tree of frozen dataclasses (`keys.py`), so that `--help` can print every key with its
-default and its meaning. Functions are `FunctionSpec`s.
+A config is a tree of frozen dataclasses (`sections.py`), so that `--help` can print every key with
+its default and its meaning. Functions are `FunctionSpec`s.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec, closest
-from jaxrl_llm.config.keys import Section, group_of, violations
+from jaxrl_llm.config.sections import Section, group_of, violations
 
 Config = TypeVar("Config", bound=Section)
 

@@ -10,11 +10,11 @@ from pydantic.dataclasses import dataclass
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.keys import STRICT, Function, Number, Section, Several, Table, function_key
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.sections import (
     CACHE_GB,
     KV_CACHE_DTYPES,
+    STRICT,
     AgentConfig,
     AlgorithmConfig,
     BatchConfig,
@@ -24,11 +24,13 @@ from jaxrl_llm.config.sections import (
     DataConfig,
     EngineMeshConfig,
     EvaluateRewardConfig,
+    Function,
     ImplicitRewardModelConfig,
     LimitsConfig,
     LogConfig,
     MeshConfig,
     ModelConfig,
+    Number,
     OffloadConfig,
     OptimConfig,
     PolicyConfig,
@@ -36,16 +38,20 @@ from jaxrl_llm.config.sections import (
     RewardConfig,
     RolloutConfig,
     RowsConfig,
+    Section,
     ServeMeshConfig,
+    Several,
     SftBatchConfig,
     SftDataConfig,
     SftMeshConfig,
+    Table,
     TeacherConfig,
     TrainLogConfig,
     ValidationConfig,
     VisualKeys,
     VllmConfig,
     episodes_have_one_process,
+    function_key,
 )
 
 # jaxrl_llm.train.
@@ -266,7 +272,8 @@ def engine_is_possible(config: TrainConfig) -> Iterator[str]:
 def cluster_can_train(config: TrainConfig) -> Iterator[str]:
     """Refuse tasks and processes of a cluster before it is started."""
     if config.cluster:
-        processes, tasks = training_processes(config.cluster), config.cluster.reward_tasks
+        processes = config.cluster.nodes * config.cluster.processes_per_node
+        tasks = config.cluster.reward_tasks
         if tasks % processes:
             yield (
                 f"cluster.reward_tasks: expected a multiple of the {processes} training processes, "
@@ -333,11 +340,6 @@ def stale_answers_are_possible(config: TrainConfig) -> Iterator[str]:
         yield "rollout.schedule: expected null with rollout.at_push: keep, which a cache decides"
     if rollout.turns is not None and rollout.at_push == "finish":
         yield "rollout.turns: expected null with rollout.at_push: finish, which takes all turns"
-
-
-def training_processes(cluster: ClusterConfig) -> int:
-    """Return how many processes train."""
-    return cluster.nodes * cluster.processes_per_node
 
 
 def divisors(n: int) -> list[int]:

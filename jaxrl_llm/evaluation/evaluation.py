@@ -43,7 +43,7 @@ from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.runs.directory import ending_together, join
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.dumps import answer_rows
-from jaxrl_llm.training.layouts import all_devices, open_layout
+from jaxrl_llm.training.load_model import all_devices, open_layout
 from jaxrl_llm.training.policy import Policy, load_policy
 from jaxrl_llm.training.validation import (
     LEVEL,

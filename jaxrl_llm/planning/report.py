@@ -20,7 +20,7 @@ from jaxrl_llm.planning.steps import (
 )
 from jaxrl_llm.sharding.layout import Layout, batch_shards
 from jaxrl_llm.training.compile import ENGINE, RunShapes, StepId, StepKind, plan_shapes
-from jaxrl_llm.training.layouts import overlaps_training
+from jaxrl_llm.training.load_model import overlaps_training
 
 # Changes of a config that would make a run fit, tried by arithmetic one after another.
 #

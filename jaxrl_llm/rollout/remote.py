@@ -25,11 +25,11 @@ from jaxrl_llm.rollout.engine import (
     Listener,
     Receipt,
     Request,
+    Router,
     Stop,
     check_needed,
     check_request,
 )
-from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.reshard import group_by_bytes
 
@@ -47,11 +47,8 @@ Bounds = tuple[tuple[int, int], ...]
 # unless a device holds all.
 
 
-class Piece(NamedTuple):
-    """A box of an array."""
-
-    bounds: Bounds
-    values: np.ndarray
+Piece = tuple[Bounds, np.ndarray]
+"""A box of an array, and its values."""
 
 
 class TransferPlan(NamedTuple):
@@ -90,11 +87,11 @@ def own_pieces(array: jax.Array, dtype: np.dtype, turn: int = 0) -> list[Piece]:
         turn: as in `own_shards`.
 
     >>> own_pieces(jax.numpy.ones(2), np.dtype("float16"))
-    [Piece(bounds=((0, 2),), values=array([1., 1.], dtype=float16))]
+    [(((0, 2),), array([1., 1.], dtype=float16))]
     """
     return [
         # a copy, as an array keeps for ever what of it was on the host
-        Piece(bounds_of(shard.index, array.shape), np.asarray(jnp.array(shard.data, dtype)))
+        (bounds_of(shard.index, array.shape), np.asarray(jnp.array(shard.data, dtype)))
         for shard in own_shards(array, turn)
     ]
 
@@ -138,19 +135,17 @@ def assemble(pieces: Sequence[Piece], bounds: Bounds, dtype: np.dtype, name: str
     Raises:
         EngineError: the pieces don't cover the box, or have another dtype.
     """
-    for piece in pieces:
-        if piece.bounds == bounds and piece.values.dtype == dtype:
-            return piece.values
+    for own, values in pieces:
+        if own == bounds and values.dtype == dtype:
+            return values
     box, filled = np.empty([end - first for first, end in bounds], dtype), 0
-    for piece in pieces:
-        common = [
-            (max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, piece.bounds, strict=True)
-        ]
-        if piece.values.dtype != dtype or any(first >= end for first, end in common):
+    for own, values in pieces:
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, own, strict=True)]
+        if values.dtype != dtype or any(first >= end for first, end in common):
             continue
         into = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, bounds, strict=True))
-        of = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, piece.bounds, strict=True))
-        box[into] = piece.values[of]
+        of = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, own, strict=True))
+        box[into] = values[of]
         filled += math.prod(end - first for first, end in common)
     if filled != box.size:
         raise EngineError(
@@ -215,7 +210,7 @@ def collect(
         published = [future.result() for future in coming]
         for i in bucket:
             pieces = [piece for parts in published for piece in parts[i]]
-            total += sum(piece.values.nbytes for piece in pieces)
+            total += sum(values.nbytes for _, values in pieces)
             arrays[i] = _place(pieces, plan.shapes[i], plan.dtypes[i], homes[i], names[i])
     return jax.tree.unflatten(structure, arrays), total
 

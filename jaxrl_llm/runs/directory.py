@@ -23,13 +23,13 @@ import jax
 import numpy as np
 from filelock import FileLock, Timeout
 
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import Task, compiler_options
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, Preempted, RunError, config_errors_at, exit_status
 from jaxrl_llm.config.functions import FunctionSpec, load_function, split_name
-from jaxrl_llm.config.keys import Section, group_of
 from jaxrl_llm.config.load import PACKAGED, as_tree, changes, dotted_items, read_yaml, to_yaml
 from jaxrl_llm.config.programs import RunConfig, SftConfig, TrainConfig
+from jaxrl_llm.config.sections import Section, group_of
 from jaxrl_llm.files import remove_partials, write_text
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.activity import ACTIVITIES, activity

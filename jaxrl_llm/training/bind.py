@@ -13,28 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RunError
-from jaxrl_llm.config.fields import (
-    FIELDS,
-    Stage,
-    asks_for,
-    call,
-    check_fields,
-    fields_at,
-    fields_of_model,
-    name_of,
-)
 from jaxrl_llm.config.functions import (
     ADVANTAGES,
     CORRECTIONS,
     DATASETS,
     DIVERGENCES,
+    FIELDS,
     KLS,
     LOSSES,
     PAIRS,
@@ -45,9 +36,16 @@ from jaxrl_llm.config.functions import (
     TEACHER_PROMPTS,
     VALUES,
     FunctionSpec,
+    Stage,
+    asks_for,
+    call,
+    check_fields,
     described_failure,
+    fields_at,
+    fields_of_model,
     find_function,
     load_function,
+    name_of,
     signature_of,
 )
 from jaxrl_llm.config.programs import TrainConfig
@@ -65,7 +63,8 @@ from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.build import is_low_precision
 from jaxrl_llm.rollout.vllm.setup import find_python
 from jaxrl_llm.training import experience
-from jaxrl_llm.training.objectives import (
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.update import (
     ANSWER_FIELDS,
     LENGTHS,
     OF_LABELLED,
@@ -75,12 +74,12 @@ from jaxrl_llm.training.objectives import (
     Distillation,
     PolicyObjective,
     PreferenceObjective,
+    UpdateSpec,
     ValueObjective,
     as_pair_loss,
     as_token_loss,
     per_token,
 )
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -139,16 +138,6 @@ class AdvantageSum:
 
 PAIR_FIELDS = ANSWER_FIELDS - OF_LABELLED - SCORES
 """What a loss of the pairs of a step may ask for, [P] each."""
-
-
-class UpdateSpec(NamedTuple):
-    """How a model learns: what it minimises, how tokens are weighed, and the optimizer."""
-
-    objective: PolicyObjective | ValueObjective | PreferenceObjective
-    reduce: Function
-    optimizer: OptimizerOf
-    schedule: Callable[[int], Any]
-    max_skipped: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +246,20 @@ def find_positional(spec: FunctionSpec, home: str, key: str, expected: tuple[str
 
 
 def find_divergence(spec: FunctionSpec, key: str) -> Function:
-    """Return a divergence of a student from its teacher."""
-    return find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
+    """Return a divergence of a student from its teacher, which an update could differentiate.
+
+    Raises:
+        ConfigError: it raises, or returns something else than a number per token.
+    """
+    divergence = find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
+    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
+    distillation = Distillation(divergence=divergence)
+
+    def total(student: Any, teacher: Any) -> Any:
+        return jnp.sum(distillation.checked(student, teacher))
+
+    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
+    return divergence
 
 
 def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
@@ -290,7 +291,6 @@ def update_spec(
     reduce: FunctionSpec,
     section: str,
     optim: OptimConfig,
-    optim_key: str = "optim",
 ) -> UpdateSpec:
     """Find the reduction and the optimizer of a model that is trained.
 
@@ -299,10 +299,10 @@ def update_spec(
         reduce: from a mask to weights.
         section: of the config that names the reduction.
         optim: its optimizer.
-        optim_key: the config key of `optim`.
     """
     weigh = find_positional(reduce, REDUCTIONS, f"{section}.reduce", ("mask",))
-    optimizer, schedule = make_optimizer(optim, optim_key)
+    key = "optim" if section == "algorithm" else f"{section}.optim"
+    optimizer, schedule = make_optimizer(optim, key)
     return UpdateSpec(objective, weigh, optimizer, schedule, optim.max_skipped)
 
 
@@ -323,14 +323,11 @@ def resolve_functions(config: TrainConfig) -> AlgorithmFunctions:
     functions = load_batch_functions(config)
     policy = load_policy_objective(config, functions)
     updates, needs = load_updates(config, functions, policy)
-    check_sections(config, updates)
     is_of_tokens = isinstance(policy, PolicyObjective)
     if is_of_tokens and is_on_policy(config, functions, updates):
         objective = dataclasses.replace(policy, on_policy=True)
         updates["actor"] = updates["actor"]._replace(objective=objective)
-    check_producers(config, needs)
-    check_skipped_pass(config.algorithm, needs)
-    check_refresh(config, needs)
+    check_needs(config, updates, needs)
     if is_of_tokens:
         check_staleness(config, needs, policy)
     check_teacher(config, needs)
@@ -357,8 +354,10 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
         advantage=None if algorithm.pairs else find_advantage(algorithm.advantage),
         kl=kl_spec and find(kl_spec, KLS, f"algorithm.{kl}", of_kl),
         controller=find_positional(
-            *(algorithm.kl_controller, KLS, "algorithm.kl_controller"),
-            ("coef", "observed_kl", "batch_size"),
+            algorithm.kl_controller,
+            KLS,
+            "algorithm.kl_controller",
+            expected=("coef", "observed_kl", "batch_size"),
         ),
         group_filter=optional(algorithm.group_filter, "group_filter", SHAPING, Stage.SCORED),
         penalty=optional(algorithm.penalty, "penalty", SHAPING, Stage.SCORED),
@@ -368,7 +367,10 @@ def load_batch_functions(config: TrainConfig) -> AlgorithmFunctions:
         ),
         select_covariant=select
         and find(
-            *(select, LOSSES, "algorithm.high_covariance", fields_at(Stage.UPDATING)),
+            select,
+            LOSSES,
+            "algorithm.high_covariance",
+            fields_at(Stage.UPDATING),
             passed=[*FIELDS, "key"],  # which it may take as a keyword
         ),
         answer_filter=optional(algorithm.answer_filter, "answer_filter", SHAPING, Stage.ESTIMATED),
@@ -411,30 +413,7 @@ def load_updates(
     needs = policy.asks_for()
     if isinstance(policy, PreferenceObjective):  # its other fields are made with the pairs
         needs = {"ref_logprobs"} if needs & OF_REFERENCE else set()
-    needs |= fields_of_batch_functions(functions) - {"logprobs"}
-    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
-    for _ in range(2):  # each may ask for the other
-        if "critic" not in updates and needs & fields_of_model("critic"):
-            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
-            objective = ValueObjective(loss=loss)
-            updates["critic"] = update_spec(
-                objective, critic.reduce, "critic", critic.optim, "critic.optim"
-            )
-            needs |= objective.asks_for()
-        if name not in updates and needs & fields_of_model(name):
-            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
-            check_betas(functions.advantage, loss)
-            objective = PolicyObjective(loss=loss)
-            updates[name] = update_spec(
-                objective, reward.reduce, name, reward.optim, f"{name}.optim"
-            )
-            needs |= objective.asks_for()
-    return updates, frozenset(needs)
-
-
-def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
-    """Return the fields that functions of the whole batch ask for; the controller gets none."""
-    asking = [
+    of_batch = (
         functions.advantage,
         functions.kl,
         functions.group_filter,
@@ -443,8 +422,27 @@ def fields_of_batch_functions(functions: AlgorithmFunctions) -> set[str]:
         functions.answer_filter,
         functions.pairs,
         *functions.corrections,
-    ]
-    return {name for function in asking if function for name in asks_for(function)}
+    )
+    needs |= fields_asked(*of_batch) - {"logprobs"}  # the controller gets none
+    critic, reward, name = config.critic, config.implicit_reward_model, "implicit_reward_model"
+    for _ in range(2):  # each may ask for the other
+        if "critic" not in updates and needs & fields_of_model("critic"):
+            loss = find(critic.loss, VALUES, "critic.loss", fields_at(Stage.ESTIMATED))
+            objective = ValueObjective(loss=loss)
+            updates["critic"] = update_spec(objective, critic.reduce, "critic", critic.optim)
+            needs |= objective.asks_for()
+        if name not in updates and needs & fields_of_model(name):
+            loss = find(reward.loss, VALUES, f"{name}.loss", fields_at(Stage.UPDATING))
+            check_betas(functions.advantage, loss)
+            objective = PolicyObjective(loss=loss)
+            updates[name] = update_spec(objective, reward.reduce, name, reward.optim)
+            needs |= objective.asks_for()
+    return updates, frozenset(needs)
+
+
+def fields_asked(*functions: Function | None) -> set[str]:
+    """Return the fields that functions ask for."""
+    return {name for function in functions if function for name in asks_for(function)}
 
 
 def is_on_policy(
@@ -456,12 +454,9 @@ def is_on_policy(
     them.
     """
     batch, algorithm = config.batch, config.algorithm
-    once = batch.epochs_per_step == 1 and batch.prompts_per_minibatch in (
-        None,
-        batch.prompts_per_step,
-    )
-    before = [functions.advantage, functions.select_covariant, *functions.corrections]
-    asked = {name for function in before if function for name in asks_for(function)}
+    prompts = batch.prompts_per_minibatch or batch.prompts_per_step
+    once = batch.epochs_per_step == 1 and prompts == batch.prompts_per_step
+    asked = fields_asked(functions.advantage, functions.select_covariant, *functions.corrections)
     for name, update in updates.items():
         asked |= update.objective.asks_for() - ({"old_logprobs"} if name == "actor" else set())
     return (
@@ -472,18 +467,6 @@ def is_on_policy(
         and config.critic.warmup_steps == 0
         and not asked & fields_of_model("actor")
     )
-
-
-def check_sections(config: TrainConfig, updates: Mapping[str, UpdateSpec]) -> None:
-    """Refuse the section of a model that no function asks for."""
-    defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
-    for name, default in defaults.items():
-        if name not in updates and getattr(config, name) != default:
-            fields = sorted(fields_of_model(name))
-            raise ConfigError(
-                f"{name} is set, but no function asks for {' or '.join(fields)}: "
-                "remove it, or name an advantage or a loss that does"
-            )
 
 
 def check_betas(advantage: Function | None, loss: Function) -> None:
@@ -530,8 +513,18 @@ def beta_of(function: Function) -> float | None:
 # What functions ask for, held against the keys of a config that produce or read it.
 
 
-def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
+def check_needs(
+    config: TrainConfig, updates: Mapping[str, UpdateSpec], needs: frozenset[str]
+) -> None:
     """Refuse fields that no key produces, and keys that produce what nothing asks for."""
+    defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
+    for name, default in defaults.items():
+        if name not in updates and getattr(config, name) != default:
+            raise ConfigError(
+                f"{name} is set, but no function asks for "
+                f"{' or '.join(sorted(fields_of_model(name)))}: "
+                "remove it, or name an advantage or a loss that does"
+            )
     producers = {
         "high_covariance": ("algorithm.high_covariance", config.algorithm.high_covariance),
         "score_components": ("reward.components", config.reward.components),
@@ -541,6 +534,19 @@ def check_producers(config: TrainConfig, needs: frozenset[str]) -> None:
             raise ConfigError(f"{key} is not set, but a function asks for {field!r}")
         if value and field not in needs:
             raise ConfigError(f"{key} is set, but no function asks for {field!r}: remove it")
+    missing = sorted(needs & fields_of_model("actor") - {"old_logprobs"})
+    if config.algorithm.use_rollout_logprobs and missing:
+        raise ConfigError(
+            f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
+            "which a function asks for: set it to false"
+        )
+    every = config.reference.refresh_every
+    if every is not None and not needs & fields_of_model("reference"):
+        raise ConfigError(
+            f"reference.refresh_every={every}, but no function asks for the reference's log-probs: "
+            "remove it, or name a KL, as in algorithm.kl_loss=k3, or a loss of pairs with a "
+            "reference"
+        )
 
 
 def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFunctions) -> None:
@@ -549,24 +555,14 @@ def check_scores_are_used(algorithm: AlgorithmConfig, functions: AlgorithmFuncti
     The group filter and the penalty are called before, and see the scores as they were.
     """
     later = functions.advantage, functions.answer_filter, functions.pairs, *functions.corrections
-    asked = {name for function in later if function for name in asks_for(function)}
-    asked = asked.union(*(update.objective.asks_for() for update in functions.updates.values()))
+    objectives = [update.objective for update in functions.updates.values()]
+    asked = fields_asked(*later).union(*(objective.asks_for() for objective in objectives))
     for name in ("penalty", "kl_reward"):
         if getattr(algorithm, name) and not asked & {"scores", "rewards"}:
             raise ConfigError(
                 f"algorithm.{name} changes the scores and rewards, but no function asks for "
                 "them afterwards: remove it, or name an advantage that does"
             )
-
-
-def check_skipped_pass(algorithm: AlgorithmConfig, needs: frozenset[str]) -> None:
-    """Refuse to skip the pass for the old log-probs where a function needs what it computes."""
-    missing = sorted(needs & fields_of_model("actor") - {"old_logprobs"})
-    if algorithm.use_rollout_logprobs and missing:
-        raise ConfigError(
-            f"algorithm.use_rollout_logprobs skips the pass that computes {missing[0]!r}, "
-            "which a function asks for: set it to false"
-        )
 
 
 def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyObjective) -> None:
@@ -591,7 +587,8 @@ def check_staleness(config: TrainConfig, needs: frozenset[str], policy: PolicyOb
         log.warning(
             "algorithm.use_rollout_logprobs with rollout.staleness=%d: the loss clips around "
             "policies that are up to %d updates old (docs/async.md)",
-            *(staleness, staleness),
+            staleness,
+            staleness,
         )
 
 
@@ -623,17 +620,6 @@ def check_router_replay(config: TrainConfig, functions: AlgorithmFunctions) -> N
         raise ConfigError(
             f"{key}, but mesh.train.stage={config.mesh.train.stage}: stages do not report which "
             "experts their layers chose; expected stage=1, or replay rollout"
-        )
-
-
-def check_refresh(config: TrainConfig, needs: frozenset[str]) -> None:
-    """Refuse to refresh a reference that there is not."""
-    every = config.reference.refresh_every
-    if every is not None and not needs & fields_of_model("reference"):
-        raise ConfigError(
-            f"reference.refresh_every={every}, but no function asks for the reference's log-probs: "
-            "remove it, or name a KL, as in algorithm.kl_loss=k3, or a loss of pairs with a "
-            "reference"
         )
 
 
@@ -739,9 +725,8 @@ def check_distillation(config: TrainConfig) -> None:
             + ("set teacher.top_k, too" if key == "url" else "remove it")
         )
     if not of_top and (isinstance(teacher.path, dict) or config.mesh.teacher is not None):
-        key = (
-            "teacher.path has several" if isinstance(teacher.path, dict) else "mesh.teacher is set"
-        )
+        several = isinstance(teacher.path, dict)
+        key = "teacher.path has several" if several else "mesh.teacher is set"
         raise ConfigError(
             f"{key}, but over the whole vocabulary algorithm.distillation runs one teacher where "
             "the policy is trained: set teacher.top_k, or name one teacher without a mesh"
@@ -799,8 +784,8 @@ def check_own_teacher(config: TrainConfig) -> None:
         )
     is_adapter = config.model.lora is not None or config.model.adapter is not None
     elsewhere = {"mesh.teacher": config.mesh.teacher, "offload.teacher": config.offload.teacher}
-    for key in (key for key, value in elsewhere.items() if value):
-        if weights == "live" or is_adapter:
+    for key, is_set in elsewhere.items():
+        if is_set and (weights == "live" or is_adapter):
             reason = "weights=live are those" if weights == "live" else "base is that"
             raise ConfigError(
                 f"{key} is set, but the teacher's {reason} of the policy, where it is trained: "
@@ -832,26 +817,15 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     Raises:
         ConfigError: one of them raises, or returns something else than is expected.
     """
-    fields = abstract_fields(
-        config.batch.prompts_per_step * config.rollout.samples_per_prompt,
-        config.longest_sequence,
-        len(config.reward.components),
-        config.teacher.top_k or 1,
-    )
+    size = config.batch.prompts_per_step * config.rollout.samples_per_prompt
+    components, top = len(config.reward.components), config.teacher.top_k or 1
+    fields = abstract_fields(size, config.longest_sequence, components, top) | abstract_pairs(size)
     for key, function, run in trials(config, functions):
-        check_function(
-            key,
-            function,
-            functools.partial(jax.eval_shape, functools.partial(run, function), fields),
-        )
-    actor = functions.updates["actor"].objective
-    if isinstance(actor, PolicyObjective) and actor.distillation:
-        check_divergence("algorithm.distillation", actor.distillation.divergence)
+        trial = functools.partial(run, function)
+        check_function(key, function, functools.partial(jax.eval_shape, trial, fields))
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
-        control = functools.partial(
-            experience.checked_controller(controller), coef, 0.01, fields["mask"].shape[0]
-        )
+        control = functools.partial(experience.checked_controller(controller), coef, 0.01, size)
         check_function("algorithm.kl_controller", controller, control)  # it gets numbers
     if config.steps is not None:
         check_schedules(config, functions, config.steps)
@@ -892,11 +866,13 @@ def trials(config: TrainConfig, functions: AlgorithmFunctions) -> Iterator[Trial
     for name, update in functions.updates.items():
         section = "algorithm" if name == "actor" else name
         if isinstance(update.objective, PreferenceObjective):
-            yield "algorithm.pair_loss", update.objective.loss, _gradient_of_pairs
+            learned, checked = "chosen_logps", as_pair_loss
+            compute = functools.partial(_gradient, learned=learned, checked=checked)
+            yield "algorithm.pair_loss", update.objective.loss, compute
             continue
         if update.objective.loss is not None:
             learned = "values" if name == "critic" else "logprobs"
-            compute = functools.partial(_gradient, learned=learned)
+            compute = functools.partial(_gradient, learned=learned, checked=as_token_loss)
             yield f"{section}.loss", update.objective.loss, compute
         yield f"{section}.reduce", update.reduce, _weights
 
@@ -929,24 +905,11 @@ def _pairs(function: Function, fields: Fields) -> Any:
     return experience.check_pairs(_jitted(function, fields), function)
 
 
-def _gradient_of_pairs(loss: Function, fields: Fields) -> Any:
-    """Differentiate a loss of pairs by the log-probs of the chosen answers."""
-    of_pairs = abstract_pairs(fields["mask"].shape[0])
-    fields = {name: jnp.zeros(like.shape, like.dtype) for name, like in of_pairs.items()}
+def _gradient(loss: Function, fields: Fields, *, learned: str, checked: Function) -> Any:
+    """Differentiate a loss by what its model says of each token, or of each chosen answer."""
 
     def total(array: Any) -> Any:
-        result = call(loss, fields | {"chosen_logps": array})
-        return jnp.sum(as_pair_loss(result, loss, array.shape).loss)
-
-    return jax.grad(total)(fields["chosen_logps"])
-
-
-def _gradient(loss: Function, fields: Fields, *, learned: str) -> Any:
-    """Differentiate a loss by what its model says of each token."""
-
-    def total(array: Any) -> Any:
-        result = call(loss, fields | {learned: array})
-        return jnp.sum(as_token_loss(result, loss, fields["mask"].shape).loss)
+        return jnp.sum(checked(call(loss, fields | {learned: array}), loss, array.shape).loss)
 
     return jax.grad(total)(fields[learned])
 
@@ -988,21 +951,6 @@ def check_function(key: str, function: Function, run: Callable[[], Any]) -> None
         if isinstance(error, jax.errors.JAXTypeError):
             text += " (jax compiles this function: take jax.numpy for numpy, and jnp.where for if)"
         raise ConfigError(text) from error
-
-
-def check_divergence(key: str, divergence: Function) -> None:
-    """Call a divergence as an update does, and differentiate it.
-
-    Raises:
-        ConfigError: it raises, or returns something else than a number per token.
-    """
-    both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
-    distillation = Distillation(divergence=divergence)
-
-    def total(student: Any, teacher: Any) -> Any:
-        return jnp.sum(distillation.checked(student, teacher))
-
-    check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
 
 
 def check_inputs(config: TrainConfig, functions: AlgorithmFunctions) -> None:

@@ -5,9 +5,12 @@ keeps. A group is begun while there are fewer than (K+1)·P that are not trained
 more than K updates old, no answer is dropped for its age or its length, and memory is bounded. K is
 `rollout.staleness`; at K = 0 a step samples its own prompts, and nothing else.
 
-A step has two parts. In `take` the engine samples until the step's groups are whole. Until
-`interrupt`, before the next weights are pushed, an engine with devices of its own goes on with the
-others. What is in flight then is plain data: the engine is empty.
+In `take` the engine samples until the step's groups are whole. From `go_on` to `interrupt`, before
+the next weights are pushed, an engine with devices of its own goes on with the others, while the
+models are trained. What is in flight then is plain data: the engine is empty.
+
+A sampling is a call of `Sampler.sample`, which asks the engine for plain answers by
+`rollout.rollouts.sample_states`, and for episodes of several turns by the agents' sampler.
 """
 
 import base64
@@ -20,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,9 +44,10 @@ from jaxrl_llm.models.quantization import quantize_params
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.rewards.scoring import make_scoring
+from jaxrl_llm.rewards.scoring import ModelScores, make_scoring
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
 from jaxrl_llm.rollout.engine import (
+    NOT_DRAWN,
     Completion,
     Engine,
     EngineError,
@@ -51,8 +55,6 @@ from jaxrl_llm.rollout.engine import (
     Stop,
 )
 from jaxrl_llm.rollout.rollouts import (
-    NOT_DRAWN,
-    Episode,
     EpisodeState,
     OnEnd,
     Rollouts,
@@ -68,22 +70,23 @@ from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import on_device
 from jaxrl_llm.sharding.reshard import cast_tree
-from jaxrl_llm.training.batch_metrics import scoring_counts
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.experience import (
     ScoreError,
     add_to_scores,
     per_answer,
+    scoring_counts,
     with_scores,
     without_rows,
 )
+from jaxrl_llm.training.forward import has_chains
 from jaxrl_llm.training.load_model import LoadedModel
 from jaxrl_llm.training.loop import Metrics, open_executor
-from jaxrl_llm.training.microbatches import has_chains
-from jaxrl_llm.training.reward_model import RewardModel
-from jaxrl_llm.training.run_files import Journals
+from jaxrl_llm.training.run_files import journal_path
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
+
+log = logging.getLogger(__name__)
 
 TRAINING, VALIDATION, GREEDY, CANARY = range(4)
 """The use of sampled answers, as a part of their seeds."""
@@ -128,7 +131,7 @@ class Sampler:
         self.keeps_cache = rollout.at_push == "keep"
         self._rollout, self._seed = rollout, seed
         self._decode = text_decoder(tokens.tokenizer)
-        self.weights, self._journals = weights, Journals(folder)
+        self.weights, self._folder = weights, folder
 
     @activity("syncing weights")
     def sync(self, params: Any, version: int) -> dict[str, float]:
@@ -163,25 +166,38 @@ class Sampler:
             self.engine.sleep()
 
     def sample(
-        self, states: Sequence[EpisodeState], needed: int, stop: Stop | None, on_end: OnEnd | None
+        self,
+        states: Sequence[EpisodeState],
+        needed: int | None = None,
+        stop: Stop | None = None,
+        on_end: OnEnd | None = None,
+        *,
+        sampling: SamplingParams | None = None,
     ) -> None:
-        """Sample answers to train on, or go on with them.
+        """Sample answers, or go on with them.
 
         Args:
             states: of the answers.
-            needed: it ends when so many of the first ones are whole.
+            needed: it ends when so many of the first ones are whole; None: all.
             stop: ends it, too.
             on_end: is called with each answer that has ended.
+            sampling: how to sample; None: as answers to train on.
         """
         rollout = self._rollout
-        sampling = SamplingParams(
+        sampling = sampling or SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop_ids=self.tokens.stops,
         )
-        self._run(states, sampling, needed, stop, on_end)
+        until: Any = {"needed": needed, "stop": stop, "on_end": on_end}
+        with self.awake():
+            if self.episodes is None:
+                sample_states(self.engine, states, sampling, **until)
+            else:
+                journal = functools.partial(journal_path, self._folder)
+                self.episodes.sample_states(self.engine, states, sampling, **until, journal=journal)
 
     def gather(self, states: Sequence[EpisodeState]) -> Rollouts:
         """Return answers that are whole."""
@@ -218,9 +234,10 @@ class Sampler:
         prompts = rollouts.prompts[:: rollout.samples_per_prompt]
         return self._answer(prompts, sampling, 1, (step, GREEDY))
 
-    def sample_canaries(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
-        """Sample a few short plain answers, to compare the engine with the trainer."""
+    def sample_canaries(self, rollouts: Rollouts, step: int) -> Rollouts:
+        """Sample a few short plain answers to a step's prompts, to compare engine and trainer."""
         rollout = self._rollout
+        prompts = rollouts.prompts[:: rollout.samples_per_prompt]
         sampling = SamplingParams(
             max_new_tokens=min(CANARY_TOKENS, rollout.max_new_tokens),
             temperature=rollout.temperature,
@@ -228,7 +245,7 @@ class Sampler:
         )
         states = begin_episodes(prompts[:CANARIES], 1, (self._seed, step, CANARY))
         with self.awake():
-            sample_states(self.engine, states, sampling, needed=len(states))
+            sample_states(self.engine, states, sampling)
         return as_rollouts(states, decode=self._decode)
 
     def _answer(
@@ -240,24 +257,22 @@ class Sampler:
     ) -> Rollouts:
         """Sample G answers to each prompt."""
         states = begin_episodes(prompts, samples, (self._seed, *seed))
-        self._run(states, sampling, len(states), None, None)
+        self.sample(states, sampling=sampling)
         return self.examine(self.gather(states))
 
-    def _run(
-        self,
-        states: Sequence[EpisodeState],
-        sampling: SamplingParams,
-        needed: int,
-        stop: Stop | None,
-        on_end: OnEnd | None,
-    ) -> None:
-        until: Any = {"needed": needed, "stop": stop, "on_end": on_end}
-        with self.awake():
-            if self.episodes is None:
-                sample_states(self.engine, states, sampling, **until)
-            else:
-                journal = self._journals.path
-                self.episodes.sample_states(self.engine, states, sampling, **until, journal=journal)
+
+def needs_canaries(rollouts: Rollouts, step: int, *, keeps_cache: bool) -> bool:
+    """Return whether no answer of a step tells if the engine holds the newest weights.
+
+    Args:
+        rollouts: of the step.
+        step: that trains on them.
+        keeps_cache: whether answers keep keys and values of weights before; then only those tell it
+            that were wholly drawn by the newest.
+    """
+    fresh = np.all if keeps_cache else np.any
+    drawn = (e.versions[e.versions != NOT_DRAWN] for e in rollouts.episodes)
+    return not any(len(versions) and fresh(versions == step - 1) for versions in drawn)
 
 
 class PolicyWeights:
@@ -324,16 +339,13 @@ def engine_checksum(model: Model, dtype: str, *, quantized: bool) -> Callable[[A
     return jax.jit(engines_checksum)
 
 
-log = logging.getLogger(__name__)
-
-
 class Scorer:
     """Scores answers, and lays them out as a batch with their scores.
 
     Args:
         config: of the run.
         functions: that it names.
-        reward_model: that scores answers, if one does.
+        by_model: answers' scores by a reward model; None: functions score them.
         stack: ends the scoring processes at the run's end.
 
     Attributes:
@@ -346,16 +358,15 @@ class Scorer:
         self,
         config: TrainConfig,
         functions: AlgorithmFunctions,
-        reward_model: RewardModel | None,
+        by_model: Callable[[Rollouts], ModelScores] | None,
         stack: contextlib.ExitStack,
     ) -> None:
         """Start the reward functions."""
-        reward, by_model = config.reward, reward_model.score if reward_model else None
-        folder = Path(config.run_dir)
+        reward, folder = config.reward, Path(config.run_dir)
         self.score, self.score_validation = make_scoring(reward, by_model, stack, folder)
         # elsewhere than on the devices, and not together with other processes
         self.in_background = (
-            reward_model is None and reward.workers > 0 and distributed.process_count() == 1
+            by_model is None and reward.workers > 0 and distributed.process_count() == 1
         )
         self._executor = open_executor(1, "scoring", stack)
         self._config, self._samples = config, config.rollout.samples_per_prompt
@@ -572,10 +583,9 @@ class Group:
         return self.scores.result()
 
 
-def episodes_of(groups: Sequence[Group]) -> list[Episode]:
-    """Return the episodes of groups that are whole."""
-    episodes = [state.episode for group in groups for state in group.states]
-    return [episode for episode in episodes if episode is not None]
+def states_of(groups: Sequence[Group]) -> list[EpisodeState]:
+    """Return the answers of groups."""
+    return [state for group in groups for state in group.states]
 
 
 def scores_of(groups: Sequence[Group]) -> list[Score]:
@@ -613,7 +623,7 @@ class GroupScores:
             if self._is_busy or not self._waiting:
                 return
             groups, self._waiting, self._is_busy = self._waiting, [], True
-        states = [state for group in groups for state in group.states]
+        states = states_of(groups)
         try:
             scores = self._start(self._gather(states), clock)
         except BaseException as error:
@@ -791,39 +801,10 @@ def _read(path: Path, *, key: str = "") -> dict[int, Row]:
 # The buffer.
 
 
-class Collected(NamedTuple):
-    """What a step trains on.
-
-    Attributes:
-        rollouts: its answers.
-        scores: waits for their scores.
-        metrics: of the collection.
-        canaries: fresh answers, where no token of `rollouts` is of the newest weights.
-    """
-
-    rollouts: Rollouts
-    scores: Callable[[], list[Score]]
-    metrics: Metrics
-    canaries: Rollouts | None = None
-
-
-class OverlappedSampling(NamedTuple):
-    """A sampling that goes on while the models are trained.
-
-    Attributes:
-        ended: comes to the time at which it has ended.
-        stop: ends it; None: it ends when all answers are whole.
-    """
-
-    ended: Future[float]
-    stop: Stop | None
-
-
-@dataclass(kw_only=True)
 class Buffer:
     """The prompts and answers of a run that are not trained yet.
 
-    Attributes:
+    Args:
         config: of the run.
         total_steps: after which no group is trained.
         sampler: samples answers.
@@ -834,32 +815,37 @@ class Buffer:
         executor: two threads: for sampling while a step is trained, and for groups that end.
     """
 
-    config: TrainConfig
-    total_steps: int
-    sampler: Sampler
-    scorer: Scorer
-    prompt_batches: Any
-    prompts: list[Prompt]
-    schedule: Schedule
-    executor: Executor
-    _overlapped: OverlappedSampling | None = None
-    _scores: GroupScores = field(init=False)
-    _groups: list[Group] = field(default_factory=list)
-    _upcoming: list[Prompt] = field(default_factory=list)
-    _ordinal: int = 0
+    def __init__(
+        self,
+        config: TrainConfig,
+        total_steps: int,
+        sampler: Sampler,
+        scorer: Scorer,
+        *,
+        prompt_batches: Any,
+        prompts: list[Prompt],
+        schedule: Schedule,
+        executor: Executor,
+    ) -> None:
+        """Begin no group yet."""
+        self.config, self.total_steps, self.sampler = config, total_steps, sampler
+        self.scorer, self.prompt_batches, self.prompts = scorer, prompt_batches, prompts
+        self.schedule, self.executor = schedule, executor
+        self._scores = GroupScores(scorer.start, sampler.gather)
+        self._groups, self._upcoming, self._ordinal = list[Group](), list[Prompt](), 0
+        self._overlapped: tuple[Future[float], Stop | None] | None = None
+        """A sampling that goes on while the models are trained: when it has ended, and what ends it
+        before all answers are whole."""
 
-    def __post_init__(self) -> None:
-        """Score nothing yet."""
-        self._scores = GroupScores(self.scorer.start, self.sampler.gather)
-
-    def take(self, step: int, clock: Clock) -> Collected:
+    def take(self, step: int, clock: Clock) -> tuple[list[Group], Metrics]:
         """Sample until the step's groups are whole, and begin to score what is.
-
-        An engine with devices of its own goes on with what is not.
 
         Args:
             step: that trains on them.
             clock: of the step.
+
+        Returns:
+            The groups, and metrics of those that the group filter refused.
 
         Raises:
             TrainingError: the group filter refused too many groups, or the schedule that is
@@ -871,26 +857,34 @@ class Buffer:
         row = self.schedule.row(step)
         while True:
             self._begin_groups((ahead + 1) * size)
-            by_length = row is not None and self._follows_lengths(row)
+            by_length = self._follows_lengths(row)
             self._set_limits(size, row if by_length else None)
             self._sample(size, clock, all_ends=by_length)
             if not self.scorer.filters_groups or self._filter(step, size, dropped, clock):
                 break
         taken, self._groups = self._groups[:size], self._groups[size:]
-        rollouts = self.sampler.gather([state for group in taken for state in group.states])
-        metrics = self._metrics(taken, dropped)
-        rollouts = self.sampler.examine(rollouts)
-        canaries = None
-        fresh = np.all if self.sampler.keeps_cache else np.any
-        drawn = (e.versions[e.versions != NOT_DRAWN] for e in rollouts.episodes)
-        if not any(len(versions) and fresh(versions == step - 1) for versions in drawn):
-            with clock("gen"):
-                prompts = [group.states[0].prompt for group in taken]
-                canaries = self.sampler.sample_canaries(prompts, step)
-        self._continue_sampling(row)
-        return Collected(
-            rollouts, lambda: [s for group in taken for s in group.result()], metrics, canaries
-        )
+        metrics = Metrics()
+        if self.scorer.filters_groups:
+            metrics["batch/generation_batches"] = 1 + len(dropped) / len(taken)
+            metrics["batch/dropped_groups"] = float(len(dropped))
+            metrics |= scoring_counts(scores_of(taken) + scores_of(dropped))
+        return taken, metrics
+
+    def go_on(self, step: int) -> None:
+        """Let an engine with devices of its own go on while a step is trained."""
+        row = self.schedule.row(step)
+        states = [state for state in states_of(self._groups) if state.episode is None]
+        if not self.sampler.overlaps_training or not states or self._follows_lengths(row):
+            return
+        rollout, stop = self.config.rollout, None
+        if rollout.at_push != "finish":
+            stop = Stop(rollout.turns if row is None else row.turns)
+
+        def sample() -> float:
+            self.sampler.sample(states, len(states), stop, self._score_soon())
+            return time.monotonic()
+
+        self._overlapped = self.executor.submit(sample), stop
 
     def interrupt(self, step: int, clock: Clock) -> Metrics:
         """Leave what is in flight, and write down how far it has come.
@@ -921,7 +915,13 @@ class Buffer:
             for group in self._groups
         }
         self.schedule.record(Row(step, self._engine, turns, self.schedule.slots, drawn))
-        return metrics | self._waiting_metrics()
+        waiting = states_of(self._groups)
+        open_ones = [state for state in waiting if state.episode is None]
+        return metrics | {
+            "async/ready_answers": float(len(waiting) - len(open_ones)),
+            "async/in_flight_answers": float(len(open_ones)),
+            "async/in_flight_tokens": float(sum(state.drawn for state in open_ones)),
+        }
 
     def get_state(self) -> dict[str, Any]:
         """Return what is not trained yet, besides the data's position, as JSON can hold it."""
@@ -980,7 +980,7 @@ class Buffer:
 
     def _sample(self, size: int, clock: Clock, *, all_ends: bool) -> None:
         """Sample until the first groups, or all, are whole; begin to score those that are."""
-        states = [state for group in self._groups for state in group.states]
+        states = states_of(self._groups)
         needed = sum(len(group.states) for group in self._groups[:size])
         finishes = self.config.rollout.at_push == "finish" and not self.sampler.overlaps_training
         if all_ends or finishes:
@@ -1028,14 +1028,16 @@ class Buffer:
             for state, limit in zip(group.states, limits, strict=True):
                 state.limit = None if limit == WHOLE else limit
 
-    def _follows_lengths(self, row: Row) -> bool:
-        """Return whether answers need limits to come as far as a row says.
+    def _follows_lengths(self, row: Row | None) -> bool:
+        """Return whether answers need limits to come as far as a row says; not without one.
 
         The engine that has written it comes as far by itself, in as many turns.
 
         Raises:
             TrainingError: episodes of several turns, which have no limits, are to be replayed.
         """
+        if row is None:
+            return False
         if (row.engine, row.slots) == (self._engine, self.schedule.slots) and row.engine != NODES:
             return False
         if self.sampler.episodes is not None and self.schedule.replays:
@@ -1052,23 +1054,6 @@ class Buffer:
             return NODES
         return OWN if self.sampler.overlaps_training else TRAINERS
 
-    def _continue_sampling(self, row: Row | None) -> None:
-        """Let an engine with devices of its own go on while the models are trained."""
-        states = [state for group in self._groups for state in group.states]
-        states = [state for state in states if state.episode is None]
-        by_length = row is not None and self._follows_lengths(row)
-        if not self.sampler.overlaps_training or not states or by_length:
-            return
-        rollout, stop = self.config.rollout, None
-        if rollout.at_push != "finish":
-            stop = Stop(rollout.turns if row is None else row.turns)
-
-        def go_on() -> float:
-            self.sampler.sample(states, len(states), stop, self._score_soon())
-            return time.monotonic()
-
-        self._overlapped = OverlappedSampling(self.executor.submit(go_on), stop)
-
     def _filter(self, step: int, size: int, dropped: list[Group], clock: Clock) -> bool:
         """Drop the groups that the filter refuses; return whether the step has all that it needs.
 
@@ -1079,7 +1064,7 @@ class Buffer:
         undecided = [group for group in self._groups[:size] if not group.kept]
         with clock("reward"):
             scores = scores_of(undecided)
-        rollouts = self.sampler.gather([state for group in undecided for state in group.states])
+        rollouts = self.sampler.gather(states_of(undecided))
         kept = self.scorer.keep_groups(rollouts, scores)
         for group, is_kept in zip(undecided, kept, strict=True):
             group.kept = is_kept
@@ -1088,7 +1073,8 @@ class Buffer:
         dropped += refused
         kept_groups = [group for group in self._groups if group.kept]
         if self.sampler.episodes is not None:  # or what failed by itself would seem too hard
-            self.sampler.episodes.check_broken(episodes_of(dropped + kept_groups))
+            states = states_of(dropped + kept_groups)
+            self.sampler.episodes.check_broken([s.episode for s in states if s.episode is not None])
         limit = self.config.algorithm.max_generation_batches
         if (count := len(dropped)) > (limit - 1) * size:
             unscored = sum(score.is_unscored for score in scores_of(dropped))
@@ -1101,23 +1087,6 @@ class Buffer:
                 "with other prompts or more answers to each"
             )
         return not refused
-
-    def _metrics(self, taken: Sequence[Group], dropped: list[Group]) -> Metrics:
-        metrics = {}
-        if self.scorer.filters_groups:
-            metrics["batch/generation_batches"] = 1 + len(dropped) / len(taken)
-            metrics["batch/dropped_groups"] = float(len(dropped))
-            metrics |= scoring_counts(scores_of(taken) + scores_of(dropped))
-        return metrics
-
-    def _waiting_metrics(self) -> Metrics:
-        waiting = [state for group in self._groups for state in group.states]
-        open_ones = [state for state in waiting if state.episode is None]
-        return {
-            "async/ready_answers": float(len(waiting) - len(open_ones)),
-            "async/in_flight_answers": float(len(open_ones)),
-            "async/in_flight_tokens": float(sum(state.drawn for state in open_ones)),
-        }
 
 
 # Completions as JSON can hold them, bit for bit.

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
 from jaxrl_llm.compilation import compiles_ahead
@@ -28,37 +27,43 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo, KernelChoice, device_of
 from jaxrl_llm.models.lora import split_adapter, without_adapter
-from jaxrl_llm.models.model import Model, is_adapted, model_of
+from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_in_turn, choose_paged_kernel
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout, over_batch, replicated
+from jaxrl_llm.sharding.layout import Layout, replicated
 from jaxrl_llm.training.bind import (
     AlgorithmFunctions,
-    abstract_fields,
-    abstract_pairs,
     resolve_functions,
 )
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
-from jaxrl_llm.training.layouts import Layouts, open_layouts
-from jaxrl_llm.training.load_model import adapted_spec, forward_config, model_spec
-from jaxrl_llm.training.microbatches import FrozenTower, MicroBatch
-from jaxrl_llm.training.objectives import COEFS, PolicyObjective
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    FrozenTower,
+    Inference,
+    MicroBatch,
+    logprob_pass,
+)
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    adapted_spec,
+    forward_config,
+    model_spec,
+    open_layouts,
+)
 from jaxrl_llm.training.roles import (
-    Models,
-    Role,
+    abstract_microbatch,
+    abstract_weights,
     inference_of,
-    learner_of,
+    make_role,
+    needs_inference,
     reference_dtype,
-    replaying,
     row_shapes,
-    taught_by,
+    run_forward,
 )
 from jaxrl_llm.training.teachers import TeacherModel
-from jaxrl_llm.training.update import ROUTER, shape_in
-from jaxrl_llm.types import Rows
+from jaxrl_llm.training.update import COEFS, ROUTER
 
 # The steps of a run, traced for arrays that have a shape and a layout but no bytes.
 #
@@ -133,17 +138,6 @@ def abstract_params(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> 
     return abstract_weights(model_of(spec), layout, dtype)
 
 
-def abstract_weights(model: Model, layout: Layout, dtype: str = "float32") -> Any:
-    """Return any model's parameters as `abstract_params` does."""
-    declared = model.declare()
-    return jax.tree.map(
-        lambda d, s, t: jax.ShapeDtypeStruct(d.shape, t, sharding=s),
-        declared,
-        layout.of(declared),
-        model.compute_dtypes(dtype),
-    )
-
-
 def bytes_per_device(tree: Any) -> int:
     """Count the bytes that each device holds of arrays, or of shapes with a layout.
 
@@ -191,21 +185,20 @@ def plan_role(
         spec: the model, with its adapter or value head.
         layout: where it stands.
     """
-    update = functions.updates[name]
-    params, frozen = abstract_params(spec, layout), {}
+    params, frozen, teacher = abstract_params(spec, layout), {}, None
     if spec.lora is not None:
         params = split_adapter(params)[0]
         frozen = abstract_params(without_adapter(spec), layout, config.model.dtype)
-    settings = planned_forward(config, spec, layout)
-    settings = replaying(settings, config) if name == "actor" else settings
-    shape, of_updates = row_shapes(config, settings, layout)
-    coefs: dict[str, Any] = dict(COEFS)
+    forward, coefs = planned_forward(config, spec, layout), dict[str, Any](COEFS)
     if name == "actor" and functions.runs_teacher_in_update:
         teacher = abstract_teacher(config, spec, layout)
-        update, coefs["teacher"] = taught_by(teacher, update, of_updates), teacher.params
-    learner = learner_of(update, settings, of_updates, layout, params, frozen)
+        coefs["teacher"] = teacher.params
+    role = make_role(config, functions, name, forward, layout, params, frozen, teacher)
+    learner, infer = role.learner, role.infer
+    assert isinstance(infer, Inference)
+    settings, of_updates = learner.model, learner.shape
+    shape, _ = row_shapes(config, forward, layout)
     state = learner.state_like()
-    infer = inference_of(name, functions, settings, shape, layout, frozen)
     if spec.moe is not None and config.model.router_loss_coef:
         everywhere: Any = replicated(layout.mesh)
         weights = jax.ShapeDtypeStruct((spec.moe.experts,), jnp.float32, sharding=everywhere)
@@ -215,7 +208,7 @@ def plan_role(
         return abstract_microbatch(names, config, bucket, layout.mesh, settings)
 
     def inputs(bucket: RowShape) -> tuple[Any, ...]:
-        return params, frozen, micro(update.objective.asks_for(), bucket), coefs
+        return params, frozen, micro(learner.objective.asks_for(), bucket), coefs
 
     total = learner.total_like(*inputs(of_updates))
     router = total[1].get(ROUTER)
@@ -229,17 +222,26 @@ def plan_role(
         ),
     }
     needed = needs_inference(name, functions, has_adapter=spec.lora is not None)
-    return AbstractModel(
-        *(spec, settings, layout, shape, of_updates), *(params, state.opt_state, frozen, needed)
-    ), trace
+    model = AbstractModel(
+        spec=spec,
+        settings=settings,
+        layout=layout,
+        shape=shape,
+        update_shape=of_updates,
+        params=params,
+        optimizer=state.opt_state,
+        frozen=frozen,
+        needs_inference=needed,
+    )
+    return model, trace
 
 
 def planned_forward(config: TrainConfig, spec: ModelSpec, layout: Layout) -> ForwardConfig:
     """Return how the policy, or a model like it, is run, with the shapes of a frozen tower."""
-    model, temperature, tower = Decoder(spec), config.rollout.temperature, None
+    model, tower = Decoder(spec), None
     if spec.vision_apart:
         tower = FrozenTower(abstract_tower(config, spec, layout), model, layout, config.model.dtype)
-    return forward_config(config.model, model, layout, temperature, tower, config.data.max_pixels)
+    return run_forward(config, model, layout, tower)
 
 
 def abstract_tower(config: TrainConfig, spec: ModelSpec, layout: Layout) -> Any:
@@ -257,16 +259,6 @@ def abstract_teacher(config: TrainConfig, student: ModelSpec, layout: Layout) ->
     vocab = None if is_same else min(spec.vocab_size, student.vocab_size)  # but for padding
     forward = forward_config(config.model, model_of(spec), layout)
     return TeacherModel(abstract_params(spec, layout, config.model.dtype), forward, vocab)
-
-
-def needs_inference(name: str, functions: AlgorithmFunctions, *, has_adapter: bool) -> bool:
-    """Tell whether a step asks a role for more than its updates do."""
-    return (
-        name != "actor"
-        or not functions.on_policy
-        or functions.select_covariant is not None
-        or (has_adapter and functions.needs_reference)
-    )
 
 
 def plan_reference(
@@ -299,41 +291,6 @@ def plan_reference(
         return infer.run.trace(weights, {}, rows)
 
     return AbstractModel(spec, settings, layout, shape, shape, weights, None, {}), trace
-
-
-def abstract_microbatch(
-    names: set[str],
-    config: TrainConfig,
-    shape: RowShape,
-    mesh: Mesh,
-    model: ForwardConfig | None = None,
-) -> MicroBatch:
-    """Return a micro-batch with the fields that a loss asks for, as shapes.
-
-    Args:
-        names: of the fields.
-        config: of the run.
-        shape: of the micro-batch.
-        mesh: the devices.
-        model: how the model is run, which says what rows hold for it beside tokens; None: nothing.
-    """
-    routes, visuals = (None, None) if model is None else (model.route_shape, model.visuals)
-    known = abstract_fields(
-        shape.sequences, shape.width, len(config.reward.components), config.teacher.top_k or 1
-    )
-    per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
-    known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
-    known |= abstract_pairs(shape.sequences)
-    known["second_start"] = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
-    fields = {name: known[name] for name in names | {"mask"}}
-    fields |= {"weights": per_token, "token_weights": per_token}
-    row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
-    slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
-    scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
-    replayed: Any = routes and jax.ShapeDtypeStruct((*row.shape, *routes[:2]), routes.dtype)
-    seen: Any = visuals and visuals.without_any(shape)
-    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed, seen), fields)
-    return jax.tree.map(lambda x: shape_in(x, over_batch(mesh)), micro)
 
 
 TEACHER = "teacher"
@@ -633,48 +590,3 @@ def programs(shapes: RunShapes) -> Iterator[Any]:
             yield from map(trace, shape.in_short_rows.buckets)
         else:
             yield trace()
-
-
-def compile_first_step(
-    config: TrainConfig,
-    functions: AlgorithmFunctions,
-    model: Model,
-    models: Models,
-    layouts: Layouts,
-) -> None:
-    """Begin to compile what the models of a run need in their first step, where others can wait.
-
-    It is a guess by the config. A batch for which it is wrong waits for its own programs.
-
-    Args:
-        config: of the run.
-        functions: that it names.
-        model: the policy.
-        models: as they are built.
-        layouts: where they stand.
-    """
-    roles, actor = models.roles, models.actor
-
-    def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
-        learner = role.learner
-        names = learner.objective.asks_for()
-        return abstract_microbatch(names, config, bucket, learner.mesh, learner.model)
-
-    def infer_ahead(role: Role, params: Any) -> None:
-        if isinstance(role.infer, Inference):
-            role.infer.compile_ahead(params, lambda bucket: micro_like(role, bucket).rows)
-
-    for name, role in roles.items():
-        if needs_inference(name, functions, has_adapter=is_adapted(model)):
-            infer_ahead(role, role.learner.params_like)
-    is_copy = not is_adapted(model) and layouts.reference is layouts.train
-    if functions.needs_reference and is_copy:
-        infer_ahead(actor, abstract_weights(model, layouts.reference, reference_dtype(config)))
-    for role in models.to_update(1, config.critic.warmup_steps):
-        if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
-            coefs, objective = dict[str, Any](COEFS), role.learner.objective
-            distillation = isinstance(objective, PolicyObjective) and objective.distillation
-            if distillation and distillation.teacher is not None:
-                teacher = distillation.teacher.model
-                coefs["teacher"] = abstract_weights(teacher, layouts.train, config.model.dtype)
-            role.learner.compile_ahead(functools.partial(micro_like, role), coefs)

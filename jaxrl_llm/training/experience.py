@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ import numpy as np
 from jaxrl_llm.algorithms.advantages import kl_penalized_rewards, rewards_from_scores
 from jaxrl_llm.algorithms.pairs import Pairs
 from jaxrl_llm.config.errors import RunError
-from jaxrl_llm.config.fields import asks_for, call, name_of
+from jaxrl_llm.config.functions import asks_for, call, name_of
 from jaxrl_llm.rewards.runner import FUNCTION_COMPONENT, Score
 from jaxrl_llm.rollout.rollouts import without_lone
-from jaxrl_llm.training.objectives import LossError, per_token, shape_text
+from jaxrl_llm.training.update import LossError, per_token, shape_text
 from jaxrl_llm.types import Batch
 from jaxrl_llm.workers.values import finite_number, short_repr
 
@@ -348,39 +348,18 @@ def with_key(select: Function, key: Any) -> Function:
 # What of a step's answers the policy is updated on: all, those that a filter keeps, or pairs.
 
 
-class Selected(NamedTuple):
-    """What of a step's answers the policy is updated on.
-
-    Attributes:
-        minibatches: of answers, or of pairs as `preference_batch` lays them out; one of which
-            nothing is left has an empty mask.
-        metrics: of what is left out.
-    """
-
-    minibatches: list[Batch]
-    metrics: dict[str, float]
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nothing is left in any mini-batch."""
-        return not any(minibatch["mask"].any() for minibatch in self.minibatches)
-
-
 def cut_minibatches(batch: Batch, size: int) -> Iterator[Batch]:
     """Cut a batch into mini-batches of so many answers, which are whole groups."""
     for first in range(0, len(batch.sequence_lengths), size):
         yield batch.take(slice(first, first + size))
 
 
-def select_all(size: int, batch: Batch) -> Selected:
-    """Take all answers."""
-    return Selected([*cut_minibatches(batch, size)], {})
-
-
 def select_kept(
     keep: Callable[[Batch], np.ndarray], size: int, unit: int, batch: Batch
-) -> Selected:
-    """Take the answers that a filter keeps, of those that are usable.
+) -> tuple[list[Batch], dict[str, float]]:
+    """Return mini-batches of the usable answers that a filter keeps, and how many these are.
+
+    One of which nothing is left has an empty mask.
 
     Args:
         keep: batch -> which answers to keep [B].
@@ -393,13 +372,13 @@ def select_kept(
         filled(batch.take(first + np.flatnonzero(kept[first : first + size])), unit)
         for first in range(0, len(kept), size)
     ]
-    return Selected(cut, {"batch/kept_answers": float(kept.sum())})
+    return cut, {"batch/kept_answers": float(kept.sum())}
 
 
 def select_pairs(
     make_pairs: Callable[[Batch], tuple[np.ndarray, np.ndarray]], size: int, unit: int, batch: Batch
-) -> Selected:
-    """Take pairs of answers.
+) -> tuple[list[Batch], dict[str, float]]:
+    """Return mini-batches of pairs, as `preference_batch` lays them out, and how many these are.
 
     Args:
         make_pairs: batch -> indices of the chosen and of the rejected answers.
@@ -415,7 +394,7 @@ def select_pairs(
     for first in range(0, len(batch.sequence_lengths), size):
         own = (chosen >= first) & (chosen < first + size)
         cut.append(filled(pair_batch(batch, chosen[own], rejected[own]), unit))
-    return Selected(cut, {"pairs/count": float(len(chosen)), "pairs/tied_groups": float(tied)})
+    return cut, {"pairs/count": float(len(chosen)), "pairs/tied_groups": float(tied)}
 
 
 def pair_batch(batch: Batch, chosen: np.ndarray, rejected: np.ndarray) -> Batch:
@@ -522,3 +501,15 @@ def check_pairs(result: Any, function: Callable[..., Any]) -> Pairs:
                 f"{expected} [P]"
             )
     return Pairs(*result)
+
+
+def scoring_counts(scores: Sequence[Score]) -> dict[str, float]:
+    """Return on how many answers a reward function failed, and how many have no score.
+
+    >>> scoring_counts([Score(1.0, {}, None), Score(0.0, {}, "timeout: 5 s")])
+    {'reward/errors': 1.0, 'reward/unscored': 0.0}
+    """
+    return {
+        "reward/errors": float(sum(score.has_failed for score in scores)),
+        "reward/unscored": float(sum(score.is_unscored for score in scores)),
+    }

@@ -19,11 +19,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxrl_llm.config.errors import RELATIVE, ConfigError, RunError
-from jaxrl_llm.config.fields import asks_for
 from jaxrl_llm.config.functions import (
     NOT_IMPORTABLE,
     PREFERENCES,
     FunctionSpec,
+    asks_for,
     load_function,
     renamed_functions,
     split_name,
@@ -48,7 +48,7 @@ from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
 from jaxrl_llm.runs.directory import digest, source_of
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.training.load_model import KEY, adapted_spec, make_model, merged_into_base
-from jaxrl_llm.training.objectives import LOGITS, SCORES
+from jaxrl_llm.training.update import LOGITS, SCORES
 from jaxrl_llm.workers.values import shorten
 
 WAITS_S = (1.0, 4.0, 16.0)
@@ -200,63 +200,68 @@ model = AutoPeftModelForCausalLM.from_pretrained(name)  # with the base model"""
 }
 
 
-class Exported(NamedTuple):
-    """What was exported of a run.
+ROLES = ("actor", "critic", "implicit_reward_model")
+
+
+class TrainedModel(NamedTuple):
+    """One model of a run's checkpoint.
 
     Attributes:
-        name: what to call it.
-        source: the model that it began as: a directory, or a name on the Hugging Face hub.
+        params: on the host; of an adapter only what was trained.
+        model: with the adapter, if there is one.
+        source: Hugging Face directory that the model began as, or of its tokenizer.
         step: of the checkpoint.
         role: which of the run's models.
-        adapter: whether it is an adapter alone.
-        has_config: whether there is a `config.json`, as of all but models of one's own.
-        license: the hub's name of the weights' license, if it was given.
-        head: what it ends in, in place of logits.
+        scoring: of a reward model, how it reads answers; see `scoring_of`.
     """
 
-    name: str
+    params: Any
+    model: Model
     source: str
     step: int
     role: str = "actor"
-    adapter: bool = False
-    has_config: bool = True
-    license: str | None = None
-    head: Literal["reward", "value"] | None = None
-
-    @property
-    def library(self) -> str:
-        """The library that loads it, by the hub's name; none for a model of one's own."""
-        return "peft" if self.adapter else "transformers" if self.has_config else ""
+    scoring: dict[str, Any] | None = None
 
 
-def make_card(run_dir: str | Path, exported: Exported) -> dict[str, str]:
+def make_card(
+    run_dir: str | Path,
+    name: str,
+    trained: TrainedModel,
+    *,
+    adapter: bool = False,
+    license: str | None = None,
+) -> dict[str, str]:
     """Return a model's page and the run's config, by the names of their files.
 
     Secrets are left out, and the home directory's name is `~`: a page is for everybody.
 
     Args:
         run_dir: of the run that trained it.
-        exported: what was.
+        name: what to call the model.
+        trained: the model.
+        adapter: whether its adapter alone is exported.
+        license: the hub's name of the weights' license; None: the card says nothing.
     """
     from huggingface_hub import ModelCard  # which only those who export need
 
     folder = Path(run_dir)
     config = without_secrets(read_yaml(folder / "config.yaml"))
     metrics = MetricsTable.read(folder / "metrics.jsonl")
-    until = MetricsTable(line for line in metrics if line["step"] <= exported.step)
+    until = MetricsTable(line for line in metrics if line["step"] <= trained.step)
     files = _data_files(config)
     public = _without_home(to_yaml(config))
     parts = [
-        f"# {exported.name}",
-        _summary(config, exported),
-        *_use(config, exported),
+        f"# {name}",
+        _summary(config, trained, adapter=adapter),
+        *_use(config, trained, adapter=adapter),
         *_results(until),
         *_training(folder, config, public),
         *_data(files),
     ]
     body = _without_home("\n\n".join(parts))
     sources = [str(name) for _, counts in files for name in counts or () if name is not None]
-    card = ModelCard(f"---\n{_front_matter(config, exported, sources)}\n---\n\n{body}\n")
+    front = _front_matter(config, trained, sources, adapter=adapter, license=license)
+    card = ModelCard(f"---\n{front}\n---\n\n{body}\n")
     return {CARD: str(card), CONFIG: public}
 
 
@@ -266,45 +271,56 @@ def _without_home(text: str) -> str:
     return text if home == "/" else re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])", "~", text)
 
 
-def _method(config: Mapping[str, Any]) -> str:
-    """Return the name of the function that a training is about."""
-    program = program_of(config)
-    if program == "train":
-        names = learned_by(config["algorithm"])
-        return names.get("pair_loss") or next(iter(names.values()))
-    return function_name(config["loss"]) if program == "prefer" else program
+def _library(model: Model, *, adapter: bool) -> str | None:
+    """Return the library that loads a model, by the hub's name; None for a model of one's own."""
+    own = "transformers" if isinstance(model, Decoder) else None
+    return "peft" if adapter else own
 
 
-def _front_matter(config: Mapping[str, Any], exported: Exported, sources: Iterable[str]) -> str:
+def _front_matter(
+    config: Mapping[str, Any],
+    trained: TrainedModel,
+    sources: Iterable[str],
+    *,
+    adapter: bool,
+    license: str | None,
+) -> str:
     """Return what the hub reads of a card, as YAML."""
     from huggingface_hub import ModelCardData
 
-    base = None if config["model"].get("random_init") else repository(exported.source)
-    kinds = ["reinforcement-learning"] if program_of(config) == "train" else []
-    tags = ["jaxrl_llm", *kinds, _method(config)]
-    generates = exported.role == "actor" and exported.head is None
+    base = None if config["model"].get("random_init") else repository(trained.source)
+    program = program_of(config)
+    kinds = ["reinforcement-learning"] if program == "train" else []
+    method = program  # the name of the function that a training is about
+    if program == "train":
+        names = learned_by(config["algorithm"])
+        method = names.get("pair_loss") or next(iter(names.values()))
+    elif program == "prefer":
+        method = function_name(config["loss"])
+    tags = ["jaxrl_llm", *kinds, method]
+    generates = trained.role == "actor" and head_of(trained.model) is None
     data = ModelCardData(
         base_model=base[0] if base else None,
         datasets=[*dict.fromkeys(s for s in sources if HUB_ID.fullmatch(s))] or None,
-        library_name=exported.library or None,
-        license=exported.license,
+        library_name=_library(trained.model, adapter=adapter),
+        license=license,
         pipeline_tag="text-generation" if generates else None,
         tags=[tag for tag in tags if re.fullmatch(r"[\w-]+", tag)],
     )
     if base:
-        data["base_model_relation"] = "adapter" if exported.adapter else "finetune"
+        data["base_model_relation"] = "adapter" if adapter else "finetune"
     return data.to_yaml()
 
 
-def _summary(config: Mapping[str, Any], exported: Exported) -> str:
+def _summary(config: Mapping[str, Any], trained: TrainedModel, *, adapter: bool) -> str:
     of = {
         "actor": "The policy",
         "critic": "The critic",
         "implicit_reward_model": "The reward model",
     }
     program = program_of(config)
-    what = "The model" if program != "train" else of[exported.role]
-    what += "'s adapter (LoRA)" if exported.adapter else ""
+    what = "The model" if program != "train" else of[trained.role]
+    what += "'s adapter (LoRA)" if adapter else ""
     how = "supervised training"
     if program == "prefer":
         how = f"training on preferences with the loss `{function_name(config['loss'])}`"
@@ -313,25 +329,26 @@ def _summary(config: Mapping[str, Any], exported: Exported) -> str:
         parts = [f"the {key.replace('_', ' ')} `{name}`" for key, name in names.items()]
         kind = "reinforcement learning with " if len(parts) > 1 else ""
         how = kind + " and ".join(parts)
-    base = repository(exported.source)
-    began = f"[{base[0]}](https://huggingface.co/{base[0]})" if base else f"`{exported.source}`"
+    base = repository(trained.source)
+    began = f"[{base[0]}](https://huggingface.co/{base[0]})" if base else f"`{trained.source}`"
     if config["model"].get("random_init"):
         began = f"random weights of the shape of {began}"
-    return f"{what} after step {exported.step} of {how} by jaxrl_llm, which began from {began}."
+    return f"{what} after step {trained.step} of {how} by jaxrl_llm, which began from {began}."
 
 
-def _use(config: Mapping[str, Any], exported: Exported) -> Iterator[str]:
+def _use(config: Mapping[str, Any], trained: TrainedModel, *, adapter: bool) -> Iterator[str]:
     """Yield the section that says how to load the model."""
     yield "## Use"
-    if not exported.library:
+    library, head = _library(trained.model, adapter=adapter), head_of(trained.model)
+    if library is None:
         function = config["model"]["function"]
         yield "The run's own function makes this model; in a config of jaxrl_llm:"
         yield f"```yaml\n{to_yaml({'model': {'path': '.', 'function': function}})}```"
         return
-    code = USE[exported.library]
-    if exported.head is not None:
+    code = USE[library]
+    if head is not None:
         kinds = {"reward": "ForSequenceClassification", "value": "ForTokenClassification"}
-        code = code.replace("ForCausalLM", kinds[exported.head])
+        code = code.replace("ForCausalLM", kinds[head])
     yield f"```python\n{code}\n```"
 
 
@@ -428,27 +445,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-ROLES = ("actor", "critic", "implicit_reward_model")
-
-
-class TrainedModel(NamedTuple):
-    """One model of a run's checkpoint.
-
-    Attributes:
-        params: on the host; of an adapter only what was trained.
-        model: with the adapter, if there is one.
-        source: Hugging Face directory that the model began as, or of its tokenizer.
-        step: of the checkpoint.
-        scoring: of a reward model, how it reads answers; see `scoring_of`.
-    """
-
-    params: Any
-    model: Model
-    source: str
-    step: int
-    scoring: dict[str, Any] | None = None
-
-
 @activity("reading the checkpoint")
 def restore_model(
     run_dir: str | Path,
@@ -490,7 +486,7 @@ def restore_model(
     params, model = with_tower(params, model, source)
     preferences = preference_config(config)
     scoring = scoring_of(preferences) if preferences else None
-    return TrainedModel(params, model, source, saved.step, scoring)
+    return TrainedModel(params, model, source, saved.step, role, scoring)
 
 
 def _model_of_role(folder: Path, role: str, source: str, function_from: str | None) -> Model:
@@ -515,9 +511,10 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
     if head is not None:
         heads = {"value_head": head == "value", "reward_head": head == "reward"}
         return model_of(dataclasses.replace(spec, **heads))
-    lora, adapter = adapter_keys(of_policy)
     if role == "actor":
-        spec = adapted_spec(spec, lora, adapter)
+        lora = of_policy.get("lora")  # runs of earlier versions have no such key
+        lora = lora and from_tree(LoraConfig, lora, "model.lora.")
+        spec = adapted_spec(spec, lora, of_policy.get("adapter"))
     # an adapter is merged into a base that has its tower
     return model_of(
         dataclasses.replace(spec, vision_apart=vision == "frozen" and spec.lora is None)
@@ -575,15 +572,12 @@ def export_model(
         ConfigError: no run, no such checkpoint, no adapter, or `out` exists.
     """
     trained = restore_model(run_dir, step=step, role=role, function_from=function_from)
-    params, model, source, saved_step, _ = trained
+    params, model, source = trained.params, trained.model, trained.source
     if adapter and not is_adapted(model):
         raise ConfigError(f"the {role} of {str(run_dir)!r} has no adapter: leave --adapter out")
-    has_config = is_adapted(model) or isinstance(model, Decoder)
-    name = Path(out).resolve().name
-    head = head_of(model)
-    exported = Exported(name, source, saved_step, role, adapter, has_config, license, head)
     try:
-        card = make_card(run_dir, exported)
+        name = Path(out).resolve().name
+        card = make_card(run_dir, name, trained, adapter=adapter, license=license)
         check_new_directory(Path(out), dtype)
         with whole_directory(Path(out)) as place:
             if adapter:
@@ -591,8 +585,7 @@ def export_model(
                 save_adapter(place, params, decoder_spec(model), base=source, dtype=kind)
             else:
                 if is_adapted(model):
-                    params, spec = merged_into_base(params, decoder_spec(model), source)
-                    model = model_of(spec)
+                    params, model = merged_into_base(params, model, source)
                 save_model(
                     place, params, model, source=source, dtype=dtype, scoring=trained.scoring
                 )
@@ -600,7 +593,7 @@ def export_model(
                 write_text(place / name, text)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    return saved_step
+    return trained.step
 
 
 @activity("exporting")
@@ -637,31 +630,6 @@ def check_export(path: str) -> None:
         raise ConfigError(f"export_to: {path!r} exists; remove it or name another one")
 
 
-def export_trained(
-    path: str,
-    params: Any,
-    model: Model,
-    base: Any,
-    *,
-    source: str,
-    scoring: dict[str, Any] | None = None,
-) -> None:
-    """Write a model that was trained, with its adapter merged into it.
-
-    Args:
-        path: of the Hugging Face directory.
-        params: that were trained.
-        model: of them.
-        base: layout of an adapter's base; None without an adapter.
-        source: directory that the model began as.
-        scoring: of a reward model, how it reads answers.
-    """
-    if base is not None:
-        params, spec = merged_into_base(params, decoder_spec(model), source, base)
-        model = model_of(spec)
-    save_model(path, params, model, source=source, dtype="float32", scoring=scoring)
-
-
 def with_tower(params: Any, model: Model, source: str) -> tuple[Any, Model]:
     """Return a model with the vision tower of its directory, if its own is apart and frozen."""
     if not isinstance(model, Decoder) or not model.spec.vision_apart:
@@ -696,9 +664,3 @@ def scoring_of(config: PreferConfig) -> dict[str, Any] | None:
     if head == "value":
         return {"step_separator": config.data.step_separator}
     return None if head is None else {"render": "answer"}
-
-
-def adapter_keys(model: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:
-    """Return the keys of a run's model that say which adapter it trained."""
-    lora = model.get("lora")  # runs of earlier versions have no such key
-    return lora and from_tree(LoraConfig, lora, "model.lora."), model.get("adapter")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,7 +53,7 @@ from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.sharding.distributed import is_first
 from jaxrl_llm.sharding.offload import on_device
-from jaxrl_llm.training.layouts import all_devices
+from jaxrl_llm.training.load_model import all_devices
 from jaxrl_llm.training.run_files import opening_lines
 from jaxrl_llm.training.update import Learner, TrainableModel, TrainState
 from jaxrl_llm.training.validation import headline
@@ -257,17 +257,6 @@ class MetricsLog:
 Metrics = dict[str, float]
 
 
-class Step(NamedTuple):
-    """A step of which only the metrics are kept."""
-
-    number: int
-    metrics: Metrics
-
-
-S = TypeVar("S", bound=Any)
-"""What a trainer's step returns: its `number`, from 1 on, and `metrics`, to which the loop adds."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpenFiles:
     """The files of a run, and what measures and ends its steps.
@@ -294,7 +283,7 @@ class OpenFiles:
     compiled: CompileCounter
 
 
-class Trainer(Generic[S]):
+class Trainer:
     """A model that learns a step at a time; `run_steps` runs it.
 
     Args:
@@ -321,8 +310,8 @@ class Trainer(Generic[S]):
         if saved.extra:
             self.set_state(saved.extra)
 
-    def step(self, clock: Clock) -> S:
-        """Take the step after `number`."""
+    def step(self, clock: Clock) -> Metrics:
+        """Take the step after `number`, and return its metrics, to which the loop adds."""
         raise NotImplementedError
 
     def validate(self, number: int) -> Metrics:
@@ -341,15 +330,15 @@ class Trainer(Generic[S]):
         """Return a step's line on the screen."""
         raise NotImplementedError
 
-    def report(self, step: S) -> None:
+    def report(self, number: int, metrics: Metrics) -> None:
         """Write a step's metrics, and some of the lines on the screen."""
-        self.files.log.write(step.number, step.metrics)
-        has_line = self._has_line(step.number)
-        self.files.display.advance(self.line(step.number, step.metrics) if has_line else "")
-        self.files.display.plot(step.number, step.metrics)
+        self.files.log.write(number, metrics)
+        line = self.line(number, metrics) if self._has_line(number) else ""
+        self.files.display.advance(line)
+        self.files.display.plot(number, metrics)
 
 
-def validate_before(trainer: Trainer[Any]) -> None:
+def validate_before(trainer: Trainer) -> None:
     """Validate what a run begins with where that is asked for, and log it as step 0."""
     validation, files = trainer.validation, trainer.files
     if trainer.number or validation is None or not validation.before:
@@ -361,35 +350,36 @@ def validate_before(trainer: Trainer[Any]) -> None:
     files.display.plot(0, metrics)
 
 
-def run_steps(trainer: Trainer[S]) -> Iterator[S]:
-    """Take the steps of a run that are left, and yield each when it is done.
+def run_steps(trainer: Trainer) -> Iterator[int]:
+    """Take the steps of a run that are left, and yield the number of each when it is done.
 
     Once the run is preempted, each step saves, and `has_ended` tells the caller to stop.
     """
     files, validation = trainer.files, trainer.validation
     total, every = files.total_steps, files.config.checkpoint.every
     while trainer.number < total:
+        number = trainer.number + 1
         files.watchdog.beat()
-        files.profiler.turn_to(trainer.number + 1)
+        files.profiler.turn_to(number)
         clock = Clock()
-        step = trainer.step(clock)
-        if validation is not None and is_due(step.number, validation.every, total):
+        metrics = trainer.step(clock)
+        if validation is not None and is_due(number, validation.every, total):
             with clock("testing"):
-                step.metrics.update(trainer.validate(step.number))
-        step.metrics.update(clock.metrics() | files.compiled.metrics())
-        trainer.report(step)
+                metrics |= trainer.validate(number)
+        metrics |= clock.metrics() | files.compiled.metrics()
+        trainer.report(number, metrics)
         files.watchdog.beat()
-        trainer.number = step.number
+        trainer.number = number
         BACKGROUND.release()  # the other programs, now that there is a step to see
         files.checkpoints.check()
         trainer.has_ended = files.preemption.requested()
-        if trainer.has_ended or is_due(step.number, every, total):
-            save(trainer, step.metrics)
-        yield step
+        if trainer.has_ended or is_due(number, every, total):
+            save(trainer, metrics)
+        yield number
 
 
 @activity("saving")
-def save(trainer: Trainer[Any], metrics: Metrics) -> None:
+def save(trainer: Trainer, metrics: Metrics) -> None:
     """Save everything from which the run continues bit for bit."""
     files, number = trainer.files, trainer.number
     extra = {
@@ -402,7 +392,7 @@ def save(trainer: Trainer[Any], metrics: Metrics) -> None:
     files.checkpoints.save(number, trainer.states, extra, score)
 
 
-def train_to_the_end(trainer: Trainer[Any], steps: Iterator[Any]) -> None:
+def train_to_the_end(trainer: Trainer, steps: Iterator[int]) -> None:
     """Take all steps that are left, and wait for the last checkpoint.
 
     Raises:

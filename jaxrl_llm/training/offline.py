@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,10 @@ import numpy as np
 
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
-from jaxrl_llm.compilation import BACKGROUND
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import BACKGROUND, Task, compiler_options
 from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
-from jaxrl_llm.config.fields import asks_for, check_fields
-from jaxrl_llm.config.functions import load_function
+from jaxrl_llm.config.functions import asks_for, check_fields, load_function
 from jaxrl_llm.config.programs import PreferConfig, PreferValidationConfig, SftConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.dataset import (
@@ -33,11 +30,9 @@ from jaxrl_llm.data.dataset import (
     tokenize_examples,
     tokenize_preferences,
 )
-from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.rows import Row, load_rows, normalize_example_row, normalize_preference_row
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.lora import combine_params
-from jaxrl_llm.models.model import Model
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.monitoring.trackers import check_trackers
@@ -46,19 +41,30 @@ from jaxrl_llm.runs.directory import check_same_data, ending_together, prepare_f
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.bind import check_divergence, find_divergence
-from jaxrl_llm.training.export import check_export, export_trained, scoring_of
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass
-from jaxrl_llm.training.layouts import open_layout, packed_shape, takes_long_rows
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, open_model, open_scorer
-from jaxrl_llm.training.microbatches import (
+from jaxrl_llm.training.bind import find_divergence
+from jaxrl_llm.training.export import check_export, save_model, scoring_of
+from jaxrl_llm.training.forward import (
     Fields,
+    Inference,
     MicroBatchStep,
     check_room,
-    finished_metrics,
+    logprob_pass,
     row_visuals,
 )
-from jaxrl_llm.training.objectives import (
+from jaxrl_llm.training.load_model import (
+    LoadedModel,
+    forward_config,
+    merged_into_base,
+    microbatch_shape,
+    open_layout,
+    open_model,
+    open_scorer,
+    packed_shape,
+)
+from jaxrl_llm.training.optimizer import check_learning_rates, make_optimizer
+from jaxrl_llm.training.run_files import closing_lines
+from jaxrl_llm.training.teachers import open_teacher_model
+from jaxrl_llm.training.update import (
     ANSWER_FIELDS,
     COEFS,
     LOGITS,
@@ -67,16 +73,17 @@ from jaxrl_llm.training.objectives import (
     OF_ROWS,
     OF_STEPS,
     SCORES,
-    Objective,
+    Distillation,
+    Learner,
     PolicyObjective,
     PreferenceObjective,
     StepObjective,
+    TrainableModel,
+    UpdateSpec,
+    check_skipped,
+    finished_metrics,
     split_sums,
 )
-from jaxrl_llm.training.optimizer import OptimizerOf, check_learning_rates, make_optimizer
-from jaxrl_llm.training.run_files import closing_lines
-from jaxrl_llm.training.teachers import open_teacher_model
-from jaxrl_llm.training.update import Learner, TrainableModel, check_skipped
 from jaxrl_llm.types import VISUALS, Batch
 
 log = logging.getLogger(__name__)
@@ -84,7 +91,7 @@ log = logging.getLogger(__name__)
 # What both programs share.
 
 
-class OfflineTrainer(loop.Trainer[loop.Step]):
+class OfflineTrainer(loop.Trainer):
     """Updates a model on the next items of its data.
 
     Args:
@@ -110,8 +117,8 @@ class OfflineTrainer(loop.Trainer[loop.Step]):
         super().__init__(*opened, validation)
         self.config, self.learner, self.schedule, self.coefs = config, learner, schedule, coefs
 
-    def step(self, clock: Clock) -> loop.Step:
-        """Update the model on the next items."""
+    def step(self, clock: Clock) -> loop.Metrics:
+        """Update the model on the next items; return the metrics."""
         state, visuals = self.states["actor"], self.learner.model.visuals
         rate = float(self.schedule(int(state.updates)))
         batch = self.batch(next(self.files.stream), clock)
@@ -122,7 +129,7 @@ class OfflineTrainer(loop.Trainer[loop.Step]):
             updated = jax.device_get(updated)
         check_skipped(int(updated["skipped"]), self.config.optim.max_skipped)
         self.states = {"actor": state}
-        return loop.Step(self.number + 1, self.metrics(updated) | {"train/lr": rate})
+        return self.metrics(updated) | {"train/lr": rate}
 
     def batch(self, items: list[Any], clock: Clock) -> Batch:
         """Lay items out as a mini-batch."""
@@ -133,51 +140,11 @@ class OfflineTrainer(loop.Trainer[loop.Step]):
         raise NotImplementedError
 
 
-class Opening(NamedTuple):
-    """What is open when the model of a run is loaded.
-
-    Attributes:
-        function: that the config names: a loss, or a divergence from a teacher.
-        optimizer: of the model.
-        schedule: updates -> learning rate.
-        layout: of the devices.
-        watchdog: of the run.
-        stack: of the whole program.
-    """
-
-    function: Any
-    optimizer: OptimizerOf
-    schedule: Callable[[Any], Any]
-    layout: Layout
-    watchdog: Watchdog
-    stack: contextlib.ExitStack
-
-    def learner(
-        self,
-        objective: Objective,
-        reduce: Callable[..., Any],
-        forward: ForwardConfig,
-        shape: RowShape,
-        model: LoadedModel,
-    ) -> Learner:
-        """Build the update of a model."""
-        return Learner(
-            objective,
-            forward,
-            self.optimizer(model.model.declare(), model.like),
-            reduce=reduce,
-            shape=shape,
-            mesh=self.layout.mesh,
-            params_like=model.like,
-            frozen=model.frozen,
-        )
-
-
 def _run(
     config: SftConfig | PreferConfig,
     title: str,
-    load: Callable[[Any], Callable[..., Any] | None],
-    open_trainer: Callable[[Any, Opening], tuple[OfflineTrainer, LoadedModel]],
+    load: Callable[[Any], UpdateSpec],
+    open_trainer: Callable[..., tuple[OfflineTrainer, LoadedModel]],
     *,
     hints: bool = True,
 ) -> None:
@@ -186,17 +153,17 @@ def _run(
     Args:
         config: of the run.
         title: of the run, for the log.
-        load: returns the function that the config names.
-        open_trainer: loads the model and its data, and returns what trains it.
+        load: finds the functions that the config names.
+        open_trainer: (config, update, layout, watchdog, stack) -> what trains the model; loads it
+            and its data.
         hints: whether to print what can be done with the model.
     """
     with contextlib.ExitStack() as stack:
         loop.enter_process(config, stack)
         check_trackers(config)
-        function = load(config)
-        optimizer, schedule = make_optimizer(config.optim)
+        update = load(config)
         if config.steps is not None:
-            check_learning_rates(schedule, config.optim, config.steps)
+            check_learning_rates(update.schedule, config.optim, config.steps)
         held_out = config.data.validation if isinstance(config, PreferConfig) else ()
         prepare_files(config.data.prepare, (*config.data.train, *held_out))
         check_export(config.export_to)
@@ -208,8 +175,7 @@ def _run(
             own_axes = config.model.function is not None
             with activity("opening the devices"):
                 layout = open_layout(config.mesh, "train", config.mesh.train, has_own_axes=own_axes)
-            opening = Opening(function, optimizer, schedule, layout, watchdog, stack)
-            trainer, loaded = open_trainer(config, opening)
+            trainer, loaded = open_trainer(config, update, layout, watchdog, stack)
             record()
             model, base = loaded.model, jax.tree.map(lambda leaf: leaf.sharding, loaded.frozen)
             del loaded
@@ -220,7 +186,11 @@ def _run(
             BACKGROUND.clear()  # its programs' shapes hold on to the weights
             source = config.model.path
             scoring = scoring_of(config) if isinstance(config, PreferConfig) else None
-            export_trained(config.export_to, params, model, base, source=source, scoring=scoring)
+            if base is not None:
+                params, model = merged_into_base(params, model, source, base)
+            save_model(
+                config.export_to, params, model, source=source, dtype="float32", scoring=scoring
+            )
             for line in closing_lines(config) if hints else ():
                 display.line(line)
 
@@ -280,67 +250,62 @@ def run_sft(config: SftConfig, *, hints: bool = True) -> None:
     """
     weights = "random weights of" if config.model.random_init else "weights of"
     title = f"supervised training: making ready {weights}"
-    _run(config, title, _load_divergence, _open_sft, hints=hints)
+    _run(config, title, _load_imitation, _open_sft, hints=hints)
 
 
-def _load_divergence(config: SftConfig) -> Callable[..., Any] | None:
-    """Return the divergence that a config names, if it has a teacher."""
-    if config.teacher.path is None:
-        return None
-    divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
-    check_divergence("teacher.divergence", divergence)
-    return divergence
+def _load_imitation(config: SftConfig) -> UpdateSpec:
+    """Return the update that a config describes, with the divergence from its teacher, if any."""
+    objective = PolicyObjective(loss=negative_log_likelihood)
+    if config.teacher.path is not None:
+        divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
+        objective = PolicyObjective(
+            loss=negative_log_likelihood,
+            share=1 - config.teacher.share,
+            distillation=Distillation(divergence=divergence),
+        )
+    optimizer, schedule = make_optimizer(config.optim)
+    return UpdateSpec(objective, token_mean, optimizer, schedule, config.optim.max_skipped)
 
 
-def _open_sft(config: SftConfig, opening: Opening) -> tuple[SftTrainer, LoadedModel]:
+def _open_sft(
+    config: SftConfig,
+    update: UpdateSpec,
+    layout: Layout,
+    watchdog: Watchdog,
+    stack: contextlib.ExitStack,
+) -> tuple[SftTrainer, LoadedModel]:
     """Load a model and the examples that it is trained on."""
-    layout, data = opening.layout, config.data
+    data, coefs, frozen = config.data, dict[str, Any](COEFS), {}
     rows, _ = _read_rows(config, normalize_example_row)
     model = open_model(config.model, layout, seed=config.seed).for_length(data.max_tokens)
     examples = _tokenize_examples(config, rows, model.model.vocab_size)
     forward = forward_config(config.model, model.model, layout, 1.0, model.tower, data.max_pixels)
-    shape = packed_shape(
-        layout,
-        model.model,
-        tokens=config.batch.max_tokens_per_device,
-        longest=data.max_tokens,
-        sequences=config.batch.examples_per_step,
-        long_rows=takes_long_rows(forward, layout, data.max_tokens),
-        visual_tokens=config.batch.max_visual_tokens_per_device,
+    sequences = config.batch.examples_per_step
+    shape = microbatch_shape(
+        config.batch, forward, layout, longest=data.max_tokens, sequences=sequences
     )
-    forward = forward.over(shape)
     named = (
         (f"data.train: {e.load.where if e.load else i}", e.tokens) for i, e in enumerate(examples)
     )
     check_room(named, forward.visuals, shape)
-    objective, coefs = _imitation(config, opening, model.model, shape)
-    learner = opening.learner(objective, token_mean, forward, shape, model)
-    opened = loop.open_files(
-        *(config, {"actor": TrainableModel(model, learner)}, examples),
-        *(opening.watchdog, opening.stack),
-        frozen={"teacher.path": coefs["teacher"]} if "teacher" in coefs else None,
-    )
-    return SftTrainer(config, learner, opening.schedule, opened, coefs=coefs), model
-
-
-def _imitation(
-    config: SftConfig, opening: Opening, model: Model, shape: RowShape
-) -> tuple[PolicyObjective, Fields]:
-    """Return what an update minimises, and its coefficients with the teacher's weights in them."""
-    if config.teacher.path is None:
-        return PolicyObjective(loss=negative_log_likelihood), dict(COEFS)
-    share, tokenizer = config.teacher.share, load_tokenizer(config.model.path)
-    with config_errors_at("teacher.path"):
-        teacher = open_teacher_model(
-            *(config.teacher.path, config.model, tokenizer, model, opening.layout),
-            longest=config.data.max_tokens,
-        )
-    objective = PolicyObjective(
-        loss=negative_log_likelihood,
-        share=1 - share,
-        distillation=teacher.compared_by(opening.function, shape),
-    )
-    return objective, COEFS | {"distillation_coef": share, "teacher": teacher.params}
+    if config.teacher.path is not None:
+        tokenizer = load_tokenizer(config.model.path)
+        with config_errors_at("teacher.path"):
+            teacher = open_teacher_model(
+                config.teacher.path,
+                config.model,
+                tokenizer,
+                model.model,
+                layout,
+                longest=data.max_tokens,
+            )
+        update = teacher.taught(update, shape)
+        coefs |= {"distillation_coef": config.teacher.share, "teacher": teacher.params}
+        frozen["teacher.path"] = teacher.params
+    learner = update.learner(forward, shape, layout, model.like, model.frozen)
+    trained = {"actor": TrainableModel(model, learner)}
+    opened = loop.open_files(config, trained, examples, watchdog, stack, frozen=frozen)
+    return SftTrainer(config, learner, update.schedule, opened, coefs=coefs), model
 
 
 @activity("tokenizing the examples")
@@ -465,59 +430,46 @@ def check_rows(item: Preference, loss: Callable[..., Any], where: str) -> None:
 # The policy that preferences are measured against: the model as its run begins, or another one.
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairReference:
-    """A reference policy.
+def annotate(
+    items: Sequence[Preference],
+    infer: Inference,
+    params: Params,
+    *,
+    width: int,
+    size: int,
+    tell: Callable[[int], None] = lambda rows: None,
+) -> list[Preference]:
+    """Return preferences with the log-probs of their answers under the reference.
 
-    Attributes:
-        params: of the reference; where the policy is an adapter, of that adapter as it began.
+    Args:
+        items: without them.
         infer: (params, batch) -> log-probs of its tokens.
-        policy: the same pass of the policy that learns.
+        params: of the reference; where the policy is an adapter, of that adapter as it began.
+        width: of a batch, in tokens.
+        size: of a batch, in rows.
+        tell: is told how many rows are done, after each batch.
     """
+    annotated = []
+    for first in range(0, len(items), size):
+        some = list(items[first : first + size])
+        sums = answer_sums(infer, params, preference_batch(some, width))
+        for index, item in enumerate(some):
+            known = {f"ref_{name}": float(values[index]) for name, values in sums.items()}
+            annotated.append(dataclasses.replace(item, columns={**item.columns, **known}))
+        tell(len(some))
+    return annotated
 
-    params: Params
-    infer: Inference
-    policy: Inference
 
-    def annotate(
-        self,
-        items: Sequence[Preference],
-        *,
-        width: int,
-        size: int,
-        tell: Callable[[int], None] = lambda rows: None,
-    ) -> list[Preference]:
-        """Return preferences with the log-probs of their answers.
+def kl_baseline(policy: np.ndarray, reference: np.ndarray) -> float:
+    """Return KTO's z₀ in nats: the mean log-ratio of answers to other prompts, at least 0.
 
-        Args:
-            items: without them.
-            width: of a batch, in tokens.
-            size: of a batch, in rows.
-            tell: is told how many rows are done, after each batch.
-        """
-        annotated = []
-        for first in range(0, len(items), size):
-            some = list(items[first : first + size])
-            sums = answer_sums(self.infer, self.params, preference_batch(some, width))
-            for index, item in enumerate(some):
-                known = {f"ref_{name}": float(values[index]) for name, values in sums.items()}
-                columns = {**item.columns, **known}
-                annotated.append(dataclasses.replace(item, columns=columns))
-            tell(len(some))
-        return annotated
+    KTO (https://arxiv.org/abs/2402.01306, section 4.1).
 
-    def kl_baseline(self, params: Params, rotated: Batch) -> float:
-        """Return KTO's z₀ in nats: the mean log-ratio of answers to other prompts, at least 0.
-
-        KTO (https://arxiv.org/abs/2402.01306, section 4.1).
-
-        Args:
-            params: of the policy that learns.
-            rotated: the mini-batch, with the answers of other rows.
-        """
-        policy = answer_sums(self.policy, params, rotated)["logps"]
-        reference = answer_sums(self.infer, self.params, rotated)["logps"]
-        return max(0.0, float(np.mean(policy - reference)))
+    Args:
+        policy: log-probs of the answers of other rows [P].
+        reference: the same under the reference.
+    """
+    return max(0.0, float(np.mean(policy - reference)))
 
 
 def answer_sums(infer: Inference, params: Params, batch: Batch) -> dict[str, np.ndarray]:
@@ -528,25 +480,22 @@ def answer_sums(infer: Inference, params: Params, batch: Batch) -> dict[str, np.
 
 
 def open_pair_reference(
-    config: PreferConfig, model: LoadedModel, learner: Learner, layout: Layout
-) -> PairReference:
+    config: PreferConfig, model: LoadedModel, policy: Inference, learner: Learner, layout: Layout
+) -> tuple[Inference, Params]:
     """Take the model as it was loaded for the reference, or load the one that the config names.
 
     Args:
         config: of the run.
         model: as it was loaded, before any update.
+        policy: its pass.
         learner: of the policy.
         layout: of the policy.
 
     Raises:
         ConfigError: the reference can't be loaded, or knows other tokens.
     """
-    shape, mesh = learner.shape, learner.mesh
-    policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
     if config.reference is None:
-        return PairReference(
-            params=model.params, infer=policy, policy=policy
-        )  # updates have a copy
+        return policy, model.params  # updates have a copy
     with config_errors_at("reference"):
         alone = dataclasses.replace(
             config.model, path=config.reference, lora=None, adapter=None, random_init=False
@@ -557,9 +506,8 @@ def open_pair_reference(
                 f"{config.reference} has vocab_size={other.model.vocab_size}, expected the "
                 f"policy's {model.model.vocab_size}"
             )
-    forward = forward_config(alone, other.model, layout).over(shape)
-    infer = logprob_pass(forward, shape, mesh, ("logprobs",))
-    return PairReference(params=other.params, infer=infer, policy=policy)
+    forward = forward_config(alone, other.model, layout).over(learner.shape)
+    return logprob_pass(forward, learner.shape, learner.mesh, ("logprobs",)), other.params
 
 
 # The run.
@@ -588,7 +536,8 @@ class PreferTrainer(OfflineTrainer):
         opened: files of the run, and where it stands.
         held_out: rows to validate on, with log-probs under the reference where the loss asks for
             them; none: nothing is validated.
-        reference: for what each step asks it; None where the rows have all that is needed.
+        compare: (parameters, answers of other rows) -> their log-probs under the policy and under
+            the reference, where each step asks for them; None where the rows have all.
     """
 
     def __init__(
@@ -599,12 +548,12 @@ class PreferTrainer(OfflineTrainer):
         opened: tuple[loop.OpenFiles, Saved],
         *,
         held_out: list[Preference],
-        reference: PairReference | None,
+        compare: Callable[[Params, Batch], tuple[np.ndarray, np.ndarray]] | None,
     ) -> None:
         """Compile nothing yet."""
         validation = config.validation if held_out else None
         super().__init__(config, learner, schedule, opened, validation=validation)
-        self.held_out, self.reference = held_out, reference
+        self.held_out, self.compare = held_out, compare
         objective, forward, mesh = learner.objective, learner.model, learner.mesh
 
         @functools.partial(
@@ -647,10 +596,10 @@ class PreferTrainer(OfflineTrainer):
         if "answer_share" in names:
             batch = batch.add(answer_share=np.full(len(items), 1 / len(items), np.float32))
         if "kl_baseline" in names:
-            assert self.reference is not None
+            assert self.compare is not None
             with clock("kl_baseline"):
                 rotated = preference_batch(rotate_answers(items, most), width)
-                baseline = self.reference.kl_baseline(self.states["actor"].params, rotated)
+                baseline = kl_baseline(*self.compare(self.states["actor"].params, rotated))
             batch = batch.add(kl_baseline=np.full(len(items), baseline, np.float32))
         return batch
 
@@ -658,16 +607,31 @@ class PreferTrainer(OfflineTrainer):
 def run_prefer(config: PreferConfig) -> None:
     """Train on a config's preferences, then export the model."""
     title = "training on preferences: making ready the weights of"
-    _run(config, title, load_preference_loss, _open_prefer)
+    _run(config, title, _load_preference, _open_prefer)
 
 
-def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer, LoadedModel]:
+def _load_preference(config: PreferConfig) -> UpdateSpec:
+    """Return the update that a config describes."""
+    loss = load_preference_loss(config)
+    of_steps = LOGITS in asks_for(loss)
+    objective = StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss)
+    reduce = token_mean if of_steps else sequence_mean_token_mean
+    optimizer, schedule = make_optimizer(config.optim)
+    return UpdateSpec(objective, reduce, optimizer, schedule, config.optim.max_skipped)
+
+
+def _open_prefer(
+    config: PreferConfig,
+    update: UpdateSpec,
+    layout: Layout,
+    watchdog: Watchdog,
+    stack: contextlib.ExitStack,
+) -> tuple[PreferTrainer, LoadedModel]:
     """Load a model and the preferences that it is trained on."""
-    layout, loss = opening.layout, opening.function
-    rows = _read_rows(config, normalize_preference_row)
-    names = set(asks_for(loss))
-    of_steps = LOGITS in names
-    if of_steps or names & SCORES:
+    rows, loss = _read_rows(config, normalize_preference_row), update.objective.loss
+    assert loss is not None, "of preferences there is always one"
+    of_steps = isinstance(update.objective, StepObjective)
+    if of_steps or SCORES & set(asks_for(loss)):
         model = open_scorer(config.model, layout, seed=config.seed, of_steps=of_steps)
     else:
         model = open_model(config.model, layout, seed=config.seed)
@@ -680,18 +644,15 @@ def _open_prefer(config: PreferConfig, opening: Opening) -> tuple[PreferTrainer,
         longest=width_of(train, config.data.max_tokens),
         sequences=config.batch.pairs_per_step,
     )
-    forward = forward_config(config.model, model.model, layout).over(shape)
-    objective = StepObjective(loss=loss) if of_steps else PreferenceObjective(loss=loss)
-    reduce = token_mean if of_steps else sequence_mean_token_mean
-    learner = opening.learner(objective, reduce, forward, shape, model)
-    reference, (train, held_out) = _with_reference(
-        *(config, (train, held_out)), model, learner, layout, opening.watchdog
+    forward = forward_config(config.model, model.model, layout)
+    learner = update.learner(forward, shape, layout, model.like, model.frozen)
+    compare, (train, held_out) = _with_reference(
+        config, (train, held_out), model, learner, layout, watchdog
     )
     trained = {"actor": TrainableModel(model, learner)}
-    opened = loop.open_files(config, trained, train, opening.watchdog, opening.stack)
-    schedule = opening.schedule
+    opened = loop.open_files(config, trained, train, watchdog, stack)
     trainer = PreferTrainer(
-        config, learner, schedule, opened, held_out=held_out, reference=reference
+        config, learner, update.schedule, opened, held_out=held_out, compare=compare
     )
     return trainer, model
 
@@ -708,8 +669,11 @@ def _with_reference(
     learner: Learner,
     layout: Layout,
     watchdog: Watchdog,
-) -> tuple[PairReference | None, Sequence[list[Preference]]]:
-    """Return the reference if steps will ask it, and the rows with its log-probs."""
+) -> tuple[Callable[..., Any] | None, Sequence[list[Preference]]]:
+    """Return what compares policy and reference in each step, if it is asked for; and the rows.
+
+    The rows have the reference's log-probs then.
+    """
     names = learner.objective.asks_for()
     asked = names & OF_REFERENCE
     if not asked and "kl_baseline" not in names:
@@ -718,7 +682,9 @@ def _with_reference(
     if brings and (not data[1] or asked <= set(data[1][0].columns)):
         log.info("the rows bring the reference's log-probs along")
         return None, data
-    reference = open_pair_reference(config, model, learner, layout)
+    shape, mesh = learner.shape, learner.mesh
+    policy = logprob_pass(learner.model, shape, mesh, ("logprobs",), frozen=model.frozen)
+    infer, params = open_pair_reference(config, model, policy, learner, layout)
     size = config.batch.pairs_per_step
     width = width_of(data[0], config.data.max_tokens)
     with activity("log-probs under the reference", total=sum(map(len, data))) as progress:
@@ -727,8 +693,13 @@ def _with_reference(
             progress.advance(done)
             watchdog.beat()
 
-        data = [reference.annotate(items, width=width, size=size, tell=tell) for items in data]
-    return (reference if "kl_baseline" in names else None), data
+        data = [annotate(items, infer, params, width=width, size=size, tell=tell) for items in data]
+
+    def compare(current: Params, rotated: Batch) -> tuple[np.ndarray, np.ndarray]:
+        sums = answer_sums(policy, current, rotated), answer_sums(infer, params, rotated)
+        return sums[0]["logps"], sums[1]["logps"]
+
+    return (compare if "kl_baseline" in names else None), data
 
 
 def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, float]:

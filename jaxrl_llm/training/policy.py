@@ -24,14 +24,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import (
-    Model,
-    base_model,
-    decoder_spec,
-    for_length,
-    is_adapted,
-    model_of,
-)
+from jaxrl_llm.models.model import Model, base_model, for_length, is_adapted, model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.monitoring.activity import activity
@@ -45,10 +38,14 @@ from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.offload import HOST
 from jaxrl_llm.training.export import restore_model
-from jaxrl_llm.training.forward import ForwardConfig, token_fields
-from jaxrl_llm.training.layouts import open_layout, own_rules, packed_shape
-from jaxrl_llm.training.load_model import forward_config, merged_into_base
-from jaxrl_llm.training.microbatches import pack_batch
+from jaxrl_llm.training.forward import ForwardConfig, pack_batch, token_fields
+from jaxrl_llm.training.load_model import (
+    forward_config,
+    merged_into_base,
+    open_layout,
+    own_rules,
+    packed_shape,
+)
 from jaxrl_llm.types import Batch, Rows
 
 
@@ -282,9 +279,7 @@ def load_policy(
             layout = dataclasses.replace(layout, rules=rules)
         homes = layout.of(base_model(model).declare())
         if is_adapted(model):
-            spec = decoder_spec(model)
-            params, spec = merged_into_base(trained.params, spec, source, homes)
-            model = model_of(spec)
+            params, model = merged_into_base(trained.params, model, source, homes)
         else:
             params = distributed.put(trained.params, homes)
     else:

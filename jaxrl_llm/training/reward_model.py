@@ -3,15 +3,13 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from jaxrl_llm.compiler_options import Task, compiler_options
 from jaxrl_llm.config.errors import config_errors_at
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
@@ -27,13 +25,15 @@ from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import ModelScores
 from jaxrl_llm.rollout.rollouts import Rollouts
-from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.forward import ForwardConfig, hidden_states, token_scores_from_hidden
-from jaxrl_llm.training.layouts import microbatch_shape
-from jaxrl_llm.training.load_model import read_model
-from jaxrl_llm.training.microbatches import MicroBatchStep, merge_microbatches
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    Inference,
+    hidden_states,
+    token_scores_from_hidden,
+)
+from jaxrl_llm.training.load_model import microbatch_shape, read_model
 from jaxrl_llm.types import Batch, Rows
 
 
@@ -68,73 +68,58 @@ def policy_tokens(rollouts: Rollouts, row: int) -> ScorerInput:
     return ScorerInput((*episode.prompt, *map(int, episode.tokens)))
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """Encodes texts with a reward model's own tokenizer and chat template.
-
-    Attributes:
-        tokenizer: the reward model's.
-        template_kwargs: variables of its chat template.
-    """
-
-    tokenizer: Any
-    template_kwargs: Mapping[str, Any]
-
-    @functools.cached_property
-    def template(self) -> ChatTemplate:
-        """The reward model's chat template."""
-        return ChatTemplate(self.tokenizer, self.template_kwargs)
-
-    def answer(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode as `data.dataset` does: the prompt, and the answer to its closing token."""
-        messages = self._shown(whole_chat(rollouts, row))
-        with unreadable():
-            prompt, answer = self.template.answer(messages, rollouts.prompts[row].tools)
-        return ScorerInput((*prompt, *answer))
-
-    def chat(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode the chat as the template has it, with the answer as the assistant's message."""
-        messages = self._shown(whole_chat(rollouts, row))
-        with unreadable():
-            return ScorerInput(tuple(self.template.chat(messages, rollouts.prompts[row].tools)))
-
-    def _shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a chat whose last answer has its reasoning in its text, if need be."""
-        last = messages[-1]
-        reasoning, content = last.get("reasoning_content"), last.get("content") or ""
-        if not reasoning or self.template.shows_reasoning:
-            return list(messages)
-        last = {key: value for key, value in last.items() if key != "reasoning_content"}
-        return [*messages[:-1], {**last, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}]
+def answer_input(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
+    """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
+    messages = _shown(template, whole_chat(rollouts, row))
+    with unreadable():
+        prompt, answer = template.answer(messages, rollouts.prompts[row].tools)
+    return ScorerInput((*prompt, *answer))
 
 
-@dataclass(frozen=True)
-class StepEncoder(TextEncoder):
-    """Encodes the steps of answers for a process reward model, as `data.dataset` does.
+def chat_input(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
+    """Encode the chat as the template has it, with the answer as the assistant's message."""
+    messages = _shown(template, whole_chat(rollouts, row))
+    with unreadable():
+        return ScorerInput(tuple(template.chat(messages, rollouts.prompts[row].tools)))
 
-    Attributes:
+
+def _shown(template: ChatTemplate, messages: Sequence[Message]) -> list[Message]:
+    """Return a chat whose last answer has its reasoning in its text, if need be."""
+    last = messages[-1]
+    reasoning, content = last.get("reasoning_content"), last.get("content") or ""
+    if not reasoning or template.shows_reasoning:
+        return list(messages)
+    last = {key: value for key, value in last.items() if key != "reasoning_content"}
+    return [*messages[:-1], {**last, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}]
+
+
+def steps_input(
+    template: ChatTemplate,
+    rollouts: Rollouts,
+    row: int,
+    *,
+    separator: str,
+    splits_at: str,
+    decode: Callable[[Sequence[int]], str],
+) -> ScorerInput:
+    """Encode the prompt, and each step of an answer with a separator behind it.
+
+    Args:
+        template: of a process reward model.
+        rollouts: B answers.
+        row: of one of them.
         separator: that the model was trained with.
         splits_at: text that ends a step of an answer.
         decode: from the policy's tokens to their text.
     """
-
-    _: KW_ONLY
-    separator: str
-    splits_at: str
-    decode: Callable[[Sequence[int]], str]
-
-    def steps(self, rollouts: Rollouts, row: int) -> ScorerInput:
-        """Encode the templated prompt, and each step with the separator behind it."""
-        prompt = whole_chat(rollouts, row)[:-1]
-        steps = split_steps(rollouts.texts[row], self.splits_at)
-        with unreadable():
-            begin = self.template.prompt(prompt, rollouts.prompts[row].tools)
-        tokens, ends = encode_steps(self.tokenizer, [text for text, _ in steps], self.separator)
-        drawn = rollouts.episodes[row].last_chain.tokens.tolist()
-        places = last_tokens(self.decode, drawn, [end for _, end in steps])
-        return ScorerInput(
-            (*begin, *tokens), tuple(len(begin) + end for end in ends), tuple(places)
-        )
+    prompt = whole_chat(rollouts, row)[:-1]
+    steps = split_steps(rollouts.texts[row], splits_at)
+    with unreadable():
+        begin = template.prompt(prompt, rollouts.prompts[row].tools)
+    tokens, ends = encode_steps(template.tokenizer, [text for text, _ in steps], separator)
+    drawn = rollouts.episodes[row].last_chain.tokens.tolist()
+    places = last_tokens(decode, drawn, [end for _, end in steps])
+    return ScorerInput((*begin, *tokens), tuple(len(begin) + end for end in ends), tuple(places))
 
 
 def whole_chat(rollouts: Rollouts, row: int) -> list[Message]:
@@ -160,27 +145,19 @@ def unreadable() -> Iterator[None]:
         raise Unreadable(str(error)) from error
 
 
-class ScorerBatch(NamedTuple):
-    """Prompts and answers as a reward model reads them, and those that it can't be given.
-
-    Attributes:
-        batch: of all; what can't be read is one token.
-        inputs: of each; None of what can't be read.
-        failures: why it can't, by row.
-    """
-
-    batch: Batch
-    inputs: list[ScorerInput | None]
-    failures: dict[int, str]
-
-
-def scorer_batch(rollouts: Rollouts, encode: Encode, width: int) -> ScorerBatch:
+def scorer_batch(
+    rollouts: Rollouts, encode: Encode, width: int
+) -> tuple[Batch, list[ScorerInput | None], dict[int, str]]:
     """Encode prompts and answers, and lay them out side by side.
 
     Args:
         rollouts: B answers.
         encode: one of them.
         width: the most tokens of a sequence.
+
+    Returns:
+        All as a reward model reads them: what can't be read is one token. The inputs, None of what
+        can't be read; and why it can't, by row.
     """
     count = len(rollouts.prompts)
     tokens, sizes = np.zeros((count, width), np.int32), np.ones(count, np.int32)
@@ -200,7 +177,7 @@ def scorer_batch(rollouts: Rollouts, encode: Encode, width: int) -> ScorerBatch:
             continue
         inputs[row], sizes[row] = given, len(given.tokens)
         tokens[row, : sizes[row]] = given.tokens
-    return ScorerBatch(Batch(tokens, sizes, {}), inputs, failures)
+    return Batch(tokens, sizes, {}), inputs, failures
 
 
 # The forward pass of a reward model that is given: it scores prompt and answer, untrained.
@@ -219,58 +196,35 @@ AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
 
 def score_pass(
     model: ForwardConfig, shape: RowShape, layout: Layout, *, of_tokens: bool = False
-) -> Callable[[Params, Batch], np.ndarray]:
-    """Return a function from a reward model's parameters and a batch to its scores [B].
+) -> Inference:
+    """Return a function from a reward model's parameters and a batch to its `scores`, by name.
+
+    They are [B T], and of a model that scores whole sequences in the first column.
 
     Args:
         model: how the model is run.
         shape: of the micro-batches.
         layout: where it runs.
-        of_tokens: whether each token has a score [B T], of a value head.
+        of_tokens: whether each token has a score, of a value head.
     """
 
-    options = compiler_options(Task.TRAIN, layout.mesh.devices.flat)
-
-    @functools.partial(jax.jit, compiler_options=options)
-    def compute(params: Params, rows: Rows) -> Any:
+    def compute(params: Params, rest: Params, rows: Rows) -> dict[str, Array]:
+        del rest
         hidden, _ = hidden_states(params, rows, model, layout.mesh)
         if of_tokens:
             return {"scores": token_scores_from_hidden(params, hidden, rows, model)}
         hidden = layout.merge_context(hidden)
-        return model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
+        scores = model.model.sequence_scores(params, hidden, *map(jnp.asarray, rows.places))
+        return {"scores": scores[:, None]}
 
     label = "process reward model" if of_tokens else "reward model"
-    step = MicroBatchStep(label, compute, shape, layout.mesh, place=1)
-
-    def score(params: Params, batch: Batch) -> np.ndarray:
-        cut = step.microbatches(batch, ())
-        pending = ((indices, step(params, micro.rows)) for indices, micro in cut)
-        if of_tokens:
-            return merge_microbatches(pending, batch)["scores"]
-        scores = np.zeros(len(batch.sequence_lengths), np.float32)
-        for indices, values in list(pending):
-            scores[indices] = distributed.fetch(values)[: len(indices)]
-        return scores
-
-    return score
-
-
-class RewardModel(NamedTuple):
-    """A loaded reward model.
-
-    Attributes:
-        params: its parameters, in the compute dtype.
-        score: from rollouts to its scores of the answers.
-    """
-
-    params: Params
-    score: Callable[[Rollouts], ModelScores]
+    return Inference(compute, shape, layout.mesh, {}, model, label)
 
 
 def open_reward_model(
     config: TrainConfig, path: str, tokenizer: Any, actor: Model, layout: Layout
-) -> RewardModel:
-    """Load a reward model in the compute dtype.
+) -> tuple[Params, Callable[[Rollouts], ModelScores]]:
+    """Load a reward model in the compute dtype; return its parameters, and what scores answers.
 
     Args:
         config: of the run.
@@ -320,15 +274,15 @@ def open_reward_model(
 
     def score(rollouts: Rollouts) -> ModelScores:
         batch, inputs, failures = scorer_batch(rollouts, read, shape.width)
-        values = run(params, batch)
+        values = run(params, batch)["scores"]
         if not spec.value_head:
-            return ModelScores(values, failures)
+            return ModelScores(values[:, 0], failures)
         ends = [given.step_ends if given else () for given in inputs]
         logits = [values[row, list(places)] for row, places in enumerate(ends)]
         drawn = [given.drawn_ends if given else () for given in inputs]
         return step_scores(logits, drawn, failures, reward)
 
-    return RewardModel(params, score)
+    return params, score
 
 
 def longest_input(
@@ -442,9 +396,9 @@ def choose_encoder(
                 "reward.render to answer or chat"
             )
         return policy_tokens
-    encoder = TextEncoder(own_tokenizer(path, reward), reward.chat_template_kwargs)
+    template = own_template(path, reward)
     log.info("reward.classifier reads texts by its own tokenizer: reward.render=%s", render)
-    return encoder.answer if render == "answer" else encoder.chat
+    return functools.partial(answer_input if render == "answer" else chat_input, template)
 
 
 def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer: Any) -> Encode:
@@ -470,21 +424,20 @@ def step_encoder(reward: RewardConfig, path: str, trained: str | None, tokenizer
             f"{path} is a process reward model, which reads steps by its own tokenizer: leave "
             f"reward.render={reward.render} out"
         )
-    return StepEncoder(
-        own_tokenizer(path, reward),
-        reward.chat_template_kwargs,
+    return functools.partial(
+        steps_input,
+        own_template(path, reward),
         separator=separator,
         splits_at=reward.step_separator or separator,
         decode=text_decoder(tokenizer),
-    ).steps
+    )
 
 
-def own_tokenizer(path: str, reward: RewardConfig) -> Any:
-    """Load a reward model's tokenizer; ValueError unless its template ends an answer."""
-    tokenizer = load_tokenizer(path)
-    answer = {"role": "assistant", "content": "Sure."}
-    ChatTemplate(tokenizer, reward.chat_template_kwargs).answer([USER, answer])
-    return tokenizer
+def own_template(path: str, reward: RewardConfig) -> ChatTemplate:
+    """Load a reward model's chat template; ValueError unless it ends an answer."""
+    template = ChatTemplate(load_tokenizer(path), reward.chat_template_kwargs)
+    template.answer([USER, {"role": "assistant", "content": "Sure."}])
+    return template
 
 
 def other_tokens(path: str, spec: ModelSpec, tokenizer: Any, actor: Model) -> str | None:

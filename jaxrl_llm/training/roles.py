@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.config.errors import ConfigError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call, fields_of_model
+from jaxrl_llm.config.functions import call, fields_of_model
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.chat import ChatTemplate
@@ -20,20 +21,32 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.model import Model, model_of
+from jaxrl_llm.models.model import Model, is_adapted, model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
-from jaxrl_llm.sharding.layout import Layout, replicated
+from jaxrl_llm.sharding.layout import Layout, over_batch, replicated
 from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
-from jaxrl_llm.training.bind import AlgorithmFunctions, UpdateSpec
+from jaxrl_llm.training.bind import AlgorithmFunctions, abstract_fields, abstract_pairs
 from jaxrl_llm.training.experience import check_marks, with_key
-from jaxrl_llm.training.forward import ForwardConfig, Inference, logprob_pass, value_pass
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape, packed_shape
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.microbatches import FrozenTower
-from jaxrl_llm.training.objectives import PolicyObjective
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    FrozenTower,
+    Inference,
+    MicroBatch,
+    logprob_pass,
+    value_pass,
+)
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    LoadedModel,
+    forward_config,
+    laid_out,
+    microbatch_shape,
+    packed_shape,
+    read_model,
+)
 from jaxrl_llm.training.teachers import (
     AVERAGE,
     PolicyTeacher,
@@ -42,8 +55,16 @@ from jaxrl_llm.training.teachers import (
     Teachers,
     open_policy_teacher,
 )
-from jaxrl_llm.training.update import Learner, States, TrainableModel, TrainState
-from jaxrl_llm.types import ROUTES, Batch
+from jaxrl_llm.training.update import (
+    COEFS,
+    Learner,
+    PolicyObjective,
+    States,
+    TrainableModel,
+    TrainState,
+    shape_in,
+)
+from jaxrl_llm.types import ROUTES, Batch, Rows
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +268,7 @@ def make_roles(
         "critic": config.critic.path,
         "implicit_reward_model": config.implicit_reward_model.path,
     }
-    for name, update in functions.updates.items():
+    for name in functions.updates:
         is_critic, path = name == "critic", paths.get(name)
         layout = layouts.of(name)
         key = f"{name}.path" if path else "model.path"
@@ -262,29 +283,66 @@ def make_roles(
             model = laid_out(actor.model, placed, layout)
         if is_critic:
             model = as_critic(model, key, layout)
-        settings = forward_config(
-            *(config.model, model.model, layout, config.rollout.temperature),
-            *(actor.tower, config.data.max_pixels),
-        )
-        settings = replaying(settings, config) if name == "actor" else settings
-        shape, updates = row_shapes(config, settings, layout)
+        forward = run_forward(config, model.model, layout, actor.tower)
         own_teacher = teacher if name == "actor" else None
-        spec = taught_by(own_teacher, update, updates) if own_teacher else update
-        learner = learner_of(spec, settings, updates, layout, model.like, model.frozen)
-        infer = inference_of(name, functions, settings, shape, layout, model.frozen)
-        roles[name] = Role(
-            name=name,
-            learner=learner,
-            infer=infer,
-            learning_rate=update.schedule,
-            max_skipped=update.max_skipped,
-            mark_covariant=covariance_marker(functions) if name == "actor" else None,
-            learns_labels=name == "implicit_reward_model" and functions.learns_labels,
-            seed=config.seed,
-            teacher=own_teacher and own_teacher.params,
+        role = make_role(
+            config, functions, name, forward, layout, model.like, model.frozen, own_teacher
         )
-        trainable[name] = TrainableModel(model, learner, key)
+        roles[name], trainable[name] = role, TrainableModel(model, role.learner, key)
     return roles, trainable
+
+
+def make_role(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    name: str,
+    forward: ForwardConfig,
+    layout: Layout,
+    params_like: Any,
+    frozen: Any,
+    teacher: TeacherModel | None = None,
+) -> Role:
+    """Build a model that is trained.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        name: of the model.
+        forward: how it is run.
+        layout: where it stands.
+        params_like: shape, dtype and sharding of each parameter that is trained.
+        frozen: its other parameters.
+        teacher: that its update runs; None: it runs none.
+    """
+    update, is_actor = functions.updates[name], name == "actor"
+    forward = replaying(forward, config) if is_actor else forward
+    shape, of_updates = row_shapes(config, forward, layout)
+    update = update if teacher is None else teacher.taught(update, of_updates)
+    return Role(
+        name=name,
+        learner=update.learner(forward, of_updates, layout, params_like, frozen),
+        infer=inference_of(name, functions, forward, shape, layout, frozen),
+        learning_rate=update.schedule,
+        max_skipped=update.max_skipped,
+        mark_covariant=covariance_marker(functions) if is_actor else None,
+        learns_labels=name == "implicit_reward_model" and functions.learns_labels,
+        seed=config.seed,
+        teacher=teacher and teacher.params,
+    )
+
+
+def run_forward(
+    config: TrainConfig, model: Model, layout: Layout, tower: FrozenTower | None
+) -> ForwardConfig:
+    """Return how a model of a run is run where it is trained, or asked about answers."""
+    return forward_config(
+        config.model,
+        model,
+        layout,
+        temperature=config.rollout.temperature,
+        tower=tower,
+        max_pixels=config.data.max_pixels,
+    )
 
 
 def row_shapes(
@@ -322,36 +380,6 @@ def replaying(settings: ForwardConfig, config: TrainConfig) -> ForwardConfig:
             "remove it"
         )
     return dataclasses.replace(settings, router_replay=replay)
-
-
-def taught_by(teacher: TeacherModel, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
-    """Return the actor's update with the teacher that it runs."""
-    objective = update.objective
-    assert isinstance(objective, PolicyObjective) and objective.distillation is not None
-    how = teacher.compared_by(objective.distillation.divergence, shape)
-    return update._replace(objective=dataclasses.replace(objective, distillation=how))
-
-
-def learner_of(
-    update: UpdateSpec,
-    settings: ForwardConfig,
-    shape: RowShape,
-    layout: Layout,
-    params_like: Any,
-    frozen: Any = None,
-) -> Learner:
-    """Build the update of a model as its functions say; the last two are `Learner`'s."""
-    settings = settings.over(shape)
-    return Learner(
-        update.objective,
-        settings,
-        update.optimizer(settings.model.declare(), params_like),
-        reduce=update.reduce,
-        shape=shape,
-        mesh=layout.mesh,
-        params_like=params_like,
-        frozen=frozen,
-    )
 
 
 def inference_of(
@@ -503,10 +531,7 @@ def open_reference(
         split = layout.of(model.model.declare())
         dtypes = model.model.compute_dtypes(reference_dtype(config))
         if layout is not layouts.train:
-            forward = forward_config(
-                *(config.model, model.model, layout, config.rollout.temperature),
-                *(model.tower, config.data.max_pixels),
-            )
+            forward = run_forward(config, model.model, layout, model.tower)
             shape = row_shapes(config, forward, layout)[0]
             infer = logprob_pass(forward.over(shape), shape, layout.mesh, ("logprobs",))
         if settings.refresh_every is None:
@@ -539,3 +564,107 @@ def open_reference(
 def reference_dtype(config: TrainConfig) -> str:
     """Return the dtype of a reference's weights."""
     return config.model.dtype if config.reference.mix == 1 else "float32"
+
+
+# The programs of a run's first step, which begin to be compiled while its data is read.
+
+
+def abstract_weights(model: Model, layout: Layout, dtype: str = "float32") -> Any:
+    """Return any model's parameters as `abstract_params` does."""
+    declared = model.declare()
+    return jax.tree.map(
+        lambda d, s, t: jax.ShapeDtypeStruct(d.shape, t, sharding=s),
+        declared,
+        layout.of(declared),
+        model.compute_dtypes(dtype),
+    )
+
+
+def needs_inference(name: str, functions: AlgorithmFunctions, *, has_adapter: bool) -> bool:
+    """Tell whether a step asks a role for more than its updates do."""
+    return (
+        name != "actor"
+        or not functions.on_policy
+        or functions.select_covariant is not None
+        or (has_adapter and functions.needs_reference)
+    )
+
+
+def abstract_microbatch(
+    names: set[str],
+    config: TrainConfig,
+    shape: RowShape,
+    mesh: Mesh,
+    model: ForwardConfig | None = None,
+) -> MicroBatch:
+    """Return a micro-batch with the fields that a loss asks for, as shapes.
+
+    Args:
+        names: of the fields.
+        config: of the run.
+        shape: of the micro-batch.
+        mesh: the devices.
+        model: how the model is run, which says what rows hold for it beside tokens; None: nothing.
+    """
+    routes, visuals = (None, None) if model is None else (model.route_shape, model.visuals)
+    known = abstract_fields(
+        shape.sequences, shape.width, len(config.reward.components), config.teacher.top_k or 1
+    )
+    per_token = jax.ShapeDtypeStruct((shape.sequences, shape.width), jnp.float32)
+    known["correction"] = per_token  # a weight of the loss, no field that a function may ask for
+    known |= abstract_pairs(shape.sequences)
+    known["second_start"] = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
+    fields = {name: known[name] for name in names | {"mask"}}
+    fields |= {"weights": per_token, "token_weights": per_token}
+    row: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), jnp.int32)
+    slot: Any = jax.ShapeDtypeStruct((shape.sequences,), jnp.int32)
+    scored: Any = jax.ShapeDtypeStruct((shape.rows, shape.length), bool)
+    replayed: Any = routes and jax.ShapeDtypeStruct((*row.shape, *routes[:2]), routes.dtype)
+    seen: Any = visuals and visuals.without_any(shape)
+    micro = MicroBatch(Rows(row, row, row, slot, slot, slot, scored, replayed, seen), fields)
+    return jax.tree.map(lambda x: shape_in(x, over_batch(mesh)), micro)
+
+
+def compile_first_step(
+    config: TrainConfig,
+    functions: AlgorithmFunctions,
+    model: Model,
+    models: Models,
+    layouts: Layouts,
+) -> None:
+    """Begin to compile what the models of a run need in their first step, where others can wait.
+
+    It is a guess by the config. A batch for which it is wrong waits for its own programs.
+
+    Args:
+        config: of the run.
+        functions: that it names.
+        model: the policy.
+        models: as they are built.
+        layouts: where they stand.
+    """
+    roles, actor = models.roles, models.actor
+
+    def micro_like(role: Role, bucket: RowShape) -> MicroBatch:
+        learner = role.learner
+        names = learner.objective.asks_for()
+        return abstract_microbatch(names, config, bucket, learner.mesh, learner.model)
+
+    def infer_ahead(role: Role, params: Any) -> None:
+        if isinstance(role.infer, Inference):
+            role.infer.compile_ahead(params, lambda bucket: micro_like(role, bucket).rows)
+
+    for name, role in roles.items():
+        if needs_inference(name, functions, has_adapter=is_adapted(model)):
+            infer_ahead(role, role.learner.params_like)
+    is_copy = not is_adapted(model) and layouts.reference is layouts.train
+    if functions.needs_reference and is_copy:
+        infer_ahead(actor, abstract_weights(model, layouts.reference, reference_dtype(config)))
+    for role in models.to_update(1, config.critic.warmup_steps):
+        if not role.learner.model.router_loss_coef:  # which needs a pass of its own first
+            coefs, objective = dict[str, Any](COEFS), role.learner.objective
+            distillation = isinstance(objective, PolicyObjective) and objective.distillation
+            if distillation and distillation.teacher is not None:
+                teacher = distillation.teacher.model
+                coefs["teacher"] = abstract_weights(teacher, layouts.train, config.model.dtype)
+            role.learner.compile_ahead(functools.partial(micro_like, role), coefs)

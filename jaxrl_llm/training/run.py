@@ -41,15 +41,14 @@ from jaxrl_llm.training.bind import (
     resolve_functions,
 )
 from jaxrl_llm.training.buffer import Buffer, PolicyWeights, Sampler, Scorer, open_schedule
-from jaxrl_llm.training.compile import compile_first_step, compiling_ahead
+from jaxrl_llm.training.compile import compiling_ahead
 from jaxrl_llm.training.dumps import answer_rows, print_before_and_after
-from jaxrl_llm.training.layouts import Layouts, open_layouts, overlaps_training
-from jaxrl_llm.training.load_model import open_model
-from jaxrl_llm.training.microbatches import check_room, room_for_images, row_visuals
+from jaxrl_llm.training.forward import check_room, room_for_images, row_visuals
+from jaxrl_llm.training.load_model import Layouts, open_layouts, open_model, overlaps_training
 from jaxrl_llm.training.offline import run_sft
 from jaxrl_llm.training.policy import Policy
 from jaxrl_llm.training.reward_model import open_reward_model
-from jaxrl_llm.training.roles import open_models
+from jaxrl_llm.training.roles import compile_first_step, open_models
 from jaxrl_llm.training.run_files import RunFiles, closing_lines
 from jaxrl_llm.training.teachers import check_teacher_sources, open_teachers
 from jaxrl_llm.training.trainer import FinishedStep, RLTrainer
@@ -124,7 +123,7 @@ class Run(RunFiles):
     @property
     def kl_coef(self) -> float:
         """The coefficient of the KL term from the next step on; it may be set."""
-        return self._trainer.coefs.kl_coef
+        return self._trainer.coefs["kl_coef"]
 
     @kl_coef.setter
     def kl_coef(self, value: float) -> None:
@@ -134,7 +133,7 @@ class Run(RunFiles):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus from the next step on; it may be set."""
-        return self._trainer.coefs.entropy_coef
+        return self._trainer.coefs["entropy_coef"]
 
     @entropy_coef.setter
     def entropy_coef(self, value: float) -> None:
@@ -161,8 +160,8 @@ class Run(RunFiles):
         self._unusable = UNFINISHED.format(self.number + 1)
         try:
             with interrupted_between_steps():
-                self.last = next(self._steps)
-                self._unusable = None
+                next(self._steps)
+                self.last, self._unusable = self._trainer.finished, None
         finally:
             self._watchdog.rest()
         return self.last
@@ -238,11 +237,11 @@ class Run(RunFiles):
             print_before_and_after(self.metrics, display)
             print_closing(self.config, display)
 
-    def _remembered(self) -> Iterator[FinishedStep]:
+    def _remembered(self) -> Iterator[int]:
         """Take the steps that are left, each of which is `last` then."""
-        for step in self._steps:
-            self.last = step
-            yield step
+        for number in self._steps:
+            self.last = self._trainer.finished
+            yield number
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let go of the folder and the devices."""
@@ -281,7 +280,7 @@ class Run(RunFiles):
         if not math.isfinite(value):
             raise ConfigError(f"{name}: got {value}, expected a finite number")
         log.info("%s=%g from step %d on, set by hand", name, value, self.number + 1)
-        self._trainer.coefs = self._trainer.coefs._replace(**{name: float(value)})
+        self._trainer.coefs[name] = float(value)
 
 
 def open_run(config: TrainConfig) -> Run:
@@ -293,11 +292,6 @@ def open_run(config: TrainConfig) -> Run:
     """
     if config.cluster is not None:
         raise ConfigError("cluster is set: a run on a cluster is run to its end, by `train`")
-    return open_here(config)
-
-
-def open_here(config: TrainConfig) -> Run:
-    """Open a run in this process, which may be one of a cluster's."""
     with contextlib.ExitStack() as stack:  # on an error, closes what was opened
         return _build(config, *_claim(config, stack), stack)
 
@@ -374,35 +368,42 @@ def open_trainer(
     compile_first_step(config, functions, model.model, models, layouts)
     learner = models.actor.learner
     episodes = open_episode_sampler(
-        *(config.rollout, tokens, rows[0]),
-        *(config.data.chat_template_kwargs, config.data.max_prompt_tokens, stack),
-        row_visuals(config.model, config.data).processor,
-        room_for_images(learner.model.visuals, learner.shape),
+        config.rollout,
+        tokens,
+        rows=rows[0],
+        template_kwargs=config.data.chat_template_kwargs,
+        prompt_tokens=config.data.max_prompt_tokens,
+        stack=stack,
+        processor=row_visuals(config.model, config.data).processor,
+        visual_tokens=room_for_images(learner.model.visuals, learner.shape),
     )
     prompts, validation_prompts = tokenize_rows(
         config, rows, tokens.tokenizer, model.model, episodes
     )
     per_step = config.batch.prompts_per_step
     check_schedules(config, functions, loop.count_steps(config, len(prompts), per_step))
-    reward_model = None
-    if config.reward.classifier:
-        reward_model = open_reward_model(
-            *(config, config.reward.classifier, tokens.tokenizer),
-            *(model.model, layouts.reward_model),
+    frozen, by_model = {} if teachers is None else teachers.held_params, None
+    if path := config.reward.classifier:
+        frozen["reward.classifier"], by_model = open_reward_model(
+            config, path, tokens.tokenizer, actor=model.model, layout=layouts.reward_model
         )
-    scorer = Scorer(config, functions, reward_model, stack)
-    frozen = {} if teachers is None else teachers.held_params
-    frozen |= {"reward.classifier": reward_model.params} if reward_model else {}
+    scorer = Scorer(config, functions, by_model, stack)
     files, saved = loop.open_files(
-        *(config, trainable, prompts, watchdog, stack),
+        config,
+        models=trainable,
+        items=prompts,
+        watchdog=watchdog,
+        stack=stack,
         best="validation",
         frozen=frozen,
         extra_states=extra_states,
     )
     check_images(learner, prompts, validation_prompts if episodes else ())
     sampler = Sampler(
-        *(config.rollout, engine, tokens),
-        PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
+        config.rollout,
+        engine,
+        tokens,
+        weights=PolicyWeights(config.rollout, model, layouts.train, config.model.dtype),
         seed=config.seed,
         folder=folder,
         episodes=episodes,
@@ -532,7 +533,9 @@ def tokenize_rows(
         log.warning(
             "batch.prompts_per_step=%d, but data.train has only %d prompts: each comes %.3g times "
             "in a step; lower it, or add data",
-            *(per_step, len(train), per_step / len(train)),
+            per_step,
+            len(train),
+            per_step / len(train),
         )
     return train, validation[: config.validation.rows]
 

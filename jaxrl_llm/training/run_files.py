@@ -135,30 +135,21 @@ def read_run(folder: str | Path) -> RunFiles:
     return RunFiles(folder)
 
 
-class Journals:
-    """Where a run's journals are; those of steps that are saved are removed.
+def journal_path(run_dir: Path, seed: tuple[int, ...]) -> Path:
+    """Return the journal of a call of the sampler; remove those of steps that are saved.
 
     Args:
-        run_dir: folder of the run.
+        run_dir: folder of the run; that of the journal is made.
+        seed: of the call: the run's, the step, the use and more numbers.
     """
-
-    def __init__(self, run_dir: Path) -> None:
-        """Remove nothing yet."""
-        self._folder, self._run = run_dir / "tools", RunFiles(run_dir)
-
-    def path(self, seed: tuple[int, ...]) -> Path:
-        """Return the journal of a call of the sampler, whose folder exists.
-
-        Args:
-            seed: of the call: the run's, the step, the use and more numbers.
-        """
-        self._folder.mkdir(exist_ok=True)
-        newest = max(self._run.checkpoints, default=-1)
-        for old in self._folder.glob("step_*.jsonl"):
-            if int(old.name.split("_")[1]) <= newest:
-                old.unlink(missing_ok=True)
-        _, step, *use = seed
-        return self._folder / f"step_{step:06d}_{'_'.join(map(str, use))}.jsonl"
+    folder = run_dir / "tools"
+    folder.mkdir(exist_ok=True)
+    newest = max(RunFiles(run_dir).checkpoints, default=-1)
+    for old in folder.glob("step_*.jsonl"):
+        if int(old.name.split("_")[1]) <= newest:
+            old.unlink(missing_ok=True)
+    _, step, *use = seed
+    return folder / f"step_{step:06d}_{'_'.join(map(str, use))}.jsonl"
 
 
 EPISODE_KEYS = ("agent", "tools", "environment", "call_format", "order", "limits", "tool_process")
@@ -181,7 +172,9 @@ def opening_lines(
         rows: prompts or examples that are trained on.
         total: steps in all.
     """
-    leaves = {name: _leaves(tree) for name, tree in trained.items()}
+    import jax  # who reads the last lines of a run needs none
+
+    leaves = {name: jax.tree.leaves(tree) for name, tree in trained.items()}
     sizes = {name: sum(math.prod(a.shape) for a in arrays) for name, arrays in leaves.items()}
     devices = next(iter(leaves["actor"])).sharding.device_set
     kind = next(iter(devices)).device_kind
@@ -202,12 +195,6 @@ def opening_lines(
         f"training {adapter}{config.model.path}: {counts}, on {where}",
         f"{data}, {total} steps of {step}; everything is written to {config.run_dir}",
     ]
-
-
-def _leaves(tree: Any) -> list[Any]:
-    import jax  # who reads the last lines of a run needs none
-
-    return jax.tree.leaves(tree)
 
 
 def _count(number: int) -> str:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError, config_errors_at
-from jaxrl_llm.config.fields import call, name_of
-from jaxrl_llm.config.functions import closest, described_failure
+from jaxrl_llm.config.functions import call, closest, described_failure, name_of
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.chat import VOCABULARIES, Message, PolicyTokens, load_policy_tokens
@@ -48,11 +47,23 @@ from jaxrl_llm.sharding.offload import on_device, to_host
 from jaxrl_llm.sharding.reshard import reshard
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.layouts import Layouts, microbatch_shape
-from jaxrl_llm.training.load_model import LoadedModel, forward_config, laid_out, read_model
-from jaxrl_llm.training.objectives import Distillation, top_pass
+from jaxrl_llm.training.load_model import (
+    Layouts,
+    LoadedModel,
+    forward_config,
+    laid_out,
+    microbatch_shape,
+    read_model,
+)
 from jaxrl_llm.training.reward_model import token_difference
-from jaxrl_llm.training.update import MovingAverage, States, TrainableModel
+from jaxrl_llm.training.update import (
+    MovingAverage,
+    PolicyObjective,
+    States,
+    TrainableModel,
+    UpdateSpec,
+    top_pass,
+)
 from jaxrl_llm.types import ROUTES, Batch
 
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
@@ -62,6 +73,10 @@ ASKED = [{"role": "user", "content": "Go on."}]
 
 TAIL_TOKENS = 16
 """Tokens of a prompt, at its end, in which that is looked for."""
+
+Rendered = tuple[tuple[int, ...], str, str]
+"""A prompt in a teacher's tokens; what the policy's prompt ends with to open the reasoning and the
+teacher's lacks; and the reverse."""
 
 
 class TeacherSequence(NamedTuple):
@@ -134,7 +149,7 @@ class Retokenizer:
         self._is_same = self._policy.get_vocab() == self.teacher.get_vocab()
         turns = TurnTemplate(self.teacher, teacher.stops, template_kwargs=template_kwargs)
         self._template = turns.template
-        self._last: tuple[Prompt, _Rendered] | None = None
+        self._last: tuple[Prompt, Rendered] | None = None
         self._end = turns.following(ASKED, closed=False)[0]
 
     def __call__(self, prompt: Prompt, episode: Episode) -> TeacherSequence:
@@ -143,20 +158,20 @@ class Retokenizer:
         Raises:
             ValueError: the prompt is no chat, or the teacher's template refuses it.
         """
-        rendered, drawn = self._render(prompt), episode.tokens.tolist()
+        (tokens, lead, told), drawn = self._render(prompt), episode.tokens.tolist()
         if self._is_same:
             same = np.arange(len(drawn), dtype=np.int32)
-            return TeacherSequence(rendered.tokens, tuple(drawn), Alignment(same, same))
+            return TeacherSequence(tokens, tuple(drawn), Alignment(same, same))
         stopped = isinstance(episode.stopped_by, int)
         body = drawn[: len(drawn) - stopped]
-        answer, alignment, is_whole = self._rewrite(rendered, body)
+        answer, alignment, is_whole = self._rewrite(lead, told, body)
         if stopped and is_whole:
             answer, alignment = [*answer, self._end], alignment.join()
         left_out = np.full(len(drawn) - len(alignment.left), UNALIGNED, np.int32)
         alignment = alignment._replace(left=np.concatenate([alignment.left, left_out]))
-        return TeacherSequence(rendered.tokens, tuple(answer), alignment)
+        return TeacherSequence(tokens, tuple(answer), alignment)
 
-    def _render(self, prompt: Prompt) -> "_Rendered":
+    def _render(self, prompt: Prompt) -> Rendered:
         """Render a prompt by the teacher's template; answers to one prompt lie side by side."""
         if self._last is not None and self._last[0] is prompt:
             return self._last[1]
@@ -169,19 +184,14 @@ class Retokenizer:
         given = decode(prompt.tokens[-TAIL_TOKENS:])
         wanted = self._template.prompt_text(prompt.messages, prompt.tools)
         opened = [OPEN_REASONING.search(text) for text in (given, wanted)]
-        rendered = _Rendered(
-            tuple(self._template.ids(wanted)),
-            opened[0][0] if opened[0] and not opened[1] else "",
-            opened[1][0] if opened[1] and not opened[0] else "",
-        )
+        lead = opened[0][0] if opened[0] and not opened[1] else ""
+        told = opened[1][0] if opened[1] and not opened[0] else ""
+        rendered = tuple(self._template.ids(wanted)), lead, told
         self._last = prompt, rendered
         return rendered
 
-    def _rewrite(
-        self, rendered: "_Rendered", drawn: list[int]
-    ) -> tuple[list[int], Alignment, bool]:
+    def _rewrite(self, lead: str, told: str, drawn: list[int]) -> tuple[list[int], Alignment, bool]:
         """Encode an answer's text by the teacher's tokenizer; align; say if nothing is left out."""
-        _, lead, told = rendered
         plain = next((i for i, token in enumerate(drawn) if token in self._special), len(drawn))
         pieces = self._pieces(0, drawn[:plain])
         data = b"".join(pieces)
@@ -212,17 +222,6 @@ class Retokenizer:
         return pieces
 
 
-class _Rendered(NamedTuple):
-    """A prompt in a teacher's tokens, and how the two templates open the reasoning.
-
-    `lead` is what the policy's prompt ends with and the teacher's lacks, `told` the reverse.
-    """
-
-    tokens: tuple[int, ...]
-    lead: str
-    told: str
-
-
 def whole_text(data: bytes) -> str:
     """Return the text of bytes, up to the first that are no whole character.
 
@@ -248,17 +247,20 @@ class TeacherModel(NamedTuple):
     forward: ForwardConfig
     vocab: int | None
 
-    def compared_by(self, divergence: Callable[..., Any], shape: RowShape) -> Distillation:
-        """Return how an update compares its model with this teacher.
+    def taught(self, update: UpdateSpec, shape: RowShape) -> UpdateSpec:
+        """Return an update that distils, with this teacher, which it runs.
 
         Args:
-            divergence: of the model from the teacher.
-            shape: of the micro-batches, which suits the model.
+            update: of the student.
+            shape: of its micro-batches, which suits the student.
         """
+        objective = update.objective
+        assert isinstance(objective, PolicyObjective) and objective.distillation is not None
         forward = self.forward.over(shape)
         if shape.longest is not None:  # a kernel has its own limits; see `takes_long_rows`
             forward = dataclasses.replace(forward, kernel=None)
-        return Distillation(divergence=divergence, teacher=forward, vocab=self.vocab)
+        how = dataclasses.replace(objective.distillation, teacher=forward, vocab=self.vocab)
+        return update._replace(objective=dataclasses.replace(objective, distillation=how))
 
 
 @activity("loading a teacher")
@@ -923,20 +925,6 @@ class TeacherPromptError(RunError):
     """A function that gives no prompt for a teacher, or only such as are too long."""
 
 
-class PromptedAnswers(NamedTuple):
-    """Some of a step's answers behind the prompts that a teacher reads.
-
-    Attributes:
-        rows: of these answers in the step's batch.
-        rollouts: the answers with the new prompts.
-        batch: the same, laid out.
-    """
-
-    rows: np.ndarray
-    rollouts: Rollouts
-    batch: Batch
-
-
 @dataclass(frozen=True, kw_only=True)
 class TeacherPrompts:
     """Puts the prompts that a teacher reads before a step's answers.
@@ -957,8 +945,8 @@ class TeacherPrompts:
 
     def __call__(
         self, batch: Batch, rollouts: Rollouts, scores: Sequence[Score]
-    ) -> tuple[PromptedAnswers | None, dict[str, float]]:
-        """Return the answers that have a teacher, if there are any, and how many have none.
+    ) -> tuple[list[int], Rollouts, dict[str, float]]:
+        """Return which answers have a teacher, these with its prompts, and how many have none.
 
         Args:
             batch: a step's answers; only usable ones get a teacher.
@@ -969,7 +957,7 @@ class TeacherPrompts:
             TeacherPromptError: the function failed, or all its prompts are too long.
         """
         usable = np.flatnonzero(batch["mask"].any(1)).tolist()
-        rows, prompts, too_long, last = [], [], 0, None
+        rows, prompts, episodes, too_long, last = [], [], [], 0, None
         for row in usable:
             messages = self._written(batch, rollouts, scores, row)
             if messages is None:
@@ -980,7 +968,10 @@ class TeacherPrompts:
                 too_long += 1
                 continue
             rows.append(row)
-            prompts.append(last)
+            prompts.append(
+                dataclasses.replace(rollouts.prompts[row], tokens=last[1], messages=messages)
+            )
+            episodes.append(dataclasses.replace(rollouts.episodes[row], prompt=last[1]))
         if too_long and not rows:
             raise TeacherPromptError(
                 f"teacher.prompt: each of the {too_long} prompts of a step is longer than "
@@ -989,7 +980,8 @@ class TeacherPrompts:
             )
         left = len(usable) - len(rows) - too_long
         metrics = {"teacher/no_prompt": float(left), "teacher/too_long": float(too_long)}
-        return (self._laid_out(rollouts, rows, prompts) if rows else None), metrics
+        prompted = rollouts.take(rows)._replace(prompts=prompts, episodes=episodes)
+        return rows, prompted, metrics
 
     def _written(
         self, batch: Batch, rollouts: Rollouts, scores: Sequence[Score], row: int
@@ -1033,24 +1025,6 @@ class TeacherPrompts:
         except RowError as error:
             raise TeacherPromptError(f"teacher.prompt: {error}") from error
 
-    def _laid_out(
-        self,
-        rollouts: Rollouts,
-        rows: list[int],
-        prompts: Sequence[tuple[list[Any], tuple[int, ...]]],
-    ) -> PromptedAnswers:
-        taken = rollouts.take(rows)
-        changed = [
-            (
-                dataclasses.replace(prompt, tokens=tokens, messages=messages),
-                dataclasses.replace(episode, prompt=tokens),
-            )
-            for prompt, episode, (messages, tokens) in zip(*taken[:2], prompts, strict=True)
-        ]
-        behind = taken._replace(prompts=[p for p, _ in changed], episodes=[e for _, e in changed])
-        laid_out = lay_out(behind, samples=1, max_tokens=self.max_tokens, compares=False)
-        return PromptedAnswers(np.array(rows), behind, laid_out)
-
 
 def _is_chat(messages: Any) -> bool:
     return (
@@ -1058,34 +1032,6 @@ def _is_chat(messages: Any) -> bool:
         and bool(messages)
         and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
     )
-
-
-def fields_at_answers(batch: Batch, rollouts: Rollouts, prompted: PromptedAnswers) -> Batch:
-    """Return a step's batch with the fields that a teacher has added to answers behind new prompts.
-
-    A token without a teacher has the policy's own log-prob as `teacher_logprobs`, so that it is no
-    further from the teacher than 0, and `teacher_mask` is false there.
-
-    Args:
-        batch: of the step.
-        rollouts: of the step.
-        prompted: some of its answers; the batch has the teacher's fields.
-    """
-    theirs = prompted.batch
-    names = [name for name in theirs.fields if name.startswith("teacher_")]
-    fields = {
-        name: np.zeros((*batch.tokens.shape, *theirs[name].shape[2:]), theirs[name].dtype)
-        for name in names
-    } | without_teacher(batch)
-    for place, row in enumerate(prompted.rows.tolist()):
-        before, behind = rollouts.episodes[row], prompted.rollouts.episodes[place]
-        here, there = (
-            slice(len(episode.prompt), len(episode.prompt) + len(before.tokens))
-            for episode in (before, behind)
-        )
-        for name in names:
-            fields[name][row, here] = theirs[name][place, there]
-    return batch.add(**fields)
 
 
 def add_prompted_logprobs(
@@ -1097,6 +1043,9 @@ def add_prompted_logprobs(
 ) -> tuple[Batch, dict[str, float]]:
     """Return a batch with what a teacher says of its answers behind other prompts; and metrics.
 
+    A token without a teacher has the policy's own log-prob as `teacher_logprobs`, so that it is no
+    further from the teacher than 0, and `teacher_mask` is false there.
+
     Args:
         batch: of a step.
         rollouts: of the step.
@@ -1104,13 +1053,21 @@ def add_prompted_logprobs(
         prompts: that the teacher reads.
         add: adds its log-probs to any batch of answers.
     """
-    prompted, metrics = prompts(batch, rollouts, scores)
-    if prompted is None:
-        batch = batch.add(**without_teacher(batch))
+    rows, prompted, metrics = prompts(batch, rollouts, scores)
+    fields = without_teacher(batch)
+    if not rows:
         metrics["teacher/reverse_kl"] = 0.0
     else:
-        told, more = add(prompted.batch, prompted.rollouts)
-        batch = fields_at_answers(batch, rollouts, prompted._replace(batch=told))
+        laid_out = lay_out(prompted, samples=1, max_tokens=prompts.max_tokens, compares=False)
+        told, more = add(laid_out, prompted)
         metrics |= more
+        for name in (name for name in told.fields if name.startswith("teacher_")):
+            empty = np.zeros((*batch.tokens.shape, *told[name].shape[2:]), told[name].dtype)
+            values = fields.setdefault(name, empty)
+            for place, row in enumerate(rows):
+                size, episode = len(rollouts.episodes[row].tokens), prompted.episodes[place]
+                here, there = len(rollouts.episodes[row].prompt), len(episode.prompt)
+                values[row, here : here + size] = told[name][place, there : there + size]
+    batch = batch.add(**fields)
     metrics["teacher/left_out"] = 1 - float(batch["teacher_mask"][batch["mask"]].mean())
     return batch, metrics

@@ -8,7 +8,6 @@ NaN of a prompt with too few answers that have a value.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -21,33 +20,26 @@ LEVEL = 0.95
 """Of the intervals."""
 
 
-class Answers(NamedTuple):
-    """Scores of n answers to each of P prompts.
+def read_scores(
+    groups: Sequence[Sequence[Score]],
+) -> tuple[str, Float[np.ndarray, "P n"], list[list[str | None]] | None]:
+    """Return what reward functions report of n answers to each of P prompts.
 
-    Attributes:
-        quantity: "acc" where every reward function that did not fail reports one, else "reward".
-        values: of the answers; 0 for the `acc` of one whose reward function failed, NaN where an
-            answer is unscored or its `acc` is not a finite number.
-        votes: what was answered, None where that is not known; no array without `pred`s.
-    """
-
-    quantity: str
-    values: Float[np.ndarray, "P n"]
-    votes: list[list[str | None]] | None
-
-
-def read_scores(groups: Sequence[Sequence[Score]]) -> Answers:
-    """Return what reward functions report of n answers to each prompt, as numbers and votes.
+    Returns:
+        The quantity: "acc" where every reward function that did not fail reports one, else
+        "reward". Its values of the answers: 0 for the `acc` of one whose reward function failed,
+        NaN where an answer is unscored or its `acc` is not a finite number. And votes, what was
+        answered: None where that is not known; none at all without `pred`s.
 
     >>> read_scores([[Score(1.0, {"acc": 1.0, "pred": "4"}, None), Score(0.0, {}, "timeout")]])
-    Answers(quantity='acc', values=array([[1., 0.]]), votes=[['4', None]])
+    ('acc', array([[1., 0.]]), [['4', None]])
     """
     scored = [s for group in groups for s in group if s.error is None]
     name = "acc" if scored and all("acc" in s.extra for s in scored) else "reward"
     values = np.array([[_value(s, name) for s in group] for group in groups], float)
     if not scored or not all("pred" in s.extra for s in scored):
-        return Answers(name, values, None)
-    return Answers(name, values, [[_vote(score) for score in group] for group in groups])
+        return name, values, None
+    return name, values, [[_vote(score) for score in group] for group in groups]
 
 
 def _value(score: Score, name: str) -> float:

@@ -12,8 +12,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxrl_llm.algorithms import advantages as adv
-from jaxrl_llm.config.fields import call
-from jaxrl_llm.config.functions import public_functions
+from jaxrl_llm.config.functions import call, public_functions
 
 OUTCOME = [adv.grpo, adv.dr_grpo, adv.rloo, adv.opo, adv.grpo_pass_at_k, adv.gpg, adv.gdpo]
 TOKEN = [

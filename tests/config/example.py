@@ -4,7 +4,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from jaxrl_llm.config.functions import LOSSES, FunctionSpec
-from jaxrl_llm.config.keys import (
+from jaxrl_llm.config.sections import (
     STRICT,
     Function,
     Number,

@@ -13,7 +13,7 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.rollout.build import native_engine
-from jaxrl_llm.training import layouts
+from jaxrl_llm.training import load_model
 from jaxrl_llm.training.compile import compile_steps, plan_shapes
 from tests.guarded import MODEL, NATIVE, RUN
 
@@ -64,7 +64,7 @@ def test_a_continued_run_finds_its_programs(workshop):
 def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkeypatch, patient):
     """A step whose program were another one by a bit would be there twice."""
     monkeypatch.setattr(packing, "MIN_BUCKET_FLOPS", 0.0)
-    monkeypatch.setattr(layouts, "takes_long_rows", lambda *_: False)  # as most batches
+    monkeypatch.setattr(load_model, "takes_long_rows", lambda *_: False)  # as most batches
     words = ("data.validation=[]", "steps=1", "batch.max_tokens_per_device=32")
     words += ("model.dtype=bfloat16", "algorithm.kl_loss=k3")
 

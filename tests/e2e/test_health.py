@@ -86,7 +86,7 @@ def test_a_planted_fault_is_found(run, workshop, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/batch_metrics.py")
+@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/trainer.py")
 def test_a_run_that_crashed(run, workshop):
     result = run(f"algorithm.loss={workshop.mine('loss_nan')}", "steps=9")
     assert result.status == 1
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_while_it_wrote(finished, copy_of):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/batch_metrics.py")
+@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/trainer.py")
 def test_runs_that_are_well(run, workshop):
     result = run("steps=8", "validation.every=4").ok()
     assert found(result.run_dir) == {}
@@ -114,7 +114,7 @@ def test_runs_that_are_well(run, workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/batch_metrics.py")
+@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/trainer.py")
 def test_supervised_training_with_a_learning_rate_that_is_too_high(workshop):
     folder = workshop.folder()
     words = ("optim.schedule.value=3.0", f"export_to={folder}.base")

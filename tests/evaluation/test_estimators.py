@@ -120,20 +120,21 @@ def test_without_a_spread_the_interval_counts_prompts_and_stays_within_bounds():
 
 
 def test_a_reward_function_that_failed_is_a_wrong_answer_without_a_vote():
-    readings = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]])
-    assert readings.quantity == "acc"
-    assert readings.values.tolist() == [[1.0, 0.0]]
-    assert readings.votes == [["4", None]]
-    assert read_scores([[Score(0.5, {}, None)]]).votes is None
+    scores = [[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]]
+    quantity, values, votes = read_scores(scores)
+    assert quantity == "acc"
+    assert values.tolist() == [[1.0, 0.0]]
+    assert votes == [["4", None]]
+    assert read_scores([[Score(0.5, {}, None)]])[-1] is None
 
 
 def test_what_is_no_answer_has_no_vote_and_what_is_no_number_no_value():
     extras = [{"acc": 0.0, "pred": None}] * 3 + [{"acc": 1.0, "pred": "4"}]
     extras += [{"acc": acc, "pred": "5"} for acc in (10**400, math.nan, None, "right")]
-    readings = read_scores([[Score(0.0, extra, None) for extra in extras]])
-    np.testing.assert_array_equal(readings.values, [[0, 0, 0, 1, *[np.nan] * 4]])
-    assert readings.votes == [[None] * 3 + ["4"] + ["5"] * 4]
-    assert majority_at(readings.values, readings.votes, 4) == [1.0]
+    _, values, votes = read_scores([[Score(0.0, extra, None) for extra in extras]])
+    np.testing.assert_array_equal(values, [[0, 0, 0, 1, *[np.nan] * 4]])
+    assert votes == [[None] * 3 + ["4"] + ["5"] * 4]
+    assert majority_at(values, votes, 4) == [1.0]
 
 
 @given(VALUES, st.integers(0, 3), st.integers(0, 10**6))
@@ -156,7 +157,8 @@ def test_unscored_answers_change_no_estimate(values, unscored, seed):
 
 def test_an_unscored_answer_has_no_value():
     unscored = Score(math.nan, {}, "unscored: no verdict")
-    readings = read_scores([[Score(1.0, {"acc": True, "pred": 4}, None), unscored]])
-    assert readings.quantity == "acc" and readings.votes == [["4", None]]
-    np.testing.assert_array_equal(readings.values, [[1.0, np.nan]])
-    assert np.isnan(read_scores([[unscored]]).values).all()
+    scores = [[Score(1.0, {"acc": True, "pred": 4}, None), unscored]]
+    quantity, values, votes = read_scores(scores)
+    assert quantity == "acc" and votes == [["4", None]]
+    np.testing.assert_array_equal(values, [[1.0, np.nan]])
+    assert np.isnan(read_scores([[unscored]])[1]).all()

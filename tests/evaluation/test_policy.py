@@ -29,9 +29,8 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.rollouts import lay_out
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.load_model import like_of
-from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.policy import _token_logprobs, load_policy
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, NATIVE
 

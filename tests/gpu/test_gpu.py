@@ -34,8 +34,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated, shardings
 from jaxrl_llm.sharding.offload import device_memory, to_device, to_host
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 
 pytestmark = pytest.mark.gpu

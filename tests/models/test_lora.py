@@ -34,8 +34,7 @@ from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.layout import make_mesh, shardings
 from jaxrl_llm.sharding.reshard import cast_tree
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE

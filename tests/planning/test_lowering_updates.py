@@ -25,7 +25,6 @@ from jaxrl_llm.training.buffer import merge_for_engine
 from jaxrl_llm.training.compile import (
     StepId,
     StepKind,
-    abstract_microbatch,
     abstract_params,
     plan_role,
     plan_shapes,
@@ -33,11 +32,10 @@ from jaxrl_llm.training.compile import (
 )
 from jaxrl_llm.training.experience import advantage_step, correction_step
 from jaxrl_llm.training.forward import balance_pass
-from jaxrl_llm.training.layouts import open_layouts
-from jaxrl_llm.training.objectives import PolicyObjective
+from jaxrl_llm.training.load_model import open_layouts
 from jaxrl_llm.training.reward_model import score_pass
-from jaxrl_llm.training.roles import row_shapes
-from jaxrl_llm.training.update import Learner, shape_in
+from jaxrl_llm.training.roles import abstract_microbatch, row_shapes
+from jaxrl_llm.training.update import Learner, PolicyObjective, shape_in
 from tests.planning.stablehlo import DENSE, GROUPED, check, configure, lower, pretend, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +214,7 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
     jitted.clear()
     score_pass(settings, shape, layout)
     weights = abstract_params(scorer, layout, "bfloat16")
-    check(jitted[0].trace(weights, micro.rows), scorer, StepKind.INFER)
+    check(jitted[0].trace(weights, {}, micro.rows), scorer, StepKind.INFER)
 
 
 def test_an_adapter_is_merged_for_the_engine(jitted):

@@ -39,9 +39,8 @@ from jaxrl_llm.training.compile import (
     plan_shapes,
     with_float16,
 )
-from jaxrl_llm.training.layouts import open_layouts
-from jaxrl_llm.training.load_model import open_model
-from jaxrl_llm.training.microbatches import pack_microbatches
+from jaxrl_llm.training.forward import pack_microbatches
+from jaxrl_llm.training.load_model import open_layouts, open_model
 from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits

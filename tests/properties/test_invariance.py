@@ -28,8 +28,7 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE

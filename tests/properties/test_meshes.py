@@ -25,10 +25,8 @@ from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import BATCH, Layout, batch_shards, make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, token_fields
-from jaxrl_llm.training.microbatches import pack_microbatches
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, pack_microbatches, token_fields
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, forward_with_router, logits
 from tests.guarded import MODEL, UPDATE

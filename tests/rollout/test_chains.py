@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.engine import SamplingParams
 from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out
 from jaxrl_llm.training.buffer import check_chains
 from jaxrl_llm.training.experience import ScoreError, with_scores
-from jaxrl_llm.training.microbatches import cut_chains
+from jaxrl_llm.training.forward import cut_chains
 from tests.episodes import STOPS, Scripted, config, ids, picture, play, prompt, same, sampler
 
 

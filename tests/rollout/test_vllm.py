@@ -42,7 +42,7 @@ from jaxrl_llm.rollout.vllm import process
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.setup import HOME
 from jaxrl_llm.sharding.layout import Layout, make_mesh
-from jaxrl_llm.training.batch_metrics import check_agreement
+from jaxrl_llm.training.trainer import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits

@@ -36,8 +36,7 @@ from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import agreement_tolerance
-from jaxrl_llm.rollout.engine import EngineError, EngineSettings
-from jaxrl_llm.rollout.router import Router
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings, Router
 from jaxrl_llm.rollout.vllm import engine as vllm_engine
 from jaxrl_llm.rollout.vllm import process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine, WeightBuffer

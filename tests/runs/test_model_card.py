@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,7 +12,9 @@ from huggingface_hub import ModelCard
 from jaxrl_llm.config.load import load, to_yaml
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.training.export import Exported, make_card
+from jaxrl_llm.models.model import model_of
+from jaxrl_llm.training.export import TrainedModel, make_card
+from tests.specs import tiny_spec
 
 LINES = [
     {"step": 0, "val-core/openai/gsm8k/acc/mean@1": 0.25},
@@ -52,12 +55,20 @@ def run_dir(tmp_path):
     return folder
 
 
+OWN = SimpleNamespace()  # a model of a user's own
+
+
+def make(run_dir, name, source, step, *, role="actor", model=None, **keywords):
+    model = model_of(tiny_spec()) if model is None else model
+    return make_card(run_dir, name, TrainedModel(None, model, source, step, role), **keywords)
+
+
 def card_of(files):
     return ModelCard(files["README.md"])
 
 
 def test_the_hub_reads_what_the_model_is(run_dir):
-    data = card_of(make_card(run_dir, Exported("adder", SOURCE, 4, license="mit"))).data.to_dict()
+    data = card_of(make(run_dir, "adder", SOURCE, 4, license="mit")).data.to_dict()
     assert data == {
         "base_model": SOURCE,
         "base_model_relation": "finetune",
@@ -67,21 +78,21 @@ def test_the_hub_reads_what_the_model_is(run_dir):
         "pipeline_tag": "text-generation",
         "tags": ["jaxrl_llm", "reinforcement-learning", "grpo"],
     }
-    local = card_of(make_card(run_dir, Exported("adder", "base/of/mine", 4))).data.to_dict()
+    local = card_of(make(run_dir, "adder", "base/of/mine", 4)).data.to_dict()
     assert not {"base_model", "base_model_relation", "license"} & local.keys()
-    adapter = card_of(make_card(run_dir, Exported("adder", f"{SOURCE}@main", 4, adapter=True))).data
+    adapter = card_of(make(run_dir, "adder", f"{SOURCE}@main", 4, adapter=True)).data
     assert (adapter.library_name, adapter.base_model) == ("peft", SOURCE)
     assert adapter.to_dict()["base_model_relation"] == "adapter"
 
 
 def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
-    text = card_of(make_card(run_dir, Exported("adder", SOURCE, 2))).text
+    text = card_of(make(run_dir, "adder", SOURCE, 2)).text
     assert text.startswith("\n# adder\n\nThe policy after step 2 of reinforcement learning")
     assert "| `critic/score/mean` | 0.500 (step 1) | 0.750 (step 2) | 0.750 |" in text
     accuracy = "| `val-core/openai/gsm8k/acc/mean@1` |"
     assert f"{accuracy} 0.250 (step 0) | 0.625 (step 2) | 0.625 |" in text
     assert "actor/entropy" not in text
-    later = card_of(make_card(run_dir, Exported("adder", SOURCE, 4))).text
+    later = card_of(make(run_dir, "adder", SOURCE, 4)).text
     assert f"{accuracy} 0.250 (step 0) | 0.125 (step 4) | 0.625 |" in later
     assert re.search(r"\| `.*/train.parquet` \| 3 \| openai/gsm8k \(3\) \|", text)
     assert re.search(r"\| `.*/held-out.jsonl` \| 1 \| mine \(1\) \|", text)
@@ -92,7 +103,7 @@ def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
 
 
 def test_the_config_beside_it_can_be_run_and_holds_no_secret(run_dir):
-    files = make_card(run_dir, Exported("adder", SOURCE, 4))
+    files = make(run_dir, "adder", SOURCE, 4)
     assert "secret" not in "".join(files.values())
     shown = re.search(r"```yaml\n(.*?)```", files["README.md"], re.DOTALL)[1]
     assert shown == files["training.yaml"]
@@ -111,7 +122,7 @@ def test_the_function_of_a_model_is_shown_without_its_secrets(run_dir):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["model"]["function"] = {"fn": "mine.py:model", "api_key": "sk-secret", "width": 4}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    text = make_card(run_dir, Exported("adder", SOURCE, 4, has_config=False))["README.md"]
+    text = make(run_dir, "adder", SOURCE, 4, model=OWN)["README.md"]
     use = re.search(r"## Use.*?```yaml\n(.*?)```", text, re.DOTALL)[1]
     shown = {"fn": "mine.py:model", "api_key": "(not published)", "width": 4}
     assert yaml.safe_load(use) == {"model": {"path": ".", "function": shown}}
@@ -120,27 +131,28 @@ def test_the_function_of_a_model_is_shown_without_its_secrets(run_dir):
 def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):
     config = load(SftConfig, "quickstart_sft", {"run_dir": str(tmp_path)})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    exported = Exported("base", config.model.path, 9)
-    files = make_card(tmp_path, exported)
+    files = make(tmp_path, "base", config.model.path, 9)
     assert files.keys() == {"README.md", "training.yaml"}
     assert "python -m jaxrl_llm.sft --config training.yaml" in files["README.md"]
     assert "random weights of the shape of" in files["README.md"]
     assert "## Results" not in files["README.md"]
     lines = ({"step": n, "train/loss": loss} for n, loss in enumerate([3.0, 1.0, 2.0], start=1))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = make_card(tmp_path, exported)
+    files = make(tmp_path, "base", config.model.path, 9)
     assert "| `train/loss` | 3.000 (step 1) | 2.000 (step 3) | 1.000 |" in files["README.md"]
     assert yaml.safe_load(files["training.yaml"])["seed"] == 0
 
 
 def test_other_roles_are_called_what_they_are(run_dir):
-    critic = make_card(run_dir, Exported("v", SOURCE, 4, role="critic", head="value"))["README.md"]
+    critic = make(
+        run_dir, "v", SOURCE, 4, role="critic", model=model_of(tiny_spec(value_head=True))
+    )["README.md"]
     assert "AutoModelForTokenClassification.from_pretrained" in critic
     assert "\nThe critic after step 4" in critic
     assert "pipeline_tag" not in critic
     config = run_dir / "config.yaml"
     config.write_text(config.read_text().replace("function: null", "function: {fn: 'm.py:f'}", 1))
-    own = make_card(run_dir, Exported("m", SOURCE, 4, has_config=False))["README.md"]
+    own = make(run_dir, "m", SOURCE, 4, model=OWN)["README.md"]
     assert "library_name" not in own
     assert "model:\n  path: .\n  function:\n    fn: m.py:f\n" in own
 
@@ -164,6 +176,6 @@ def test_it_names_what_the_policy_has_learned_by(run_dir, algorithm, tag, told):
     tree = yaml.safe_load((run_dir / "config.yaml").read_text())
     tree["algorithm"] |= algorithm
     (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
-    card = card_of(make_card(run_dir, Exported("adder", SOURCE, 2)))
+    card = card_of(make(run_dir, "adder", SOURCE, 2))
     assert f"The policy after step 2 of {told} by jaxrl_llm" in card.text
     assert card.data.to_dict()["tags"] == ["jaxrl_llm", "reinforcement-learning", tag]

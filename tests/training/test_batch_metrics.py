@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.training.batch_metrics import extra_metrics, step_histograms
+from jaxrl_llm.training.trainer import extra_metrics, step_histograms
 from jaxrl_llm.types import Batch
 
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], bool)

@@ -19,10 +19,11 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import check_reward_rows
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Completion, Receipt
-from jaxrl_llm.training.batch_metrics import extra_metrics
+from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import Sampler
 from jaxrl_llm.training.run import warm_start
+from jaxrl_llm.training.trainer import extra_metrics
 
 
 def config_of(**tree):
@@ -88,7 +89,7 @@ def test_the_engine_holds_its_cache_only_while_it_samples():
     assert engine.calls == ["wake", "sample", "sleep"]
     engine = Engine(RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        sampler_of(engine).sample_canaries([PROMPT], 1)
+        sampler_of(engine).sample_canaries(Rollouts([PROMPT], [], []), 1)
     assert engine.calls == ["wake", "sample", "sleep"]
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from jaxrl_llm.algorithms import advantages, correction, kl, losses, reduce
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.fields import FIELDS, asks_for, call
-from jaxrl_llm.config.functions import public_functions
+from jaxrl_llm.config.functions import FIELDS, asks_for, call, public_functions
 from jaxrl_llm.config.load import PACKAGED, load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.bind import check_schedules, resolve_functions
@@ -258,8 +257,8 @@ def batch_of_fields():
     rng, lengths = np.random.default_rng(0), np.array([2, 3, 4, 5, 6, 1, 3, 2], np.int32)
     shapes, mask = {"B": (8,), "B T": (8, 6)}, np.arange(6) < lengths[:, None]
     fields = {
-        field.name: rng.normal(0, 2, shapes.get(field.axes, (8, 1))).astype(field.dtype)
-        for field in FIELDS.values()
+        name: rng.normal(0, 2, shapes.get(field.axes, (8, 1))).astype(field.dtype)
+        for name, field in FIELDS.items()
     }
     groups, turns = np.array([0, 0, 0, 0, 1, 1, 1, 1]), np.where(mask, 0, -1)
     fields |= {"mask": mask, "response_lengths": lengths, "usable": np.ones(8, bool)}

@@ -27,10 +27,8 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.microbatches import MicroBatch, pack_microbatches
-from jaxrl_llm.training.objectives import Distillation, PolicyObjective, top_pass
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.forward import ForwardConfig, MicroBatch, pack_microbatches
+from jaxrl_llm.training.update import Distillation, Learner, PolicyObjective, top_pass
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE

@@ -21,7 +21,6 @@ from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import with_components
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
-from jaxrl_llm.training.batch_metrics import batch_metrics
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import Scorer, lost_in_rounding
 from jaxrl_llm.training.experience import (
@@ -34,6 +33,7 @@ from jaxrl_llm.training.experience import (
     with_scores,
     without_rows,
 )
+from jaxrl_llm.training.trainer import batch_metrics
 
 
 def prompt(*tokens):

@@ -18,7 +18,6 @@ from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.training.loop import (
     MetricsLog,
     OpenFiles,
-    Step,
     Trainer,
     run_steps,
     train_to_the_end,
@@ -30,7 +29,7 @@ STATES = {"actor": "weights"}
 SCORE = {"val-core/a/mean@1": 0.5}
 
 
-class Told(Trainer[Step]):
+class Told(Trainer):
     """Tells `calls` of each call, and the step that the trainer stands at then."""
 
     def __init__(self, calls, *opened):
@@ -39,7 +38,7 @@ class Told(Trainer[Step]):
 
     def step(self, clock):
         self.calls.step(at=self.number)
-        return Step(self.number + 1, {"train/loss": 1.0})
+        return {"train/loss": 1.0}
 
     def validate(self, number):
         self.calls.validate(number, at=self.number)
@@ -48,8 +47,8 @@ class Told(Trainer[Step]):
     def line(self, number, metrics):
         return f"step {number}"
 
-    def report(self, step):
-        self.calls.report(step.number, sorted(step.metrics), at=self.number)
+    def report(self, number, metrics):
+        self.calls.report(number, sorted(metrics), at=self.number)
 
     def get_state(self):
         return super().get_state() | {"at": self.number}
@@ -103,10 +102,10 @@ def test_a_step_is_validated_reported_counted_and_saved_in_this_order(monkeypatc
         call.checkpoints.check(),
         call.preemption.requested(),
     ]
-    assert next(steps).number == trainer.number == 1
+    assert next(steps) == trainer.number == 1
     assert calls.mock_calls == [*begun(1), call.report(1, names, at=0), *ended]
     calls.reset_mock()
-    assert next(steps).number == trainer.number == 2
+    assert next(steps) == trainer.number == 2
     extra = {
         "data": trainer.files.stream.get_state(),
         "at": 2,
@@ -143,10 +142,10 @@ def test_a_run_that_is_preempted_saves_and_stops_but_goes_on_by_hand():
             train_to_the_end(trainer, steps)
         assert trainer.has_ended and saved_steps(calls) == [1]
         assert calls.checkpoints.wait.call_count == times
-    assert next(steps).number == trainer.number == 2
+    assert next(steps) == trainer.number == 2
     assert trainer.has_ended and saved_steps(calls) == [1, 2]
     calls.preemption.requested.return_value = False
-    assert next(steps).number == TOTAL and not trainer.has_ended
+    assert next(steps) == TOTAL and not trainer.has_ended
 
 
 def test_a_run_that_is_preempted_in_its_last_step_has_finished():
@@ -195,7 +194,7 @@ def test_a_run_goes_on_where_it_stands_and_validates_first_only_where_it_begins(
     validate_before(continued)
     assert not calls.mock_calls
     assert continued.files.stream.get_state() == extra["data"]
-    assert [step.number for step in run_steps(continued)] == [2, 3]
+    assert [*run_steps(continued)] == [2, 3]
     for validation in (None, ValidationConfig(before=False)):
         validate_before(open_trainer(calls, validation=validation))
     assert calls.validate.mock_calls == [call(TOTAL, at=2)]

@@ -15,9 +15,8 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 
 SPEC = ModelSpec(
     vocab_size=32,

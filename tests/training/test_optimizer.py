@@ -22,9 +22,8 @@ from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.layout import make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.optimizer import make_optimizer
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from tests.specs import tiny_spec
 
 SPEC = tiny_spec(

@@ -22,10 +22,8 @@ from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, Layout, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.layouts import open_layout
-from jaxrl_llm.training.load_model import check_axes, make_model
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.load_model import check_axes, make_model, open_layout
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.own_models import Cached, Plain, WithHead
 

@@ -22,9 +22,8 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PreferenceObjective
-from jaxrl_llm.training.offline import PairReference, answer_sums
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.offline import annotate, answer_sums, kl_baseline
+from jaxrl_llm.training.update import Learner, PreferenceObjective
 
 VOCABULARY, MOST, PAIRS = 40, 12, 6
 KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))
@@ -110,21 +109,18 @@ def build(model, mesh, *, loss, tokens=4 * 2 * MOST):
     return run
 
 
-def passes(models, policy="policy", reference="reference"):
+def pass_of(models, name):
+    """Return a model's pass, and its parameters."""
     mesh, shape = one_mesh(), row_shape(4 * 2 * MOST, 2 * MOST, sequences=PAIRS)
-
-    def of(name):
-        spec = models[name].spec
-        return logprob_pass(ForwardConfig(model=model_of(spec)), shape, mesh, ("logprobs",))
-
-    return PairReference(params=models[reference].params, infer=of(reference), policy=of(policy))
+    forward = ForwardConfig(model=model_of(models[name].spec))
+    return logprob_pass(forward, shape, mesh, ("logprobs",)), models[name].params
 
 
 @pytest.fixture(scope="module")
 def pairs(models):
     """Pairs with the reference's log-probs."""
     items = make_items(pairs=True)
-    return passes(models).annotate(items, width=2 * MOST, size=4)
+    return annotate(items, *pass_of(models, "reference"), width=2 * MOST, size=4)
 
 
 def dpo(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
@@ -158,11 +154,11 @@ def test_a_pair_is_two_segments_that_begin_at_zero():
 
 
 def test_a_pairs_answers_have_the_log_probs_that_they_have_alone(models, pairs):
-    given = passes(models)
-    together = answer_sums(given.policy, models["policy"].params, preference_batch(pairs, 2 * MOST))
+    infer, params = pass_of(models, "policy")
+    together = answer_sums(infer, params, preference_batch(pairs, 2 * MOST))
     for number, side in enumerate(("chosen", "rejected")):
         alone = [Preference(p.prompt, (p.answers[number],), {"labels": True}) for p in pairs]
-        sums = answer_sums(given.policy, models["policy"].params, preference_batch(alone, 2 * MOST))
+        sums = answer_sums(infer, params, preference_batch(alone, 2 * MOST))
         assert_allclose(together[f"{side}_logps"], sums["logps"], rtol=2e-6)
 
 
@@ -344,10 +340,11 @@ def test_kto_is_trls(models):
 
     kto_trainer.disable_gradient_checkpointing = no_context
     kto_trainer.is_peft_model = lambda model: False
-    items, reference = make_items(pairs=False), passes(models, "reference", "policy")
+    items, (infer, params) = make_items(pairs=False), pass_of(models, "policy")
     rotated = preference_batch(rotate_answers(items, MOST), 2 * MOST)
-    annotated = reference.annotate(items, width=2 * MOST, size=PAIRS)
-    baseline = reference.kl_baseline(models["reference"].params, rotated)
+    annotated = annotate(items, infer, params, width=2 * MOST, size=PAIRS)
+    learned = answer_sums(*pass_of(models, "reference"), rotated)["logps"]
+    baseline = kl_baseline(learned, answer_sums(infer, params, rotated)["logps"])
     batch = preference_batch(annotated, 2 * MOST)
     batch = batch.add(kl_baseline=np.full(PAIRS, baseline, np.float32))
     weights = {"desirable_weight": 1.2, "undesirable_weight": 0.8}
@@ -385,9 +382,8 @@ def test_kto_is_trls(models):
 )
 def test_the_rewards_of_a_kind_are_means_over_its_rows(models, sizes, tokens):
     """However the rows are cut, and absent where there are none of the kind."""
-    items = passes(models, reference="policy").annotate(
-        make_items(pairs=False), width=2 * MOST, size=PAIRS
-    )
+    infer, params = pass_of(models, "policy")
+    items = annotate(make_items(pairs=False), infer, params, width=2 * MOST, size=PAIRS)
     batch, others = preference_batch(items, 2 * MOST), np.linspace(-20, 5, PAIRS)
     rewards = BETA * (batch["ref_logps"] - others)
     loss = bind(preferences.apo_zero_labelled, beta=BETA)

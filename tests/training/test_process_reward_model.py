@@ -35,9 +35,8 @@ from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import batch_shards, shardings
 from jaxrl_llm.training.experience import with_scores
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objectives import StepObjective, step_correctness
 from jaxrl_llm.training.reward_model import step_scores
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, StepObjective, step_correctness
 from tests.training.test_preference import KEEP_GRADIENT, VOCABULARY, one_mesh, torch_model
 
 WIDTH, ROWS = 20, 6

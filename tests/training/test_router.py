@@ -20,10 +20,11 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objectives import PolicyObjective, ValueObjective
 from jaxrl_llm.training.update import (
     Learner,
+    PolicyObjective,
     TrainState,
+    ValueObjective,
     apply_gradients,
     move_router_bias,
 )

@@ -28,9 +28,8 @@ from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.objectives import PolicyObjective
 from jaxrl_llm.training.roles import replaying
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import ROUTES, Batch
 from tests.decoders import PackedTokens, forward_rows, logits
 from tests.guarded import MODEL, UPDATE

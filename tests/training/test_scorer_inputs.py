@@ -1,23 +1,27 @@
 """What a reward model is given of prompts and episodes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.chat import ChatTemplate, load_tokenizer
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.training.reward_model import (
-    StepEncoder,
-    TextEncoder,
     Unreadable,
+    answer_input,
+    chat_input,
     policy_tokens,
     scorer_batch,
+    steps_input,
     whole_chat,
 )
 from tests.data.real_templates import build
 
 TOKENIZER = load_tokenizer("configs/quickstart")
+TEMPLATE = ChatTemplate(TOKENIZER)
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "7"}
 
@@ -37,7 +41,7 @@ def rollouts_of(messages=(), *, prompt=(USER,), tools=()):
 def test_a_plain_answer_is_the_assistants_message():
     rollouts = rollouts_of()
     assert whole_chat(rollouts, 0) == [USER, said("an answer")]
-    read = TextEncoder(TOKENIZER, {}).answer(rollouts, 0)
+    read = answer_input(TEMPLATE, rollouts, 0)
     assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>an answer<|end|>"
     assert policy_tokens(rollouts, 0).tokens == (1, 2, 5, 6)
 
@@ -45,13 +49,13 @@ def test_a_plain_answer_is_the_assistants_message():
 def test_an_episode_is_the_chat_that_it_was():
     chat = [USER, said("call"), TOOL, said("end")]
     assert whole_chat(rollouts_of(chat), 0) == chat
-    read = TextEncoder(TOKENIZER, {}).answer(rollouts_of(chat), 0)
+    read = answer_input(TEMPLATE, rollouts_of(chat), 0)
     assert TOKENIZER.decode(read.tokens).endswith("<|tool|>7<|end|><|assistant|>end<|end|>")
 
 
 def test_what_an_agent_gave_as_tokens_is_read_as_text():
     chat = [USER | {"as_tokens": True}, said("end")]
-    read = TextEncoder(TOKENIZER, {}).answer(rollouts_of(chat), 0)
+    read = answer_input(TEMPLATE, rollouts_of(chat), 0)
     assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>end<|end|>"
 
 
@@ -59,19 +63,17 @@ def test_the_tools_of_a_row_are_read_or_the_answer_is_not():
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     rollouts = rollouts_of(tools=[tool])
     shows, _ = build("mistral")
-    encoder = TextEncoder(shows, {})
-    steps = StepEncoder(shows, {}, separator="\n", splits_at="\n", decode=shows.decode)
-    for encode in (encoder.answer, encoder.chat, steps.steps):
-        assert "look_up" in shows.decode(encode(rollouts, 0).tokens)
+    steps = partial(steps_input, separator="\n", splits_at="\n", decode=shows.decode)
+    for encode in (answer_input, chat_input, steps):
+        assert "look_up" in shows.decode(encode(ChatTemplate(shows), rollouts, 0).tokens)
     with pytest.raises(Unreadable, match="shows no tools"):
-        TextEncoder(TOKENIZER, {}).answer(rollouts, 0)
+        answer_input(TEMPLATE, rollouts, 0)
 
 
 def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_text():
     chat = [USER, said("4") | {"reasoning_content": "2+2"}]
-    encoder = TextEncoder(TOKENIZER, {})
-    for encode in (encoder.answer, encoder.chat):
-        text = TOKENIZER.decode(encode(rollouts_of(chat), 0).tokens)
+    for encode in (answer_input, chat_input):
+        text = TOKENIZER.decode(encode(TEMPLATE, rollouts_of(chat), 0).tokens)
         assert text.endswith("<|assistant|><think>\n2+2\n</think>\n\n4<|end|>")
 
 
@@ -87,16 +89,15 @@ def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_
 )
 def test_what_can_not_be_read_is_a_failure(rollouts, message):
     with pytest.raises(Unreadable, match=message):
-        TextEncoder(TOKENIZER, {}).answer(rollouts, 0)
-    encoder = TextEncoder(TOKENIZER, {})
-    given = scorer_batch(rollouts, encoder.answer, width=20)
-    assert list(given.failures) == [0] and given.inputs == [None]
-    assert given.batch.sequence_lengths.tolist() == [1]
+        answer_input(TEMPLATE, rollouts, 0)
+    batch, inputs, failures = scorer_batch(rollouts, partial(answer_input, TEMPLATE), width=20)
+    assert list(failures) == [0] and inputs == [None]
+    assert batch.sequence_lengths.tolist() == [1]
 
 
 def test_what_is_too_long_is_a_failure_and_not_cut():
-    encoder = TextEncoder(TOKENIZER, {})
-    assert scorer_batch(rollouts_of(), encoder.answer, width=14).failures == {}
-    assert scorer_batch(rollouts_of(), encoder.answer, width=13).failures == {
+    encode = partial(answer_input, TEMPLATE)
+    assert scorer_batch(rollouts_of(), encode, width=14)[-1] == {}
+    assert scorer_batch(rollouts_of(), encode, width=13)[-1] == {
         0: "14 tokens of the reward model, more than its 13: raise reward.max_tokens"
     }

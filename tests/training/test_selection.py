@@ -22,17 +22,16 @@ from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.sharding.offload import to_host
 from jaxrl_llm.training.experience import (
     ScoreError,
+    cut_minibatches,
     filled,
     pair_maker,
     per_answer,
-    select_all,
     select_kept,
     select_pairs,
 )
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.objectives import PolicyObjective, PreferenceObjective
 from jaxrl_llm.training.roles import Reference
-from jaxrl_llm.training.update import Learner, TrainState
+from jaxrl_llm.training.update import Learner, PolicyObjective, PreferenceObjective, TrainState
 from jaxrl_llm.types import Batch
 from tests.decoders import forward
 from tests.specs import tiny_spec
@@ -147,23 +146,21 @@ def preferences_of(batch, pairs):
 
 def test_ties_and_unusable_answers_make_no_pair(batch):
     """The last group's best answer is not usable, so that its second best takes its place."""
-    selected = pairs_of(batch)
-    assert selected.metrics == {"pairs/count": 2.0, "pairs/tied_groups": 1.0}
-    (minibatch,) = selected.minibatches
+    (minibatch,), metrics = pairs_of(batch)
+    assert metrics == {"pairs/count": 2.0, "pairs/tied_groups": 1.0}
     assert minibatch["margins"].tolist() == [1.0, 0.25, 0.0]
     assert minibatch.sequence_lengths[-1] == 0 and not minibatch["mask"][-1].any()
     wanted = preference_batch(preferences_of(batch, [(1, 0), (8, 9)]), 2 * WIDTH)
     assert_array_equal(minibatch.tokens[:2], wanted.tokens)
     for name in ("mask", "second_start", "ref_chosen_logps", "ref_rejected_logps"):
         assert_allclose(minibatch[name][:2], wanted[name], rtol=1e-6, err_msg=name)
-    assert pairs_of(batch, all_pairs).metrics["pairs/count"] == 5 + 2
+    assert pairs_of(batch, all_pairs)[1]["pairs/count"] == 5 + 2
 
 
 def test_pairs_go_to_the_mini_batch_of_their_prompts(batch):
-    cut = pairs_of(batch, size=GROUP).minibatches
+    cut, _ = pairs_of(batch, size=GROUP)
     assert [int((m.sequence_lengths > 0).sum()) for m in cut] == [1, 0, 1]
-    assert not pairs_of(batch, size=GROUP).is_empty
-    assert pairs_of(batch.take(np.arange(4, 8)), size=GROUP).is_empty
+    assert [m["mask"].any() for m in cut] == [True, False, True]
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +192,8 @@ def test_an_update_on_pairs_is_prefers_for_every_cut_and_mesh(params, batch, pre
         rows=rows,
         mesh=one_mesh(**sizes),
     )
-    (minibatch,) = pairs_of(batch, all_pairs).minibatches
-    assert len(minibatch.tokens) == 12 > int(pairs_of(batch, all_pairs).metrics["pairs/count"])
+    (minibatch,), metrics = pairs_of(batch, all_pairs)
+    assert len(minibatch.tokens) == 12 > int(metrics["pairs/count"])
     assert_same(run(minibatch), prefers, ("loss", "rewards/margins", "rewards/accuracies"))
 
 
@@ -267,9 +264,9 @@ def imitation(params, tokens, mask):
 @pytest.mark.parametrize("reduce", [token_mean, sequence_mean_token_mean], ids=lambda f: f.__name__)
 def test_imitating_the_kept_answers_is_supervised_training_on_them(params, batch, reduce):
     """One by one, without packing; a mean is over the kept answers' tokens, or over the answers."""
-    selected = kept_by(batch, functools.partial(shaping.at_least, threshold=1.0))
+    (minibatch,), metrics = kept_by(batch, functools.partial(shaping.at_least, threshold=1.0))
     rows = [1, 3, 4, 5, 6, 7]
-    assert selected.metrics == {"batch/kept_answers": len(rows)}
+    assert metrics == {"batch/kept_answers": len(rows)}
     tokens = batch["mask"].sum(1)
     total, gradient = 0.0, None
     for i in rows:
@@ -281,26 +278,25 @@ def test_imitating_the_kept_answers_is_supervised_training_on_them(params, batch
         own = jax.tree.map(lambda g, share=share: share * g, own)
         gradient = own if gradient is None else jax.tree.map(jnp.add, gradient, own)
     objective = PolicyObjective(loss=losses.negative_log_likelihood)
-    (minibatch,) = selected.minibatches
     assert len(minibatch.tokens) == 6, "three prompts, twice"
     got = build(params, objective, reduce, width=WIDTH)(minibatch)
     assert_same(got, (jax.device_get(gradient), {"loss": total}))
 
 
 def test_the_best_of_each_group_is_kept(batch):
-    selected = kept_by(batch, shaping.best_of_group)
-    (minibatch,) = selected.minibatches
-    assert selected.metrics == {"batch/kept_answers": 2.0}
+    (minibatch,), metrics = kept_by(batch, shaping.best_of_group)
+    assert metrics == {"batch/kept_answers": 2.0}
     assert_array_equal(minibatch.tokens[:2], batch.tokens[[1, 8]])
     assert minibatch.sequence_lengths[2] == 0
     high = functools.partial(shaping.best_of_group, threshold=1.5)
-    assert kept_by(batch, high).is_empty and not selected.is_empty
+    (empty,), _ = kept_by(batch, high)
+    assert minibatch["mask"].any() and not empty["mask"].any()
 
 
-def test_all_answers_are_taken_where_nothing_selects(batch):
-    selected = select_all(GROUP, batch)
-    assert len(selected.minibatches) == 3 and selected.metrics == {}
-    assert_array_equal(selected.minibatches[1].tokens, batch.tokens[4:8])
+def test_mini_batches_are_whole_groups_in_their_order(batch):
+    cut = [*cut_minibatches(batch, GROUP)]
+    assert len(cut) == 3
+    assert_array_equal(cut[1].tokens, batch.tokens[4:8])
 
 
 def test_a_batch_is_filled_up_to_a_power_of_two_of_its_unit(batch):

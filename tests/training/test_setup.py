@@ -36,18 +36,16 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.directory import build_once, prepare_files, recipe_of
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, make_mesh
 from jaxrl_llm.training.forward import ForwardConfig
-from jaxrl_llm.training.layouts import (
-    open_layout,
-    open_layouts,
-    own_rules,
-    packed_shape,
-    takes_long_rows,
-)
 from jaxrl_llm.training.load_model import (
     LoadedModel,
     adapted_spec,
+    open_layout,
+    open_layouts,
     open_model,
     open_scorer,
+    own_rules,
+    packed_shape,
+    takes_long_rows,
 )
 from jaxrl_llm.training.optimizer import make_optimizer
 
@@ -468,7 +466,7 @@ def test_a_mesh_has_devices_of_every_process(sizes, expected, monkeypatch):
     """An array that is moved to a mesh needs a part in every process that moves it."""
     devices = [SimpleNamespace(process_index=n // 2, id=n) for n in range(4)]
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
-    monkeypatch.setattr("jaxrl_llm.training.layouts.make_mesh", lambda along, chosen: mesh)
+    monkeypatch.setattr("jaxrl_llm.training.load_model.make_mesh", lambda along, chosen: mesh)
     if expected is None:
         assert open_layout(MeshConfig(), "critic", sizes, devices).mesh is mesh
     else:

@@ -19,15 +19,15 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.layout import make_mesh, replicated, shardings
-from jaxrl_llm.training import microbatches
-from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, token_fields
-from jaxrl_llm.training.microbatches import pack_microbatches
-from jaxrl_llm.training.objectives import PolicyObjective, as_token_loss
+from jaxrl_llm.training import forward
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, pack_microbatches, token_fields
 from jaxrl_llm.training.update import (
     Learner,
+    PolicyObjective,
     TrainingError,
     TrainState,
     apply_gradients,
+    as_token_loss,
     check_skipped,
 )
 from jaxrl_llm.types import Batch
@@ -411,8 +411,8 @@ def test_every_bucket_is_compiled_with_the_first_update(mesh, params, compile_re
 
 def test_all_is_compiled_before_the_sum_of_gradients_takes_memory(mesh, params, monkeypatch):
     """As on GPUs, whose compiler measures kernels in what memory is left."""
-    monkeypatch.setattr(microbatches, "compiles_ahead", lambda devices: False)
-    calls, compile_all, zeros = [], microbatches.compile_all, Learner.zeros
+    monkeypatch.setattr(forward, "compiles_ahead", lambda devices: False)
+    calls, compile_all, zeros = [], forward.compile_all, Learner.zeros
 
     def compiled(programs):
         calls.extend(program.label for program in programs)
@@ -422,7 +422,7 @@ def test_all_is_compiled_before_the_sum_of_gradients_takes_memory(mesh, params, 
         calls.append("zeros")
         return zeros(learner, *inputs)
 
-    monkeypatch.setattr(microbatches, "compile_all", compiled)
+    monkeypatch.setattr(forward, "compile_all", compiled)
     monkeypatch.setattr(Learner, "zeros", begun)
     shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
     learner = learn(mesh, params, scaled, shape=shape)

@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer, Collected, PolicyWeights, Sampler, Schedule, Scorer
+from jaxrl_llm.training.buffer import Buffer, Group, PolicyWeights, Sampler, Schedule, Scorer
 from jaxrl_llm.training.experience import with_ages, with_scores
 from jaxrl_llm.training.loop import OpenFiles
 from jaxrl_llm.training.roles import Models, Reference, Role
@@ -159,11 +159,13 @@ def test_answers_are_scored_while_the_devices_compute(tmp_path):
     )
     with contextlib.ExitStack() as stack:
         scorer = Scorer(config, functions_of(), None, stack)
+        buffer = buffer_of(config, scorer, stack)
         trainer = trainer_of(
             config,
             models={"reference": Mock(spec=Reference, logprobs=logprobs)},
+            sampler=buffer.sampler,
             scorer=scorer,
-            buffer=buffer_of(config, scorer, stack),
+            buffer=buffer,
         )
         trainer.select = Mock(side_effect=ReachedError)
         with pytest.raises(ReachedError):
@@ -176,7 +178,8 @@ def test_answers_are_scored_while_the_devices_compute(tmp_path):
 def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, monkeypatch):
     """The engine gets the weights that the update has made, of the advantages of the scores."""
     calls, updated = Mock(), STATE._replace(updates=jnp.int32(1))
-    scores = [Score(1.0, {}, None), Score(0.0, {}, None)]
+    scores, given = [Score(1.0, {}, None), Score(0.0, {}, None)], answered()
+    group = Mock(spec=Group, states=[], result=calls.taken)
     calls.taken.return_value = scores
     learner = Mock(spec=Learner, shape=None, **{"update.return_value": (updated, {"skipped": 0})})
     attached = {
@@ -188,7 +191,8 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
     }
     for name, part in attached.items():
         calls.attach_mock(part, name)
-    calls.buffer.take.return_value = Collected(answered(), calls.taken, {})
+    calls.buffer.take.return_value = [group], {}
+    calls.sampler.gather.return_value = calls.sampler.examine.return_value = given
     calls.buffer.interrupt.return_value = {}
     calls.scorer.lay_out.side_effect = lambda given: lay_out(given, samples=2, max_tokens=4)
     calls.scorer.add_scores.side_effect = lambda batch, given: with_scores(batch, given, samples=2)
@@ -197,7 +201,7 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
     calls.reference.is_due.return_value = False
     calls.advantages.side_effect = lambda batch: batch.add(advantages=batch["rewards"])
     calls.sampler.sync.return_value = {}
-    monkeypatch.setattr("jaxrl_llm.training.batch_metrics.batch_metrics", lambda *given: {})
+    monkeypatch.setattr("jaxrl_llm.training.trainer.batch_metrics", lambda *given: {})
     trainer = trainer_of(
         config_of(run_dir=str(tmp_path), rollout={"samples_per_prompt": 2}),
         actor=actor_of(learner=learner),
@@ -205,10 +209,14 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
         **{name: attached[name] for name in ("buffer", "scorer", "sampler")},
     )
     trainer._add_advantages = calls.advantages
-    step = trainer.step(Clock())
+    trainer.step(Clock())
     trainer.close()
+    step = trainer.finished
     assert [name for name, *_ in calls.mock_calls] == [
         "buffer.take",
+        "sampler.gather",
+        "sampler.examine",
+        "buffer.go_on",
         "scorer.lay_out",
         "reference.logprobs",
         "taken",

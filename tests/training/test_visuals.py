@@ -23,11 +23,16 @@ from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.experience import filled
-from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
+from jaxrl_llm.training.forward import (
+    ForwardConfig,
+    FrozenTower,
+    VisualPacker,
+    check_room,
+    cut_chains,
+    logprob_pass,
+)
 from jaxrl_llm.training.load_model import model_spec
-from jaxrl_llm.training.microbatches import FrozenTower, VisualPacker, check_room, cut_chains
-from jaxrl_llm.training.objectives import PolicyObjective
-from jaxrl_llm.training.update import Learner
+from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import VISUALS, Batch
 from tests.specs import tiny_vision
 
@@ -269,7 +274,7 @@ def test_chains_have_their_own_images():
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/training/microbatches.py", "jaxrl_llm/training/forward.py")
+@pytest.mark.guards("jaxrl_llm/training/forward.py")
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4}])
 def test_meshes_change_no_number(params, by_one, axes):
     mesh = make_mesh(axes, jax.devices()[: int(np.prod([*axes.values()]))])

@@ -21,7 +21,17 @@ from jaxrl_llm.monitoring.clock import Clock
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Completion, Engine, SamplingParams
 from jaxrl_llm.rollout.rollouts import as_rollouts, sample_states
-from jaxrl_llm.training.buffer import FILE, Buffer, GroupScores, Sampler, Schedule, Scorer
+from jaxrl_llm.training.buffer import (
+    FILE,
+    Buffer,
+    GroupScores,
+    Sampler,
+    Schedule,
+    Scorer,
+    needs_canaries,
+    scores_of,
+    states_of,
+)
 from jaxrl_llm.training.experience import ScoreError
 from jaxrl_llm.training.update import TrainingError
 
@@ -110,8 +120,6 @@ def open_window(
             engine, states, sampling, needed=needed, stop=stop, on_end=on_end
         ),
         gather=lambda states: as_rollouts(states, decode=str),
-        examine=lambda rollouts: rollouts,
-        sample_canaries=lambda prompts, step: f"canaries of step {step}",
         engine=engine,
         overlaps_training=overlaps,
         keeps_cache=False,
@@ -145,12 +153,14 @@ def train(window, engine, first, last, pause=lambda: None):
     taken = []
     for step in range(first, last + 1):
         engine.version = step - 1
-        rollouts, scores, metrics, canaries = window.take(step, Clock())
+        groups, metrics = window.take(step, Clock())
+        rollouts = window.sampler.gather(states_of(groups))
         is_stale = all(step - 1 not in episode.versions for episode in rollouts.episodes)
-        assert canaries == (f"canaries of step {step}" if is_stale else None)
+        assert needs_canaries(rollouts, step, keeps_cache=False) is is_stale
+        window.go_on(step)
         pause()
         metrics |= window.interrupt(step, Clock())
-        taken.append((rollouts, scores(), metrics))
+        taken.append((rollouts, scores_of(groups), metrics))
     return taken
 
 

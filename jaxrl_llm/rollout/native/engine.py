@@ -20,8 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.compilation import compiles_ahead
-from jaxrl_llm.compiler_options import is_gpu
+from jaxrl_llm.compilation import compiles_ahead, is_gpu
 from jaxrl_llm.data.token_bytes import special_stop_ids
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.quantization import is_quantized

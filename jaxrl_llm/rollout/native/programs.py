@@ -11,8 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from jaxrl_llm.compilation import BACKGROUND, PendingProgram, compile_all, compiles_ahead
-from jaxrl_llm.compiler_options import Task, compiler_options
+from jaxrl_llm.compilation import (
+    BACKGROUND,
+    PendingProgram,
+    Task,
+    compile_all,
+    compiler_options,
+    compiles_ahead,
+)
 from jaxrl_llm.models.cache import Cache, PageTables
 from jaxrl_llm.models.inputs import (
     FrameBounds,
@@ -45,13 +51,7 @@ from jaxrl_llm.rollout.native.page_pool import (
 )
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams, Extras
 from jaxrl_llm.rollout.native.scheduler import SequenceState
-from jaxrl_llm.rollout.native.sizes import (
-    FEWEST_ROWS,
-    PAGE,
-    PATCHES_AT_ONCE,
-    Sizes,
-    touched,
-)
+from jaxrl_llm.rollout.native.sizes import FEWEST_ROWS, PAGE, PATCHES_AT_ONCE, Sizes, touched
 from jaxrl_llm.rollout.native.weights import EngineWeights, as_shapes
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import BATCH, Layout, over_batch

@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.engine import (
     Listener,
     Receipt,
     Request,
+    Router,
     Stop,
     check_needed,
     check_request,
@@ -47,7 +48,6 @@ from jaxrl_llm.rollout.engine import (
     streamed,
     wait_for_first,
 )
-from jaxrl_llm.rollout.router import Router
 from jaxrl_llm.rollout.vllm.process import RefusedError, Sidecar, SidecarLost
 from jaxrl_llm.rollout.vllm.setup import (
     check_fp8_vllm,
