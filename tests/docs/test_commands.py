@@ -136,8 +136,7 @@ def check_python(words):
 def check_program(words):
     """Check what follows `jaxrl-llm`."""
     if words[0] in PROGRAMS:
-        module, _ = PROGRAMS[words[0]]
-        check_python(["-m", f"jaxrl_llm.{module}", *words[1:]])
+        check_python(["-m", f"jaxrl_llm.{words[0]}", *words[1:]])
         return
     with only_parsed(), pytest.raises(ParsedError):
         command.main(words)
