@@ -22,9 +22,15 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.native.decode import DecodeState, decode, gather_pages, make_pool
 from jaxrl_llm.rollout.native.page_pool import StateSlots
-from jaxrl_llm.rollout.native.programs import PrefillChunk, prefill
+from jaxrl_llm.rollout.native.programs import (
+    DecodeState,
+    PrefillChunk,
+    decode,
+    gather_pages,
+    make_pool,
+    prefill,
+)
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from tests.parity.reference import (
     assert_near,

@@ -4,8 +4,14 @@ import math
 from typing import Any
 
 from jaxrl_llm.models.hf.families.llama import OF_HEADS
-from jaxrl_llm.models.hf.family import BALANCE_KEYS, Family, all_full, check_only, read_ropes
-from jaxrl_llm.models.hf.keys import Config
+from jaxrl_llm.models.hf.family import (
+    BALANCE_KEYS,
+    Config,
+    Family,
+    all_full,
+    check_only,
+    read_ropes,
+)
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
