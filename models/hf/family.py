@@ -409,25 +409,24 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if SLIDING in types and window is None:
         raise ValueError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
-    ropes = read_ropes(
+    theta, scaling, local_theta = read_ropes(
         config,
         theta=family.rope_theta,
         local_theta=family.local_rope_theta,
         local_key=family.local_rope_key,
     )
     mixed = SLIDING in types and len(set(types)) > 1
-    if not mixed and ropes.local_rope_theta is not None:
-        local = types[0] == SLIDING
-        ropes = (
-            Ropes(ropes.local_rope_theta, None, None)
-            if local
-            else ropes._replace(local_rope_theta=None)
-        )
+    if not mixed and local_theta is not None:
+        if types[0] == SLIDING:
+            theta, scaling = local_theta, None
+        local_theta = None
     return {
         "window": window if SLIDING in types else None,
         "windowed_layers": tuple(kind == SLIDING for kind in types) if mixed else (),
         "delta_layers": tuple(kind == LINEAR for kind in types) if LINEAR in types else (),
-        **ropes._asdict(),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "local_rope_theta": local_theta,
         "rotary_fraction": read_fraction(config, is_read=family.partial_rotary),
     }
 
@@ -553,21 +552,13 @@ def width_per_head(config: Config) -> int:
 # ------------------------------------------------------------------------------ rotary positions
 
 
-class Ropes(NamedTuple):
-    """Fields of a spec: the base of the frequencies, their scaling, and the base where local."""
-
-    rope_theta: float
-    rope_scaling: Scaling | None
-    local_rope_theta: float | None
-
-
 def read_ropes(
     config: Config,
     *,
     theta: float | None,
     local_theta: float | None,
     local_key: str = LOCAL_ROPE_KEY,
-) -> Ropes:
+) -> tuple[float, Scaling | None, float | None]:
     """Read the rotary positions of a model.
 
     Args:
@@ -577,20 +568,21 @@ def read_ropes(
         local_key: Which key gives the latter's base where one entry is given for all layers.
 
     Returns:
-        The spec's fields.
+        The base of the frequencies, their scaling, and the base in layers with a window, if these
+        have their own.
 
     Raises:
         ValueError: A key or value is not supported, or the base is missing.
 
     >>> read_ropes({"rope_theta": 5, "rope_scaling": {"type": "linear", "factor": 2}}, theta=None,
     ...            local_theta=None)
-    Ropes(rope_theta=5.0, rope_scaling=LinearScaling(factor=2.0), local_rope_theta=None)
+    (5.0, LinearScaling(factor=2.0), None)
     """
     given = _one_form(config)
     if local_theta is None:
         if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
             raise ValueError(f"the rotary positions are given for {nested}; expected one for all")
-        return Ropes(*_read_rope(config, given, theta), None)
+        return *_read_rope(config, given, theta), None
     if "full_attention" not in given and "sliding_attention" not in given:
         local = config.get(local_key)
         local = local_theta if local is None else float(local)
@@ -599,7 +591,7 @@ def read_ropes(
                 f"rope_parameters={config['rope_parameters']!r}; expected one entry for each of "
                 "full_attention and sliding_attention"
             )
-        return Ropes(*_read_rope(config, given, theta), local)
+        return *_read_rope(config, given, theta), local
     if other := given.keys() - {"full_attention", "sliding_attention"}:
         raise ValueError(f"rope_parameters has {sorted(other)} beside entries for kinds of layers")
     full = _read_rope(config, given.get("full_attention") or {}, theta)
@@ -609,7 +601,7 @@ def read_ropes(
         raise ValueError(
             f"rope_parameters of sliding_attention have {scaling}; supported is rope_type='default'"
         )
-    return Ropes(*full, local)
+    return *full, local
 
 
 def read_fraction(config: Config, *, is_read: bool) -> float:
@@ -899,12 +891,12 @@ SIGLIP_UNUSED = {
 }  # a head beside ours, and what is 0 when sampling
 
 
-class SiglipForm(NamedTuple):
+class SiglipForm:
     """How Gemma 3 writes its tower; see `TowerForm`."""
 
     kind: TowerKind = "siglip"
-    model_type: str = "gemma3"
-    prefixes: tuple[str, ...] = (
+    model_type = "gemma3"
+    prefixes = (
         "vision_tower.vision_model.",
         "vision_tower.",
         "multi_modal_projector.",

@@ -394,7 +394,7 @@ class ModelRunner:
         self._width = width
         self.pool = self._take_pool()  # there is none yet where no prompt had to be read
         slots = self._programs.state_slots(self._placed)
-        inputs = self._table_of_cached(self._placed, width), slots and slots.source
+        inputs = self._table_of_cached(self._placed, width), slots and slots[0]
         program = self._programs.gather(rows, width // PAGE)
         self.rows = program(self.pool, *self._put(inputs))
 

@@ -688,16 +688,11 @@ class StatePagePool(PagePool):
         return node in self._idle and not node.children and node.slot is None
 
 
-class StateSlots(NamedTuple):
-    """Where the states of rows are, by slots of the row's part.
+StateSlots = tuple[Int[Any, " B"], Int[Any, " B"]]
+"""Where the states of rows are read, by slots of the row's part, and where they go.
 
-    Attributes:
-        source: where they are read; a number past the slots gives zeros.
-        target: where they go; a number past the slots is dropped.
-    """
-
-    source: Int[Array, " B"]
-    target: Int[Array, " B"]
+A number past the slots gives zeros, and is dropped.
+"""
 
 
 def gather_states(held: Any, slots: Int[Array, " B"] | None) -> Any:

@@ -573,21 +573,6 @@ READ_AT_ONCE = 256
 """Tokens of each row whose logits exist at once."""
 
 
-class TokenScores(NamedTuple):
-    """Log-probs of rows of tokens: entry t is of token t given those before it; the first is 0.
-
-    Attributes:
-        logprobs: of the tokens, in nats, before any temperature; `LEAST_LOGPROB` of one that is
-            never drawn.
-        top_ids: the likeliest tokens, likeliest first.
-        top_logprobs: their log-probs.
-    """
-
-    logprobs: Float32[Array, "B T"]
-    top_ids: Int[Array, "B T top"]
-    top_logprobs: Float32[Array, "B T top"]
-
-
 def score_rows(
     params: Any,
     model: Model,
@@ -596,7 +581,7 @@ def score_rows(
     *,
     dtype: Any,
     layout: Layout | None = None,
-) -> TokenScores:
+) -> ScoredTokens:
     """Read rows of tokens a part after the other, and score each token.
 
     Args:
@@ -606,6 +591,10 @@ def score_rows(
         lengths: tokens of each row; what is beyond them is meaningless.
         dtype: of the computation.
         layout: how rows are split over a mesh.
+
+    Returns:
+        Arrays with the rows first: entry t is of token t given those before it. The log-prob of one
+        that is never drawn is `LEAST_LOGPROB`.
     """
     rows, width = tokens.shape
     size = min(width, READ_AT_ONCE)
@@ -632,7 +621,8 @@ def score_rows(
         whole = jnp.moveaxis(x, 0, 1).reshape(rows, width, *x.shape[3:])
         return jnp.roll(whole, 1, axis=1).at[:, 0].set(0)
 
-    return TokenScores(*map(joined, parts))
+    scores: Any = map(joined, parts)
+    return ScoredTokens(*scores)
 
 
 STOP_IDS = 8
@@ -833,7 +823,7 @@ class Programs:
         ) -> tuple[Cache, Cache, DecodeOutput]:
             extras, targets, slots = rest
             rows, output = run(params, model, rows, state, extras)
-            to = None if slots is None else slots.target
+            _, to = slots or (None, None)
             pool = scatter_pages(pool, rows, state.positions // PAGE, targets, to)
             return pool, rows, output
 
@@ -895,9 +885,9 @@ class Programs:
 
     @compiled_once
     def score(self, rows: int, width: int) -> Any:
-        """Score rows of tokens: (weights, tokens, lengths) -> `TokenScores`."""
+        """Score rows of tokens: (weights, tokens, lengths) -> `ScoredTokens`."""
 
-        def score_chunks(params: Any, tokens: Any, lengths: Any) -> TokenScores:
+        def score_chunks(params: Any, tokens: Any, lengths: Any) -> ScoredTokens:
             given = (params, self.model, tokens, lengths)
             return score_rows(*given, dtype=self.dtype, layout=self.layout)
 
@@ -947,8 +937,7 @@ class Programs:
                 source[i] = s.pages.slot_to_read(s.table)
                 if ends is not None:
                     target[i] = s.pages.slot_to_write(s.table, ends[i])
-        slots: Any = (source, target)
-        return StateSlots(*slots)
+        return source, target
 
     def prefill_chunk(
         self,
@@ -1072,7 +1061,7 @@ class Programs:
     def _gathered(self, rows: int, pages: int) -> tuple[Any, Any]:
         """Return which pages and states are gathered into rows, as shapes."""
         slots = self.state_slots([None] * rows)
-        return self._shapes((self.page_table([None] * rows, pages), slots and slots.source))
+        return self._shapes((self.page_table([None] * rows, pages), slots and slots[0]))
 
     def _shapes(self, tree: Any) -> Any:
         """Return arrays of the host, which have the rows first, as shapes in their layout."""
