@@ -17,7 +17,7 @@ from jaxrl_llm.models.kernels import (
     heads_on,
     this_device,
 )
-from jaxrl_llm.models.moe.grouped import choose_grouped_kernels, grouped_shapes
+from jaxrl_llm.models.moe.grouped import choose_grouped_kernels, grouped_widths
 from jaxrl_llm.models.paged_attention import choose_paged_kernel, paged_heads
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
@@ -84,7 +84,7 @@ def choose_experts(
         return None
     device = device_of(layout)
     return _decide(
-        ("experts", asked, dtype, grouped_shapes(spec, layout), device),
+        ("experts", asked, dtype, grouped_widths(spec, layout), layout.stages > 1, device),
         lambda: choose_grouped_kernels(asked, spec, layout, dtype, device=device),
     ).kernel
 

@@ -25,22 +25,22 @@ LARGEST = 127
 # change once they are written. No array is dequantized: scales multiply scores and weights.
 
 
-class Scales(NamedTuple):
-    """What the int8 keys and values of rows are multiplied by.
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, in the slots of rows or in pages of S slots.
 
     Attributes:
-        keys: of each key; where there are two, G = 2, the first is of the numbers that are values,
-            too, and the second of the others.
-        values: of each value.
+        keys: in the dtype of the computation, or int8.
+        values: likewise; of width 0, or None in pages: they are the first numbers of the keys, as
+            of an absorbed latent.
+        key_scales: what int8 keys are multiplied by; where there are two, G = 2, the first is of
+            the numbers that are values, too, and the second of the others. None: they are no int8.
+        value_scales: likewise; None: they are those of the keys, or there are none.
     """
 
-    keys: Float[Array, "B K G S"]
-    values: Float[Array, "B K S 1"]
-
-
-def make_scales(keys: Float[Array, "B K G S"], values: Float[Array, "B K S 1"] | None) -> Scales:
-    """Return scales; None as those of values stands for keys that are the values."""
-    return Scales(keys, keys[:, :, :1].swapaxes(2, 3) if values is None else values)
+    keys: Real[Array, "*B K H S"]
+    values: Real[Array, "*B K S value"] | None
+    key_scales: Float[Array, "*B K G S"] | None = None
+    value_scales: Float[Array, "*B K S scale"] | None = None
 
 
 def quantize(
@@ -244,9 +244,9 @@ def _attend_parts(
         first = (around or 0) + start - keys.start
         scoring = _Scoring(scale, options.softcap, first, size, options.causal)
         ahead = None if options.ahead is None else options.ahead[:, start : start + size]
-        reach = _Reach(window, ahead)
         mixed: Any = _attend(
-            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], reach, sinks
+            *(scoring, block, k[..., keys], v[:, :, keys]),
+            *(segment_ids[:, keys], window, ahead, sinks),
         )
         outputs.append(mixed.reshape(parts, -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
@@ -327,13 +327,6 @@ class _Scoring(NamedTuple):
     causal: bool = True
 
 
-class _Reach(NamedTuple):
-    """How far a token sees: within a window that ends with it, and some tokens ahead."""
-
-    window: Int[Array, ""]
-    ahead: Int[Array, "R Q"] | None
-
-
 def _scores(
     scoring: _Scoring, q: Float[Array, "R K Q H"], k: Float[Array, "R K H S"]
 ) -> Float32[Array, "R K Q S"]:
@@ -346,7 +339,11 @@ def _capped(scoring: _Scoring, products: Float32[Array, "R K Q S"]) -> Float32[A
 
 
 def _allowed(
-    scoring: _Scoring, q: Array, segment_ids: Int[Array, "R S"], reach: _Reach
+    scoring: _Scoring,
+    q: Array,
+    segment_ids: Int[Array, "R S"],
+    window: Int[Array, ""],
+    ahead: Int[Array, "R Q"] | None,
 ) -> Bool[Array, "R 1 Q S"]:
     own = slice(scoring.first, scoring.first + scoring.queries)
     allowed = segment_ids[:, own, None] == segment_ids[:, None, :]
@@ -354,8 +351,8 @@ def _allowed(
     if scoring.causal:
         index = jnp.arange(segment_ids.shape[1])
         distance = index[own, None] - index[None, :]
-        nearest = 0 if reach.ahead is None else -reach.ahead[:, :, None]
-        allowed &= (distance >= nearest) & (distance < reach.window)
+        nearest = 0 if ahead is None else -ahead[:, :, None]
+        allowed &= (distance >= nearest) & (distance < window)
     return jnp.repeat(allowed, q.shape[2] // scoring.queries, axis=1)[:, None]
 
 
@@ -366,11 +363,15 @@ def _attend(
     k: Float[Array, "R K H S"],
     v: Float[Array, "R K S V"],
     segment_ids: Int[Array, "R S"],
-    reach: _Reach,
+    window: Int[Array, ""],
+    ahead: Int[Array, "R Q"] | None,
     sinks: Float32[Array, "1 K Q 1"] | None,
 ) -> Float[Array, "R K Q V"]:
-    """Attend with some queries of a row, those of all heads that share keys as one axis Q."""
-    return _attend_forward(scoring, q, k, v, segment_ids, reach, sinks)[0]
+    """Attend with some queries of a row, those of all heads that share keys as one axis Q.
+
+    A token sees so far: within a window that ends with it, and some tokens ahead.
+    """
+    return _attend_forward(scoring, q, k, v, segment_ids, window, ahead, sinks)[0]
 
 
 @jax.named_scope("attention")
@@ -380,16 +381,17 @@ def _attend_forward(
     k: Array,
     v: Array,
     segment_ids: Array,
-    reach: _Reach,
+    window: Array,
+    ahead: Array | None,
     sinks: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
-    allowed = _allowed(scoring, q, segment_ids, reach)
+    allowed = _allowed(scoring, q, segment_ids, window, ahead)
     # not -inf: a padding position allows nothing
     scores = jnp.where(allowed, _scores(scoring, q, k), jnp.finfo(jnp.float32).min)
     weights, largest, total = _exponentials(scores, sinks)
     mixed = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     mixed = mixed.astype(v.dtype)
-    saved = (q, k, v, segment_ids, reach, sinks, mixed, largest + jnp.log(total))
+    saved = (q, k, v, segment_ids, window, ahead, sinks, mixed, largest + jnp.log(total))
     return mixed, saved
 
 
@@ -413,9 +415,10 @@ def _attend_backward(
     FlashAttention (https://arxiv.org/abs/2205.14135, appendix B.2). A sink is a score whose value
     is 0, so its gradient is $-\sum p\,(do \cdot o)$ over tokens, with its own weight p.
     """
-    q, k, v, segment_ids, reach, sinks, mixed, log_total = saved
-    reach = jax.tree.map(jnp.asarray, reach)  # under remat a window is numpy's
-    allowed = _allowed(scoring, q, segment_ids, reach)
+    q, k, v, segment_ids, window, ahead, sinks, mixed, log_total = saved
+    # under remat a window is numpy's
+    window, ahead = jax.tree.map(jnp.asarray, (window, ahead))
+    allowed = _allowed(scoring, q, segment_ids, window, ahead)
     scores = _scores(scoring, q, k)
     weights = jnp.where(allowed, jnp.exp(scores - log_total), 0.0)
     wide = cotangent.astype(jnp.float32)
@@ -431,7 +434,7 @@ def _attend_backward(
     to_sinks = None
     if sinks is not None:
         to_sinks = -(jnp.exp(sinks - log_total) * mean).sum(axis=0, keepdims=True)
-    return to_q, to_k, to_v, None, None, to_sinks
+    return to_q, to_k, to_v, None, None, None, to_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -444,7 +447,8 @@ def attend_cache(
     v: Real[Array, "B K S V"],
     positions: Int[Array, "B T"],
     options: Attending = PLAIN,
-    scales: Scales | None = None,
+    key_scales: Float[Array, "B K G S"] | None = None,
+    value_scales: Float[Array, "B K S 1"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attend with queries at given positions over the slots of a cache up to each of them.
 
@@ -456,7 +460,9 @@ def attend_cache(
         v: Cached values.
         positions: Of the queries; their own keys and values are in the cache.
         options: Scale, window, soft-cap and sinks of the scores.
-        scales: Of keys and values in int8; keys of two scales are cut at the width of a value.
+        key_scales: Of keys in int8, as in `LayerCache`; keys of two scales are cut at the width of
+            a value.
+        value_scales: Of values in int8.
 
     Returns:
         The mixed values, in the dtype of `v`; in that of `q` where there are scales.
@@ -475,38 +481,19 @@ def attend_cache(
     grouped = grouped.reshape(batch, -1, length * shared, width)
     scale = width**-0.5 if options.scale is None else options.scale
     scoring = _Scoring(scale, options.softcap, 0, length)
-    if scales is None:
+    if key_scales is None:
         scores = _scores(scoring, grouped, k)
     else:
-        scores = _capped(scoring, scaled_scores(grouped, k, scales.keys, v.shape[3]))
+        scores = _capped(scoring, scaled_scores(grouped, k, key_scales, v.shape[3]))
     allowed = jnp.repeat(allowed, shared, axis=1)[:, None]
     scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
     sinks = _sinks_by_key_head(options.sinks, k.shape[1], length)
     weights, _, total = _exponentials(scores, sinks)
     weights = weights / total
-    dtype = v.dtype if scales is None else q.dtype
-    if scales is None:
+    dtype = v.dtype if value_scales is None else q.dtype
+    if value_scales is None:
         mixed = jnp.matmul(weights.astype(dtype), v, preferred_element_type=jnp.float32)
     else:
-        mixed = mix_scaled(weights, v, scales.values, dtype)
+        mixed = mix_scaled(weights, v, value_scales, dtype)
     mixed = mixed.astype(dtype).reshape(batch, -1, length, shared, v.shape[3])
     return mixed.swapaxes(1, 2).reshape(batch, length, heads, v.shape[3])
-
-
-class Pages(NamedTuple):
-    """The pages of one layer, and which of them each sequence has.
-
-    Attributes:
-        keys: pages of S tokens.
-        values: likewise; None: they are the first numbers of the keys, as of an absorbed latent.
-        table: the pages of each sequence, in order: token j is in page j // S of them. What stands
-            past the sequence's end is not read.
-        key_scales: of keys in int8, as `models.attention.Scales`; None: they are no int8.
-        value_scales: likewise; None: they are those of the keys, or there are none.
-    """
-
-    keys: Real[Array, "pages K H S"]
-    values: Real[Array, "pages K S V"] | None
-    table: Int[Array, "B n"]
-    key_scales: Float[Array, "pages K G S"] | None = None
-    value_scales: Float[Array, "pages K S 1"] | None = None

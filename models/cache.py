@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Real
 
-from jaxrl_llm.models.attention import quantize
+from jaxrl_llm.models.attention import LayerCache, quantize
 from jaxrl_llm.models.delta import DeltaState, empty_state
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import RouteShape
@@ -89,15 +89,6 @@ def _joined(experts: Sequence[Int[Array, "B T top"]], held: Array) -> Int[Array,
     return jnp.concatenate(experts, axis=-1).astype(held.dtype)
 
 
-class LayerCache(NamedTuple):
-    """What `Cache` holds of one layer."""
-
-    keys: Real[Array, "*B K H S"]
-    values: Real[Array, "*B K S value"]
-    key_scales: Float[Array, "*B K G S"] | None = None
-    value_scales: Float[Array, "*B K S scale"] | None = None
-
-
 class Cache(NamedTuple):
     """Keys (after rotation) and values of each layer; slot s of row b holds position s of row b.
 
@@ -110,7 +101,7 @@ class Cache(NamedTuple):
     Attributes:
         keys: in the dtype of the computation, or int8.
         values: likewise.
-        key_scales: of int8, as in `models.attention.Scales`, in the dtype of the computation;
+        key_scales: of int8, as in `models.attention.LayerCache`, in the dtype of the computation;
             else none.
         value_scales: likewise, of width 0 where values are.
         states: of each layer with a DeltaNet; the other fields have the layers with attention.
@@ -263,7 +254,8 @@ class PageTables(NamedTuple):
     """Which pages of a pool each row has, and what attends over them.
 
     Attributes:
-        table: as in `models.attention.Pages`.
+        table: in order: token j of a row is in page j // S of its own. What stands past the row's
+            end is not read.
         kernel: with the arguments of `models.paged_attention.attend_gathered`.
     """
 

@@ -107,21 +107,14 @@ _Layer = tuple[Int[Array, ""], Float[Array, " N"] | None]
 """A layer's window and its sinks."""
 
 
-class _Keys(NamedTuple):
-    """What travels: blocks of keys and values, and the segments that they are in.
+class _Tokens(NamedTuple):
+    """Blocks of queries, or of keys and values, and the segments that they are in.
 
-    Keys and values are one array, and so are their gradients: a GPU's compiler sends only one on
-    its way at a time.
+    Keys and values travel. They are one array, and so are their gradients: a GPU's compiler sends
+    only one on its way at a time.
     """
 
-    kv: Float[Array, "M R K b H+V"]
-    segment_ids: Int[Array, "M R b"]
-
-
-class _Queries(NamedTuple):
-    """Blocks of the queries of a device, and the segments that they are in."""
-
-    q: Float[Array, "M R K b G H"]
+    x: Float[Array, "M R K b G H"] | Float[Array, "M R K b H+V"]
     segment_ids: Int[Array, "M R b"]
 
 
@@ -170,16 +163,16 @@ def _forward(
 ) -> tuple[Array, Array]:
     """Attend with the queries of one device; the logarithms of the totals stay in blocks."""
     (queries, keys), (window, sinks) = _cut(ring, q, k, v, segment_ids), layer
-    none = jnp.zeros(queries.q.shape[:-1], jnp.float32)
+    none = jnp.zeros(queries.x.shape[:-1], jnp.float32)
     softmax = _Softmax(jnp.zeros((*none.shape, v.shape[3]), jnp.float32), none + LEAST, none)
     if sinks is not None:  # scores without values
         softmax = softmax._replace(largest=none + _grouped_sinks(sinks, k), total=none + 1.0)
 
-    def visit(softmax: _Softmax, keys: _Keys, hops: Any) -> _Softmax:
+    def visit(softmax: _Softmax, keys: _Tokens, hops: Any) -> _Softmax:
         def attend_to(softmax: _Softmax, at: Array) -> tuple[_Softmax, None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
-            so_far, q = _block((softmax, queries.q), at[0])
-            more = _add_keys(ring, so_far, q, _block(keys.kv, at[1]), allowed)
+            so_far, q = _block((softmax, queries.x), at[0])
+            more = _add_keys(ring, so_far, q, _block(keys.x, at[1]), allowed)
             return _with_block(softmax, more, at[0]), None
 
         return jax.lax.scan(attend_to, softmax, _block_pairs(ring, hops))[0]
@@ -210,13 +203,13 @@ def _backward(
     (window, sinks), (cotangent, mean, log_total) = layer, of_output
     queries, keys = _cut(ring, q, k, v, segment_ids)
     cotangent, mean = (_grouped(_to_ring(ring, x), k.shape[2]) for x in (cotangent, mean))
-    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.q, keys.kv)]
+    none = [jnp.zeros(x.shape, jnp.float32) for x in (queries.x, keys.x)]
 
-    def visit(sums: list[Array], keys: _Keys, hops: Any) -> list[Array]:
+    def visit(sums: list[Array], keys: _Tokens, hops: Any) -> list[Array]:
         def differentiate(sums: list[Array], at: Array) -> tuple[list[Array], None]:
             allowed = _allowed(ring, queries, keys, at, hops, window)
-            of_query = _block((queries.q, cotangent, mean, log_total), at[0])
-            parts = _gradients(ring, of_query, _block(keys.kv, at[1]), allowed)
+            of_query = _block((queries.x, cotangent, mean, log_total), at[0])
+            parts = _gradients(ring, of_query, _block(keys.x, at[1]), allowed)
             return [
                 _with_block(x, _block(x, i) + part, i)
                 for x, part, i in zip(sums, parts, at, strict=True)
@@ -270,7 +263,7 @@ def _scores(ring: _Ring, q: Array, k: Array) -> Float32[Array, "R K b G s"]:
     return raw if ring.softcap is None else ring.softcap * jnp.tanh(raw / ring.softcap)
 
 
-def _around(ring: _Ring, visit: Callable[..., Any], keys: _Keys, carry: Any) -> Any:
+def _around(ring: _Ring, visit: Callable[..., Any], keys: _Tokens, carry: Any) -> Any:
     """Visit the keys of every device, own ones first: `visit(carry, keys, hops)`.
 
     What is next is on its way meanwhile.
@@ -278,7 +271,7 @@ def _around(ring: _Ring, visit: Callable[..., Any], keys: _Keys, carry: Any) -> 
     arriving = _hop(ring, keys)
     held = arriving, visit(carry, keys, 0)
 
-    def step(held: tuple[_Keys, Any], hops: Array) -> tuple[tuple[_Keys, Any], None]:
+    def step(held: tuple[_Tokens, Any], hops: Array) -> tuple[tuple[_Tokens, Any], None]:
         keys, carry = held
         arriving = _hop(ring, keys)
         return (arriving, visit(carry, keys, hops)), None
@@ -310,7 +303,7 @@ def _block_pairs(ring: _Ring, hops: Any) -> Int[Array, "n 2"]:
 
 
 def _allowed(
-    ring: _Ring, queries: _Queries, keys: _Keys, at: Array, hops: Any, window: Array
+    ring: _Ring, queries: _Tokens, keys: _Tokens, at: Array, hops: Any, window: Array
 ) -> Bool[Array, "R 1 b 1 s"]:
     """Return which queries of a block attend to which keys of another."""
     own, source = _places(ring, hops)
@@ -336,11 +329,11 @@ def _first_token(ring: _Ring, device: Array, block: Array) -> Array:
     return half // 2 * ring.tokens + in_piece * ring.block
 
 
-def _cut(ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[_Queries, _Keys]:
+def _cut(ring: _Ring, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[_Tokens, _Tokens]:
     """Cut the halves of rows that a device works on into blocks."""
     kv = jnp.concatenate([k, v], axis=-1)
     segments, q, kv = (_to_ring(ring, x) for x in (segment_ids, q, kv))
-    return _Queries(_grouped(q, k.shape[2]), segments), _Keys(kv.swapaxes(2, 3), segments)
+    return _Tokens(_grouped(q, k.shape[2]), segments), _Tokens(kv.swapaxes(2, 3), segments)
 
 
 def _block(tree: Any, index: Array) -> Any:

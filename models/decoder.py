@@ -19,10 +19,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from jaxrl_llm.models import parameters, quantization
 from jaxrl_llm.models.arrays import Declarations, Params
-from jaxrl_llm.models.attention import Attending, Pages, attend, attend_cache, make_scales
+from jaxrl_llm.models.attention import Attending, LayerCache, attend, attend_cache
 from jaxrl_llm.models.cache import (
     Cache,
-    LayerCache,
     PageTables,
     init_cache,
     keys_are_values,
@@ -468,11 +467,12 @@ def _attend_part(
     (page, slot), every = place_of_token(table, positions, count, size), slice(None)
     layer = write_kept(spec, layer, k, v, ((0, page, every, every, slot), (0, page, every, slot)))
     arrays: list[Any] = [None if x is None else x[0] for x in layer]
-    keys, values, *scales = arrays
+    pages = LayerCache(*arrays)
     if keys_are_values(spec) and spec.latent is not None:
-        pages = Pages(keys, None, table, scales[0])
-        return kernel(q, pages, positions, options, value_width=spec.latent.kv_rank), layer
-    return kernel(q, Pages(keys, values, table, *scales), positions, options), layer
+        pages = pages._replace(values=None, value_scales=None)
+        width = spec.latent.kv_rank
+        return kernel(q, pages, table, positions, options, value_width=width), layer
+    return kernel(q, pages, table, positions, options), layer
 
 
 @dataclass(frozen=True)
@@ -922,14 +922,13 @@ class Decoder:
             number: int, options: Attending, q: Array, k: Array, v: Array
         ) -> tuple[Array, LayerCache]:
             layer = write_kept(spec, cache.layer(number), k, v, at)
-            mixed_in, of_values = layer.values, layer.value_scales
-            if keys_are_values(spec):
-                mixed_in, of_values = layer.keys.swapaxes(2, 3), None
-            if layer.key_scales is None:
-                return attend_cache(q, layer.keys, mixed_in, positions, options), layer
-            scales = make_scales(layer.key_scales, of_values)
-            mixed_in = mixed_in[..., : scaled_widths(spec)[0]]
-            return attend_cache(q, layer.keys, mixed_in, positions, options, scales), layer
+            keys, mixed_in, of_keys, of_values = layer
+            if mixed_in is None or keys_are_values(spec):
+                mixed_in = keys.swapaxes(2, 3)
+                of_values = None if of_keys is None else of_keys[:, :, :1].swapaxes(2, 3)
+            if of_keys is not None:
+                mixed_in = mixed_in[..., : scaled_widths(spec)[0]]
+            return attend_cache(q, keys, mixed_in, positions, options, of_keys, of_values), layer
 
         _, visual, rotary = inputs
         given = _Rows(tokens, positions, real, cache.states, visual, rotary)

@@ -475,7 +475,7 @@ def delta_mix(
     rate = jax.nn.softplus(apply("delta_decay", h).astype(jnp.float32) + weights["delta_step_bias"])
     log_decay = -jnp.exp(weights["delta_decay_log"].astype(jnp.float32)) * rate
     beta = jax.nn.sigmoid(apply("delta_beta", h).astype(jnp.float32))
-    inputs = _Inputs(joined, log_decay, beta)
+    inputs: _Inputs = joined, log_decay, beta
     taps = taps[:, :, 0].astype(h.dtype)
     if layout is not None and layout.pieces > 1:
         inputs, segment_ids = _whole_rows(spec, inputs, segment_ids, layout)
@@ -490,12 +490,8 @@ def delta_mix(
     return out.astype(h.dtype), state
 
 
-class _Inputs(NamedTuple):
-    """What tokens bring: queries, keys and values of each key head, and of its value heads g, β."""
-
-    joined: Float[Array, "R L N C"]
-    log_decay: Float32[Array, "R L N values"]
-    beta: Float32[Array, "R L N values"]
+_Inputs = tuple[Float[Array, "R L N C"], Float[Array, "R L N values"], Float[Array, "R L N values"]]
+"""Of each key head queries, keys and values, joined, and of its value heads log-decays and beta."""
 
 
 def _along_rows(
@@ -508,15 +504,16 @@ def _along_rows(
 ) -> tuple[Float32[Array, "R L M V"], DeltaState]:
     """Do what needs whole rows: the convolution and the rule."""
     tail, memory = (None, None) if state is None else state
-    x, tail = causal_conv(inputs.joined, taps, segment_ids, tail)
+    joined, log_decay, beta = inputs
+    x, tail = causal_conv(joined, taps, segment_ids, tail)
     q, k, v = jnp.split(activation(x), (spec.key_width, 2 * spec.key_width), axis=-1)
     by_value_head = (*segment_ids.shape, spec.value_heads)
     mixed, memory = gated_delta_rule(
         _unit(q) * spec.key_width**-0.5,
         _unit(k),
         v.reshape(*by_value_head, spec.value_width),
-        inputs.log_decay.reshape(by_value_head),
-        inputs.beta.reshape(by_value_head),
+        log_decay.reshape(by_value_head),
+        beta.reshape(by_value_head),
         segment_ids,
         memory,
     )
@@ -539,10 +536,10 @@ def _whole_rows(
             "product"
         )
     heads = layout.sharding(BATCH, None, ("tensor", "context"), None)
-    inputs = _Inputs(
-        *(jax.lax.with_sharding_constraint(layout.merge_context(x), heads) for x in inputs)
+    joined, log_decay, beta = (
+        jax.lax.with_sharding_constraint(layout.merge_context(x), heads) for x in inputs
     )
-    rows = layout.sharding(BATCH, None)
+    inputs, rows = (joined, log_decay, beta), layout.sharding(BATCH, None)
     return inputs, jax.lax.with_sharding_constraint(layout.merge_context(segment_ids), rows)
 
 

@@ -7,7 +7,6 @@ functions and softmax are left out, and so is what a program computes twice or f
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 
@@ -18,36 +17,26 @@ from jaxrl_llm.models.vision.parameters import BLOCKS, declare_vision
 from jaxrl_llm.models.vision.spec import VisionSpec
 
 
-class ActiveParameters(NamedTuple):
-    """Numbers of parameters that one token is multiplied with.
+def active_parameters(spec: ModelSpec) -> tuple[int, int, int]:
+    """Count the parameters that one token is multiplied with, those of a vision tower left out.
 
     Of experts those count that a token is sent to. Embeddings count as a head if they are tied to
     it, and not where tokens are only looked up in them.
 
-    Attributes:
-        layers: in matrices of the layers.
-        head: in the matrix of the output head.
-        vectors: in scales of norms, and in biases.
-    """
-
-    layers: int
-    head: int
-    vectors: int
-
-
-def active_parameters(spec: ModelSpec) -> ActiveParameters:
-    """Count the parameters that one token is multiplied with, those of a vision tower left out.
+    Returns:
+        Their numbers in matrices of the layers, in the matrix of the output head, and in scales of
+        norms and in biases.
 
     >>> spec = tiny_spec(layers=3, qk_norm=False)
     >>> active_parameters(spec)  # each layer has 48 in attention and 72 in the MLP
-    ActiveParameters(layers=360, head=32, vectors=28)
+    (360, 32, 28)
     """
     declarations = declare(spec)
     embed = declarations.pop("embed")
     declarations.pop("vision", None)
     heads = [declarations.pop(name) for name in ("score", "head") if name in declarations]
     leaves = jax.tree.leaves(declarations, is_leaf=lambda leaf: isinstance(leaf, ArrayDecl))
-    return ActiveParameters(
+    return (
         sum(_active(leaf, spec) for leaf in leaves if leaf.dimensions > 1),
         sum(_active(leaf, spec) for leaf in heads or [embed]),
         sum(_active(leaf, spec) for leaf in leaves if leaf.dimensions == 1),
@@ -83,8 +72,8 @@ def forward_flops(
     >>> forward_flops(spec, 3, 6) - forward_flops(spec, 3, 6, scored=1) == 2 * 2 * 4 * 8
     True
     """
-    active = active_parameters(spec)
-    products = tokens * active.layers + (tokens if scored is None else scored) * active.head
+    layers, head, _ = active_parameters(spec)
+    products = tokens * layers + (tokens if scored is None else scored) * head
     attending = spec.layers - sum(spec.delta_layers)
     products += tokens * delta_products(spec)
     return 2 * (products + pairs * attending * spec.heads * _widths(spec))

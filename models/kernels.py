@@ -45,30 +45,22 @@ class GroupedKernels(NamedTuple):
     sum_outer_products: Callable[..., Array]
 
 
-class Segments(NamedTuple):
-    """The segments of packed rows, M slots in each row, -1 where there is none.
-
-    Attributes:
-        sizes: Tokens of each segment.
-        starts: Index of its first token; cuDNN wants one more column, which is -1 here.
-        number: Index of the segment that each token is in; M or more at padding.
-    """
-
-    sizes: Int[Array, "R M"]
-    starts: Int[Array, "R M+1"]
-    number: Int[Array, "R L"]
-
-
-def find_segments(segment_ids: Int[Array, "R L"], most: int = MOST_SEGMENTS) -> Segments:
+def find_segments(
+    segment_ids: Int[Array, "R L"], most: int = MOST_SEGMENTS
+) -> tuple[Int[Array, "R M"], Int[Array, "R M+1"], Int[Array, "R L"]]:
     """Find where the segments of packed rows begin and how long they are.
 
     Args:
         segment_ids: As for `models.attention.attend`.
         most: Number of slots M; further segments of a row get none, but a number of M or more.
 
-    >>> segments = find_segments(jnp.array([[1, 1, 2, 0, 0]]), 3)
-    >>> segments.sizes.tolist(), segments.starts.tolist(), segments.number.tolist()
-    ([[2, 1, -1]], [[0, 2, -1, -1]], [[0, 0, 1, 3, 3]])
+    Returns:
+        Tokens of each segment, and the index of its first token, -1 where there is none; cuDNN
+        wants one more of the latter, which is -1 here. And the index of the segment that each token
+        is in; M or more at padding.
+
+    >>> [x.tolist() for x in find_segments(jnp.array([[1, 1, 2, 0, 0]]), 3)]
+    [[[2, 1, -1]], [[0, 2, -1, -1]], [[0, 0, 1, 3, 3]]]
     """
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
     real = segment_ids != 0
@@ -79,7 +71,7 @@ def find_segments(segment_ids: Int[Array, "R L"], most: int = MOST_SEGMENTS) -> 
     there = sizes > 0
     starts = jnp.where(there, jnp.argmax(belongs, axis=2).astype(jnp.int32), -1)
     none = ((0, 0), (0, 1))
-    return Segments(jnp.where(there, sizes, -1), jnp.pad(starts, none, constant_values=-1), number)
+    return jnp.where(there, sizes, -1), jnp.pad(starts, none, constant_values=-1), number
 
 
 @jax.named_scope("attention")
@@ -123,7 +115,7 @@ def attend_cudnn(
     # private: the public function takes no segments (jax pull request 29731 would let it)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    segments = find_segments(segment_ids)
+    sizes, starts, number = find_segments(segment_ids)
     real = (segment_ids != 0)[:, :, None, None]
     # the kernel leaves padding as it finds it, in results and in gradients
     q, k, v = (jnp.where(real, x, jnp.zeros_like(x)) for x in (q, k, v))
@@ -131,14 +123,14 @@ def attend_cudnn(
         q,
         k,
         v,
-        q_seqlen=segments.sizes,
-        kv_seqlen=segments.sizes,
-        q_offsets=segments.starts,
-        kv_offsets=segments.starts,
+        q_seqlen=sizes,
+        kv_seqlen=sizes,
+        q_offsets=starts,
+        kv_offsets=starts,
         scale=q.shape[3] ** -0.5 if options.scale is None else options.scale,
         mask_type=MaskType.PADDING_CAUSAL if options.causal else MaskType.PADDING,
     )
-    left_out = real & (segments.number >= MOST_SEGMENTS)[:, :, None, None]
+    left_out = real & (number >= MOST_SEGMENTS)[:, :, None, None]
     mixed = jnp.where(real, mixed, jnp.zeros_like(mixed))
     return jnp.where(left_out, jnp.full_like(mixed, jnp.nan), mixed)
 
@@ -207,16 +199,20 @@ class Heads(NamedTuple):
     Attributes:
         queries: Number of query heads N.
         keys: Number of key/value heads K.
-        width: Of a head, H.
-        options: Scale, window and soft-cap.
+        width: Of a key, H.
+        options: Scale, window and soft-cap of each kind of layer; one over packed rows.
         has_sinks: Whether query heads have sinks.
+        latent: Of a cache, width of the values where they are the first numbers of the keys.
+        is_int8: Whether a cache has keys and values in int8.
     """
 
     queries: int
     keys: int
     width: int
-    options: Attending
+    options: tuple[Attending, ...]
     has_sinks: bool = False
+    latent: int | None = None
+    is_int8: bool = False
 
 
 class KernelChoice(NamedTuple):
@@ -314,13 +310,13 @@ def heads_on(spec: ModelSpec, layout: Layout) -> Heads | str:
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
     options = Attending(spec.score_scale, spec.window, spec.score_softcap)
     heads = spec.heads // parts
-    return Heads(heads, keys // parts, spec.head_dim, options, spec.attention_sinks)
+    return Heads(heads, keys // parts, spec.head_dim, (options,), spec.attention_sinks)
 
 
 def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     """Return why cuDNN's packed kernel can't be used, or None if nothing speaks against trying it.
 
-    >>> heads = Heads(16, 8, 128, PLAIN)
+    >>> heads = Heads(16, 8, 128, (PLAIN,))
     >>> objection(heads, "bfloat16", DeviceInfo("cpu", (), (0, 11, 2)))
     'the devices are cpu, not cuda'
     >>> objection(heads, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 11, 2)))
@@ -328,7 +324,7 @@ def objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     if against := device_objection(device, LEAST_CAPABILITY, "Hopper"):
         return against
     version, least = (".".join(map(str, numbers)) for numbers in (device.jax, LEAST_JAX))
-    options = heads.options
+    (options,) = heads.options
     reasons = {
         f"jax {version}, it needs {least} or later": device.jax < LEAST_JAX,
         f"the compute dtype is {jnp.dtype(dtype)}, it needs bfloat16 or float16": (
@@ -357,7 +353,7 @@ def difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
         heads: Sizes and scale to try it with.
         dtype: Of its inputs; `attend` gets the same numbers in float32.
 
-    >>> difference(attend, Heads(2, 1, 8, PLAIN), "float32")
+    >>> difference(attend, Heads(2, 1, 8, (PLAIN,)), "float32")
     0.0
     """
     length = max(map(sum, TRIED))
@@ -373,7 +369,7 @@ def difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
     def results(kernel: Kernel, dtype: DTypeLike) -> list[Float32[Array, "R L n H"]]:
         def run(q: Array, k: Array, v: Array, cotangent: Array) -> tuple[Array, ...]:
             def mix(q: Array, k: Array, v: Array) -> Array:
-                return kernel(q, k, v, segment_ids, heads.options)
+                return kernel(q, k, v, segment_ids, heads.options[0])
 
             mixed, backward = jax.vjp(mix, q, k, v)
             return mixed, *backward(cotangent)
@@ -423,7 +419,7 @@ def choose_kernel(
     Raises:
         ValueError: cudnn is asked for and not possible.
 
-    >>> heads, cpu = Heads(16, 8, 128, PLAIN), DeviceInfo("cpu", (), (0, 11, 2))
+    >>> heads, cpu = Heads(16, 8, 128, (PLAIN,)), DeviceInfo("cpu", (), (0, 11, 2))
     >>> choose_kernel("auto", heads, "float32", device=cpu)
     KernelChoice(name='xla', reason='the devices are cpu, not cuda', kernel=None)
     """

@@ -101,46 +101,47 @@ def project(
     if isinstance(matrix, QuantizedMatrix):
         return quantized_product(x, matrix)
     if isinstance(matrix, Sharded):
-        return _product(x, matrix.held, _Product(matrix.home, inputs, matrix.keep))
-    return _product(x, matrix, _Product(None, inputs))
+        return _product(x, matrix.held, matrix.home, inputs, matrix.keep)
+    return _product(x, matrix, None, inputs, False)
 
 
-class _Product(NamedTuple):
-    """Where a matrix is multiplied, its input dimensions, and whether it is kept."""
-
-    home: NamedSharding | None
-    inputs: int
-    keep: bool = False
-
-    def flat(self, x: Array, matrix: Array) -> tuple[Float[Array, "X D"], Float[Array, "D F"]]:
-        """Return both factors flat, the matrix in the dtype of x and whole."""
-        width = math.prod(matrix.shape[: self.inputs])
-        narrow = matrix.astype(x.dtype)  # first, so that narrow numbers travel
-        if self.home is not None:
-            narrow = jax.lax.with_sharding_constraint(narrow, self.home)
-        return x.reshape(-1, width), narrow.reshape(width, -1)
+def _flat(
+    x: Array, matrix: Array, home: NamedSharding | None, inputs: int
+) -> tuple[Float[Array, "X D"], Float[Array, "D F"]]:
+    """Return both factors flat, the matrix in the dtype of x and whole."""
+    width = math.prod(matrix.shape[:inputs])
+    narrow = matrix.astype(x.dtype)  # first, so that narrow numbers travel
+    if home is not None:
+        narrow = jax.lax.with_sharding_constraint(narrow, home)
+    return x.reshape(-1, width), narrow.reshape(width, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Float[Array, "R L ..."], matrix: Array, product: _Product) -> Array:
-    return _product_forward(x, matrix, product)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _product(
+    x: Float[Array, "R L ..."], matrix: Array, home: NamedSharding | None, inputs: int, keep: bool
+) -> Array:
+    return _product_forward(x, matrix, home, inputs, keep)[0]
 
 
 def _product_forward(
-    x: Array, matrix: Array, product: _Product
+    x: Array, matrix: Array, home: NamedSharding | None, inputs: int, keep: bool
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     # what is stored is x as it came: the products that share it then share one copy
-    left, right = product.flat(x, matrix)
-    out = (left @ right).reshape(*x.shape[:2], *matrix.shape[product.inputs :])
-    return out, (x, matrix, right if product.keep else None)
+    left, right = _flat(x, matrix, home, inputs)
+    out = (left @ right).reshape(*x.shape[:2], *matrix.shape[inputs:])
+    return out, (x, matrix, right if keep else None)
 
 
 def _product_backward(
-    product: _Product, saved: tuple[Array, Array, Array | None], cotangent: Float[Array, "R L ..."]
+    home: NamedSharding | None,
+    inputs: int,
+    keep: bool,
+    saved: tuple[Array, Array, Array | None],
+    cotangent: Float[Array, "R L ..."],
 ) -> tuple[Array, Array]:
     x, matrix, kept = saved
     if kept is None:
-        left, right = product.flat(x, matrix)
+        left, right = _flat(x, matrix, home, inputs)
     else:
         left, right = x.reshape(-1, len(kept)), kept
     flat = cotangent.reshape(len(left), -1)

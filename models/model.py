@@ -65,25 +65,21 @@ class Model(Protocol):
     @abstractmethod
     def vocab_size(self) -> int:
         """Number V of logits per token."""
-        ...
 
     @property
     @abstractmethod
     def max_positions(self) -> int | None:
         """The longest sequence, in tokens; None: the model knows no longest one."""
-        ...
 
     @property
     @abstractmethod
     def logit_softcap(self) -> int | float | None:
         """What logits are capped at: z becomes c·tanh(z/c). None: they are not."""
-        ...
 
     @property
     @abstractmethod
     def has_router(self) -> bool:
         """Whether there are experts, so that `hidden_states` returns statistics of their router."""
-        ...
 
     @abstractmethod
     def declare(self) -> Declarations:
@@ -92,7 +88,6 @@ class Model(Protocol):
         `sharding.layout` has a rule for each logical axis. An array whose first axis is `layers` is
         a stack; `extend` is given it as a tuple of one array per layer.
         """
-        ...
 
     @abstractmethod
     def init_params(self, key: PRNGKey) -> Params:
@@ -100,7 +95,6 @@ class Model(Protocol):
 
         It is traced under `jax.jit`, so that each device draws only its part.
         """
-        ...
 
     @abstractmethod
     def compute_dtypes(self, dtype: DTypeLike) -> Any:
@@ -108,7 +102,6 @@ class Model(Protocol):
 
         Weights cast to these dtypes, as the engine holds them, give the same results.
         """
-        ...
 
     @abstractmethod
     def hidden_states(
@@ -148,7 +141,6 @@ class Model(Protocol):
             statistics also count which of them the routers would not have chosen, and `experts`
             [M R L top] are those that tokens went to, unless stages hold the layers.
         """
-        ...
 
     @abstractmethod
     def head_matrix(
@@ -167,7 +159,6 @@ class Model(Protocol):
         Raises:
             ValueError: The model ends in another head.
         """
-        ...
 
     @abstractmethod
     def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
@@ -176,7 +167,6 @@ class Model(Protocol):
         Raises:
             ValueError: The model ends in another head.
         """
-        ...
 
     @abstractmethod
     def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
@@ -185,7 +175,6 @@ class Model(Protocol):
         Raises:
             KeyError: The model ends in another head.
         """
-        ...
 
     @abstractmethod
     def sequence_scores(
@@ -208,7 +197,6 @@ class Model(Protocol):
         Raises:
             KeyError: The model ends in another head.
         """
-        ...
 
     @abstractmethod
     def init_cache(
@@ -228,7 +216,6 @@ class Model(Protocol):
         Raises:
             ValueError: Keys and values can't be kept so.
         """
-        ...
 
     @abstractmethod
     def extend(
@@ -261,7 +248,6 @@ class Model(Protocol):
             The hidden states that `hidden_states` gives for the same tokens, and the cache with
             these tokens.
         """
-        ...
 
     @property
     def extend_pages(self) -> Callable[..., tuple[Float[Array, "B D"], Cache]] | None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -47,27 +47,33 @@ def from_module(make: Callable[..., Any], *, seed: int = 0) -> FunctionalModel:
     graph, state, others = nnx.split(module, nnx.Param, ...)
     if jax.tree.leaves(others):
         others = jax.jit(lambda: nnx.split(_build(make, seed), nnx.Param, ...)[2])()
-    split = _Split(graph, dict(nnx.to_flat_state(state)), others)
+    variables = dict(nnx.to_flat_state(state))
+
+    def merge(params: Params) -> Any:
+        # variables are made anew: flax wants those of the trace in which they are used
+        flat = [(path, var.replace(_at(params, path))) for path, var in variables.items()]
+        same = jax.tree.map(lambda x: x, others)
+        return nnx.merge(graph, nnx.from_flat_state(flat), same)
 
     def init(key: PRNGKey) -> Params:
         flat = nnx.to_flat_state(nnx.state(_build(make, key), nnx.Param))
         return _nested({path: variable[...] for path, variable in flat})
 
     def apply(params: Params, tokens: Array, positions: Array, segment_ids: Array) -> Array:
-        return split.merge(params)(tokens, positions, segment_ids)
+        return merge(params)(tokens, positions, segment_ids)
 
     def head(params: Params) -> Array:
-        return split.merge(params).head_matrix()
+        return merge(params).head_matrix()
 
     def extend(params: Params, cache: Cache, *next_tokens: Array) -> tuple[Array, Cache]:
-        return split.merge(params).extend(cache, *next_tokens)
+        return merge(params).extend(cache, *next_tokens)
 
     return FunctionalModel(
         init=init,
         apply=apply,
         head=head if hasattr(module, "head_matrix") else None,
         cached=CachedDecoding(module.init_cache, extend) if hasattr(module, "extend") else None,
-        axes=_nested({path: _axes(variable) for path, variable in split.variables.items()}),
+        axes=_nested({path: _axes(variable) for path, variable in variables.items()}),
         max_positions=module.max_positions if hasattr(module, "max_positions") else None,
     )
 
@@ -84,25 +90,6 @@ def set_params(module: Any, params: Params) -> None:
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         variable[...] = _at(params, path)
     # `nnx.state` shares the module's variables
-
-
-class _Split(NamedTuple):
-    """A module in parts: its structure, its parameters by path, and its other variables."""
-
-    graph: Any
-    variables: dict[Path, Any]
-    others: Any
-
-    def merge(self, params: Params) -> Any:
-        """Return the module with these parameters.
-
-        Its variables are made anew: flax wants those of the trace in which they are used.
-        """
-        from flax import nnx
-
-        flat = [(path, var.replace(_at(params, path))) for path, var in self.variables.items()]
-        others = jax.tree.map(lambda x: x, self.others)
-        return nnx.merge(self.graph, nnx.from_flat_state(flat), others)
 
 
 def _build(make: Callable[..., Any], key: Any) -> Any:

@@ -5,7 +5,6 @@ them into rows, which any device can.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.attention import PLAIN, Attending, Pages, attend_cache, make_scales, quantize
+from jaxrl_llm.models.attention import PLAIN, Attending, LayerCache, attend_cache, quantize
 from jaxrl_llm.models.kernels import (
     TOLERANCE,
     DeviceInfo,
+    Heads,
     KernelChoice,
     Trial,
     device_objection,
@@ -33,7 +33,7 @@ TRIED_PAGES = 40  # of a sequence
 TRIED_PAGE = 16
 
 Kernel = Callable[..., Array]
-"""What attends over pages: (q, pages, positions, options, value_width=) -> mixed values."""
+"""What attends over pages: (q, pages, table, positions, options, value_width=) -> mixed values."""
 
 AT_ONCE = 4
 """Sequences that `attend_in_turn` gathers at once."""
@@ -41,7 +41,8 @@ AT_ONCE = 4
 
 def attend_gathered(
     q: Float[Array, "B N H"],
-    pages: Pages,
+    pages: LayerCache,
+    table: Int[Array, "B n"],
     positions: Int[Array, " B"],
     options: Attending = PLAIN,
     *,
@@ -52,32 +53,34 @@ def attend_gathered(
     Args:
         q: As `models.paged_triton.attend_pages`.
         pages: As `models.paged_triton.attend_pages`.
+        table: As `models.paged_triton.attend_pages`.
         positions: As `models.paged_triton.attend_pages`; the result of an empty row means nothing.
         options: As `models.paged_triton.attend_pages`.
         value_width: As `models.paged_triton.attend_pages`.
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> attend_gathered(jnp.ones((2, 3, 16)), Pages(k, v, table), positions).shape
+    >>> attend_gathered(jnp.ones((2, 3, 16)), LayerCache(k, v), table, positions).shape
     (2, 3, 16)
     """
-    k = _rows(pages.keys, pages.table, 3)
+    k = _rows(pages.keys, table, 3)
     if pages.values is None:
         v = k.swapaxes(2, 3)[..., :value_width]
     else:
-        v = _rows(pages.values, pages.table, 2)
-    if pages.key_scales is None:
-        scales, q = None, q.astype(k.dtype)
-    else:
-        of_values = pages.value_scales
-        of_values = None if of_values is None else _rows(of_values, pages.table, 2)
-        scales = make_scales(_rows(pages.key_scales, pages.table, 3), of_values)
-    return attend_cache(q[:, None], k, v, positions[:, None], options, scales)[:, 0]
+        v = _rows(pages.values, table, 2)
+    of_values = None if pages.value_scales is None else _rows(pages.value_scales, table, 2)
+    of_keys = None if pages.key_scales is None else _rows(pages.key_scales, table, 3)
+    if of_keys is None:
+        q = q.astype(k.dtype)
+    elif of_values is None:  # keys are the values
+        of_values = of_keys[:, :, :1].swapaxes(2, 3)
+    return attend_cache(q[:, None], k, v, positions[:, None], options, of_keys, of_values)[:, 0]
 
 
 def attend_in_turn(
     q: Float[Array, "B N H"],
-    pages: Pages,
+    pages: LayerCache,
+    table: Int[Array, "B n"],
     positions: Int[Array, " B"],
     options: Attending = PLAIN,
     *,
@@ -90,22 +93,22 @@ def attend_in_turn(
     Args:
         q: As `attend_gathered`.
         pages: As `attend_gathered`.
+        table: As `attend_gathered`.
         positions: As `attend_gathered`.
         options: As `attend_gathered`.
         value_width: As `attend_gathered`.
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> attend_in_turn(jnp.ones((2, 3, 16)), Pages(k, v, table), positions).shape
+    >>> attend_in_turn(jnp.ones((2, 3, 16)), LayerCache(k, v), table, positions).shape
     (2, 3, 16)
     """
 
     def attend_one(row: tuple[Array, Array, Array]) -> Array:
         q, table, position = (x[None] for x in row)
-        own = pages._replace(table=table)
-        return attend_gathered(q, own, position, options, value_width=value_width)[0]
+        return attend_gathered(q, pages, table, position, options, value_width=value_width)[0]
 
-    return jax.lax.map(attend_one, (q, pages.table, positions), batch_size=AT_ONCE)
+    return jax.lax.map(attend_one, (q, table, positions), batch_size=AT_ONCE)
 
 
 def _rows(pages: Array, table: Int[Array, "B n"], axis: int) -> Array:
@@ -133,54 +136,32 @@ def place_of_token(
     return jnp.where(positions < 0, count, own), positions % size
 
 
-class PagedHeads(NamedTuple):
-    """What attention over a cache is asked to do on one device.
-
-    Attributes:
-        queries: query heads.
-        keys: heads of the cache.
-        width: of a key.
-        latent: width of the values where they are the first numbers of the keys, else None.
-        options: of each kind of layer, without its sinks.
-        is_int8: whether keys and values are in int8.
-        has_sinks: whether query heads have sinks.
-    """
-
-    queries: int
-    keys: int
-    width: int
-    latent: int | None
-    options: tuple[Attending, ...]
-    is_int8: bool = False
-    has_sinks: bool = False
-
-
-def paged_heads(spec: ModelSpec, layout: Layout) -> PagedHeads | str:
+def paged_heads(spec: ModelSpec, layout: Layout) -> Heads | str:
     """Return what a device of a layout is asked to do, or why a kernel can't stand there.
 
     >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> layout = Layout(make_mesh({}, jax.devices()[:1]))
-    >>> paged_heads(tiny_spec(head_dim=16), layout)[:4]
-    (2, 1, 16, None)
+    >>> paged_heads(tiny_spec(head_dim=16), layout)[:3]
+    (2, 1, 16)
     """
     spec, parts = spec.for_decoding, layout.mesh.shape["tensor"]
     if spec.heads % parts or (spec.kv_heads % parts and spec.kv_heads > 1):
         return f"{spec.kv_heads} key/value heads can't be split over tensor={parts} devices"
     kinds, heads = sorted(set(spec.windowed_layers)) or [None], spec.heads // parts
-    return PagedHeads(
+    return Heads(
         heads,
         max(1, spec.kv_heads // parts),
         spec.head_dim,
-        None if spec.latent is None else spec.latent.kv_rank,
         tuple(attention_options(spec, Layer(windowed), {}) for windowed in kinds),
-        has_sinks=spec.attention_sinks,
+        spec.attention_sinks,
+        None if spec.latent is None else spec.latent.kv_rank,
     )
 
 
-def paged_objection(heads: PagedHeads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
+def paged_objection(heads: Heads, dtype: DTypeLike, device: DeviceInfo) -> str | None:
     """Return why the kernel can't be used, or None if nothing speaks against trying it.
 
-    >>> heads = PagedHeads(16, 8, 100, None, ())
+    >>> heads = Heads(16, 8, 100, ())
     >>> paged_objection(heads, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 11, 2)))
     'heads are 100 wide, it needs a multiple of 16'
     """
@@ -192,7 +173,7 @@ def paged_objection(heads: PagedHeads, dtype: DTypeLike, device: DeviceInfo) -> 
     return None if wide is None else f"heads are {wide} wide, it needs a multiple of {WIDTHS}"
 
 
-def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> float:
+def paged_difference(kernel: Kernel, heads: Heads, dtype: DTypeLike) -> float:
     r"""Return how far a kernel is off on a few sequences of random numbers.
 
     They are of one token, end before, at and after the border of a page, and fill all pages; one
@@ -204,7 +185,7 @@ def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> flo
         heads: sizes and options to try it with.
         dtype: of its inputs; the reference gets the same numbers in float32.
 
-    >>> paged_difference(attend_gathered, PagedHeads(2, 1, 16, None, (Attending(),)), "float32")
+    >>> paged_difference(attend_gathered, Heads(2, 1, 16, (Attending(),)), "float32")
     0.0
     """
     last = TRIED_PAGES * TRIED_PAGE - 1
@@ -218,19 +199,19 @@ def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> flo
         jax.random.normal(key, shape).astype(dtype)
         for key, shape in zip(keys[:3], shapes, strict=True)
     )
-    pages = Pages(k, v if heads.latent is None else None, table)
+    pages = LayerCache(k, v if heads.latent is None else None)
     if heads.is_int8:
         pages = _quantized(pages, heads.latent, dtype)
 
     def results(kernel: Kernel, dtype: DTypeLike, options: Attending) -> np.ndarray:
         @jax.jit
-        def run(q: Array, pages: Pages, positions: Array) -> Array:
-            return kernel(q, pages, positions, options, value_width=heads.latent)
+        def run(q: Array, pages: LayerCache, table: Array, positions: Array) -> Array:
+            return kernel(q, pages, table, positions, options, value_width=heads.latent)
 
         def cast(x: Array) -> Array:
             return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        given = jax.tree.map(cast, (q, pages, positions))
+        given = jax.tree.map(cast, (q, pages, table, positions))
         return np.asarray(run(*given).astype(jnp.float32))[:-1]
 
     furthest = 0.0
@@ -243,7 +224,7 @@ def paged_difference(kernel: Kernel, heads: PagedHeads, dtype: DTypeLike) -> flo
     return furthest
 
 
-def _quantized(pages: Pages, latent: int | None, dtype: DTypeLike) -> Pages:
+def _quantized(pages: LayerCache, latent: int | None, dtype: DTypeLike) -> LayerCache:
     """Return pages in int8."""
     width = pages.keys.shape[2]
     widths = (width,) if latent is None else (latent, width - latent)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxrl_llm.models.attention import PLAIN, Attending, Pages
+from jaxrl_llm.models.attention import PLAIN, Attending, LayerCache
 
 LEAST_QUERIES = 16  # rows of a tensor core's product
 MOST_QUERIES = 32  # heads that share keys and are computed at once
@@ -107,7 +107,8 @@ LOG2_E = math.log2(math.e)
 @jax.named_scope("attention")
 def attend_pages(
     q: Float[Array, "B N H"],
-    pages: Pages,
+    pages: LayerCache,
+    table: Int[Array, "B n"],
     positions: Int[Array, " B"],
     options: Attending = PLAIN,
     *,
@@ -129,6 +130,8 @@ def attend_pages(
     Args:
         q: Queries, rotated.
         pages: Keys and values.
+        table: The pages of each sequence, in order: token j is in page j // S of them. What stands
+            past the sequence's end is not read.
         positions: Of the queries, whose own keys and values are in their pages. Negative: the row
             is empty, its result is 0.
         options: Scale, window, soft-cap and sinks of the scores.
@@ -144,30 +147,32 @@ def attend_pages(
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> q, pages = jnp.ones((2, 3, 16)), Pages(k, v, table)
-    >>> attend_pages(q, pages, positions, interpret=True).shape
+    >>> q, pages = jnp.ones((2, 3, 16)), LayerCache(k, v)
+    >>> attend_pages(q, pages, table, positions, interpret=True).shape
     (2, 3, 16)
     """
     batch, heads, width = q.shape
-    keys, values, table, *_ = pages
+    keys, values = pages.keys, pages.values
     page, shared = keys.shape[3], heads // keys.shape[1]
     mixed = values.shape[3] if values is not None else (value_width or width)
     q = q if pages.key_scales is not None else q.astype(keys.dtype)
     sizes = _sizes_of(q, pages, options, mixed, interpret)
     if blocks is None:
-        blocks = _blocks_for(q, pages, options.window, mixed)
+        blocks = _blocks_for(q, pages, table.shape[1], options.window, mixed)
     window = table.shape[1] * page if options.window is None else options.window
     ends = positions.astype(jnp.int32) + 1
     starts = jnp.maximum(ends - jnp.asarray(window, jnp.int32), 0)
     run, sinks = _call(sizes, blocks, q, pages, interpret), options.sinks
     sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(-1, shared)
-    rows = _Rows(table.astype(jnp.int32), starts, ends)
-    results = run((q.reshape(batch, -1, shared, width), sinks), rows, pages._replace(table=None))
+    rows = table.astype(jnp.int32), starts, ends
+    results = run((q.reshape(batch, -1, shared, width), sinks), rows, pages)
     joined = results[0][:, :, 0] if len(results) == 1 else _join(*results).astype(q.dtype)
     return joined.reshape(batch, heads, mixed)
 
 
-def _sizes_of(q: Array, pages: Pages, options: Attending, mixed: int, interpret: bool) -> "_Sizes":
+def _sizes_of(
+    q: Array, pages: LayerCache, options: Attending, mixed: int, interpret: bool
+) -> "_Sizes":
     width, page = q.shape[2], pages.keys.shape[3]
     if page != power_of_two(page):
         raise ValueError(f"expected pages of a power of two of tokens, got {page}")
@@ -193,10 +198,9 @@ def _key_parts(width: int, first: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(parts)
 
 
-def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:
+def _blocks_for(q: Array, pages: LayerCache, span: int, window: Any, mixed: int) -> Blocks:
     """Return the blocks of `choose_blocks` for arrays."""
     _, kv_heads, width, page = pages.keys.shape
-    span = pages.table.shape[1]
     if isinstance(window, int):  # it touches one page more than it fills
         span = min(span, -(-window // page) + 1)
     numbers = width + (0 if pages.values is None else mixed)
@@ -205,7 +209,7 @@ def _blocks_for(q: Array, pages: Pages, window: Any, mixed: int) -> Blocks:
     return choose_blocks(q.shape[0] * kv_heads, shared, token, page, span)
 
 
-def _call(sizes: "_Sizes", blocks: Blocks, q: Array, pages: Pages, interpret: bool) -> Any:
+def _call(sizes: "_Sizes", blocks: Blocks, q: Array, pages: LayerCache, interpret: bool) -> Any:
     """Return the kernel for arrays: one result where pages are not split, else those of `_join`."""
     kv_heads, dtype = pages.keys.shape[1], q.dtype
     mixed = sum(size for _, size in sizes.value_parts)
@@ -240,14 +244,6 @@ class _Sizes(NamedTuple):
     precision: Any
 
 
-class _Rows(NamedTuple):
-    """The pages of each sequence, and the first token and the end of those attended to."""
-
-    table: Any
-    starts: Any
-    ends: Any
-
-
 class _Sums(NamedTuple):
     """The online softmax of some heads: mixed values by parts, largest score and sum of weights."""
 
@@ -260,11 +256,14 @@ def _kernel(
     sizes: _Sizes,
     blocks: Blocks,
     of_heads: tuple[Any, Any],
-    rows: _Rows,
-    held: Pages,
+    rows: tuple[Any, Any, Any],
+    held: LayerCache,
     *out_refs: Any,
 ) -> None:
-    """Attend over one part of the pages of a sequence, with some of the heads that share keys."""
+    """Attend over one part of the pages of a sequence, with some of the heads that share keys.
+
+    `rows` are the pages of each sequence, and the first token and the end of those attended to.
+    """
     row, split = pl.program_id(0), pl.program_id(2)
     groups = -(-sizes.shared // blocks.queries)
     head, group = pl.program_id(1) // groups, pl.program_id(1) % groups
@@ -275,7 +274,8 @@ def _kernel(
         triton.load(_at(q_ref, row, head, heads, _numbers(part)), mask=is_head[:, None], other=0)
         for part in sizes.key_parts
     ]
-    start, end = rows.starts[row], rows.ends[row]
+    table, starts, ends = rows
+    start, end = starts[row], ends[row]
     first = start // sizes.page + split * blocks.per_split
     last = jnp.minimum(first + blocks.per_split, pl.cdiv(end, sizes.page))
     slots = jnp.arange(sizes.page)
@@ -283,7 +283,7 @@ def _kernel(
     def body(i: Array, sums: _Sums) -> _Sums:
         at = first + i * blocks.pages + jnp.arange(blocks.pages)
         is_page = at < last
-        pages = triton.load(_at(rows.table, row, at), mask=is_page, other=0)
+        pages = triton.load(_at(table, row, at), mask=is_page, other=0)
         block = _load(sizes, held, pages, is_page, head, q_ref.dtype)
         place = ((at * sizes.page)[:, None] + slots[None, :]).reshape(-1)
         allowed = (place >= start) & (place < end) & (place < last * sizes.page)
@@ -317,7 +317,7 @@ class _Block(NamedTuple):
 
 
 def _load(
-    sizes: _Sizes, held: Pages, pages: Array, is_page: Array, head: Array, dtype: Any
+    sizes: _Sizes, held: LayerCache, pages: Array, is_page: Array, head: Array, dtype: Any
 ) -> _Block:
     """Load the keys and values of a head from some pages."""
     slots = jnp.arange(sizes.page)

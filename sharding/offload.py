@@ -1,8 +1,8 @@
-"""Host memory as a place for arrays between phases, and the devices' memory in use."""
+"""Host memory as a place for arrays between phases."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -11,14 +11,6 @@ from jaxrl_llm.sharding.reshard import reshard
 
 HOST = "pinned_host"
 """The memory from which a device copies without the operating system's help."""
-
-
-class MemoryUse(NamedTuple):
-    """Bytes of one device's memory: in use, the most that ever were, and all there are."""
-
-    current: int
-    peak: int
-    limit: int
 
 
 def to_host(tree: Any) -> Any:
@@ -80,25 +72,6 @@ def on_device(tree: Any) -> Iterator[Any]:
         for copy, array in zip(jax.tree.leaves(copies), jax.tree.leaves(tree), strict=True):
             if copy is not array:
                 copy.delete()
-
-
-def device_memory(devices: Sequence[Any] | None = None) -> list[MemoryUse]:
-    """Read the memory use of devices, in their order; none of those that don't count it (CPUs).
-
-    The peak is the highest since the process began: it can't be set back.
-
-    Args:
-        devices: default all of this process.
-
-    >>> device_memory(jax.local_devices(backend="cpu"))
-    []
-    """
-    counts = [d.memory_stats() for d in (jax.local_devices() if devices is None else devices)]
-    return [
-        MemoryUse(c["bytes_in_use"], c["peak_bytes_in_use"], c["bytes_limit"])
-        for c in counts
-        if c is not None
-    ]
 
 
 def _move_to_host(array: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.gpu.cases import describe_error, emit
 from jaxrl_llm.models import paged_triton
-from jaxrl_llm.models.attention import Pages
+from jaxrl_llm.models.attention import LayerCache
 from jaxrl_llm.models.paged_triton import Blocks
 
 PAGE, HEADS, KEYS, WIDTH = 16, 16, 8, 128
@@ -35,7 +35,7 @@ class Given(NamedTuple):
         read: bytes of keys and values that it has to read.
     """
 
-    arguments: tuple[Any, Pages, Any]
+    arguments: tuple[Any, LayerCache, Any, Any]
     read: int
 
 
@@ -72,9 +72,9 @@ def draw(rows: int, table: int, mean: int, spread: int) -> Given:
         jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         for seed, shape in enumerate(shapes)
     )
-    held = Pages(keys, values, jnp.asarray(pages))
+    held = LayerCache(keys, values)
     read = int((positions + 1).sum()) * KEYS * 2 * 2 * WIDTH
-    return Given((queries, held, jnp.asarray(positions)), read)
+    return Given((queries, held, jnp.asarray(pages), jnp.asarray(positions)), read)
 
 
 def measure(given: Given, launch: Launch, runs: int, small: bool) -> tuple[float, np.ndarray]:
@@ -84,10 +84,10 @@ def measure(given: Given, launch: Launch, runs: int, small: bool) -> tuple[float
     def params(num_warps: int, num_stages: int) -> Any:
         return kind(num_warps=launch.warps or num_warps, num_stages=launch.stages or num_stages)
 
-    def repeat(queries: Any, pages: Pages, positions: Any) -> Any:
+    def repeat(queries: Any, pages: LayerCache, table: Any, positions: Any) -> Any:
         def call(_: Any, q: Any) -> Any:
             mixed = paged_triton.attend_pages(
-                q, pages, positions, blocks=launch.blocks, interpret=small
+                q, pages, table, positions, blocks=launch.blocks, interpret=small
             )
             return mixed.astype(q.dtype)
 

@@ -219,7 +219,7 @@ def attention(job: dict[str, Any]) -> dict[str, Any]:
     """Time one attention over packed rows, forward, and forward and backward."""
     heads, keys, width = job["heads"]
     rows, length, segments = job["case"]
-    of = Heads(heads, keys, width, PLAIN)
+    of = Heads(heads, keys, width, (PLAIN,))
     kernel = attend
     if job["by"] == "cudnn":
         against = objection(of, "bfloat16", this_device())

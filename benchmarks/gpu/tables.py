@@ -216,8 +216,8 @@ def decoding_bytes(
         quantization: Of the weights.
         kv_cache_dtype: Of keys and values.
     """
-    active = active_parameters(spec)
-    weights = (1 if quantization == "fp8" else 2) * active.layers + 2 * active.head
+    layers, logits, _ = active_parameters(spec)
+    weights = (1 if quantization == "fp8" else 2) * layers + 2 * logits
     head = spec.head_dim + 2 if kv_cache_dtype == "int8" else 2 * spec.head_dim
     per_token = 2 * spec.layers * spec.kv_heads * head
     return len(contexts) * weights + requests * per_token * sum(contexts)

@@ -20,7 +20,6 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Params
-from jaxrl_llm.models.hf.convert import from_hf
 from jaxrl_llm.models.hf.files import (
     CHECKSUMS,
     check_contents,
@@ -30,6 +29,7 @@ from jaxrl_llm.models.hf.files import (
     read_json,
     whole_directory,
 )
+from jaxrl_llm.models.hf.load import from_hf
 from jaxrl_llm.models.hf.save import host_arrays
 from jaxrl_llm.models.lora import split_adapter, without_adapter
 from jaxrl_llm.models.parameters import PEFT_PREFIX, adaptable, declare

@@ -1,25 +1,54 @@
 """The `config.json` of Hugging Face directories: what we read from it, and what we write."""
 
 import dataclasses
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.families.deepseek import DEEPSEEK_V3
+from jaxrl_llm.models.hf.families.gemma import GEMMA_FAMILIES
+from jaxrl_llm.models.hf.families.glm import GLM4_MOE, GLM4_MOE_LITE
+from jaxrl_llm.models.hf.families.gpt_oss import GPT_OSS
+from jaxrl_llm.models.hf.families.llama import LLAMA, OLMO3, PHI3, SMOLLM3
+from jaxrl_llm.models.hf.families.minimax import MINIMAX_M2
+from jaxrl_llm.models.hf.families.mistral import MISTRAL, MIXTRAL
+from jaxrl_llm.models.hf.families.qwen import (
+    QWEN2,
+    QWEN3,
+    QWEN3_5_FAMILIES,
+    QWEN3_MOE,
+    QWEN_VL_FAMILIES,
+)
 from jaxrl_llm.models.hf.family import (
     INSIDE,
     TEXT,
+    Colors,
+    Config,
     Family,
     has_parts,
     read_family,
+    with_sections,
     write_family,
 )
 from jaxrl_llm.models.hf.files import INDEX, SINGLE, find_arrays, read_json
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.quantized import QUANTIZATION
-from jaxrl_llm.models.hf.vision import Colors, read_colors, with_sections
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.spec import CHANNELS
+
+# A family says which keys of `config.json` give which fields of a spec, what transformers takes for
+# a key that is absent, and what all its models have in common. Reading and writing are the same for
+# all of them (`models.hf.family`).
+FAMILIES: tuple[Family, ...] = (
+    *(QWEN3, QWEN2, LLAMA, MISTRAL, *GEMMA_FAMILIES, QWEN3_MOE, MIXTRAL),
+    *(DEEPSEEK_V3, GLM4_MOE_LITE, GLM4_MOE, MINIMAX_M2, PHI3, OLMO3, SMOLLM3, GPT_OSS),
+    *(*QWEN3_5_FAMILIES, *QWEN_VL_FAMILIES),
+)
+"""A spec is written as the first of these that has such models."""
 
 ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 VALUE_CONFIG = {**ONE_LABEL, "classifier_dropout": 0.0}
@@ -343,7 +372,6 @@ def text_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: They are not there.
 
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
     >>> nested = next(family for family in FAMILIES if family.text_key)
     >>> text_config(nested, {"text_config": {"hidden_size": 4}, "tie_word_embeddings": True})
     {'hidden_size': 4, 'tie_word_embeddings': True}
@@ -372,3 +400,51 @@ def with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
     # transformers 4 knows only the first
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return changed | {key: name}
+
+
+def read_colors(directory: Path) -> Colors | None:
+    """Read what an image processor normalizes pixels by; None where no file of it is there.
+
+    Args:
+        directory: Of a model.
+
+    Raises:
+        ValueError: It does not rescale and normalize as all supported towers expect, or videos are
+            normalized otherwise than images.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Path(directory) / "preprocessor_config.json"
+    ...     _ = path.write_text('{"image_mean": [0, 0, 0.5], "image_std": [1, 1, 1]}')
+    ...     read_colors(Path(directory))
+    Colors(mean=(0.0, 0.0, 0.5), std=(1.0, 1.0, 1.0))
+    """
+    configs = [*_processors(directory)]
+    colors = {_read_colors(keys) for keys in configs if {"image_mean", "image_std"} <= {*keys}}
+    for keys in configs:
+        does_both = keys.get("do_rescale", True) and keys.get("do_normalize", True)
+        if not does_both or not math.isclose(keys.get("rescale_factor", 1 / 255), 1 / 255):
+            raise ValueError(
+                f"{directory}: the image processor has do_rescale={keys.get('do_rescale')}, "
+                f"do_normalize={keys.get('do_normalize')} and rescale_factor="
+                f"{keys.get('rescale_factor')}; supported are True, True and 1/255"
+            )
+    if len(colors) > 1:
+        raise ValueError(f"{directory}: images and videos are normalized by {sorted(colors)}")
+    return next(iter(colors), None)
+
+
+def _processors(directory: Path) -> Iterator[Config]:
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        if (directory / name).exists():
+            yield json.loads((directory / name).read_text("utf-8"))
+    path = directory / "processor_config.json"
+    whole = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    yield from (whole[k] for k in ("image_processor", "video_processor") if k in whole)
+
+
+def _read_colors(keys: Config) -> Colors:
+    mean, std = (tuple(map(float, keys[name])) for name in ("image_mean", "image_std"))
+    if len(mean) != CHANNELS or len(std) != CHANNELS:
+        raise ValueError(f"image_mean={mean}, image_std={std}; expected {CHANNELS} numbers each")
+    return Colors((mean[0], mean[1], mean[2]), (std[0], std[1], std[2]))

@@ -2,23 +2,17 @@
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 import math
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
-from jaxrl_llm.models.hf.keys import (
-    ACTIVATIONS,
-    WITHOUT_EFFECT,
-    Config,
-    check_whole,
-    has_sources,
-    without_effect,
-)
 from jaxrl_llm.models.hf.quantized import QUANTIZATION, check_quantization
-from jaxrl_llm.models.hf.vision import SiglipForm, TowerForm
 from jaxrl_llm.models.rope import (
     DynamicScaling,
     LinearScaling,
@@ -28,6 +22,114 @@ from jaxrl_llm.models.rope import (
     YarnScaling,
 )
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.vision.spec import CHANNELS, ROPE_THETA, TowerKind, VisionSpec
+
+# Keys of `config.json` that mean the same in every family, and those that change nothing.
+
+Config: TypeAlias = Mapping[str, Any]
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Keys that transformers reads, and that do not change what a model computes for given tokens and
+# weights. What it does not read is found by `without_effect`.
+WITHOUT_EFFECT = {
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "pretraining_tp",
+    "attn_implementation",
+    "cache_implementation",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "problem_type",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "classifier_dropout",
+    "token_classification_bias",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "chunk_size_feed_forward",
+    # how to generate, which transformers 4 wrote here too
+    "do_sample",
+    "max_length",
+    "temperature",
+    "top_k",
+    "top_p",
+}
+
+
+def check_whole(config: Config, keys: Iterable[str]) -> None:
+    """Refuse keys that are no whole numbers; specs say which of these they can have.
+
+    >>> check_whole({"head_dim": "8"}, ["head_dim"])
+    Traceback (most recent call last):
+    ValueError: {'head_dim': '8'}: expected whole numbers
+    """
+    given = {key: config.get(key) for key in sorted(keys)}
+    if wrong := {key: value for key, value in given.items() if type(value) is not int}:
+        raise ValueError(f"{wrong}: expected whole numbers")
+
+
+SHARED = (
+    "configuration_utils.py",
+    "modeling_utils.py",
+    "modeling_rope_utils.py",
+    "modeling_layers.py",
+    "masking_utils.py",
+    "cache_utils.py",
+    "integrations/*attention*.py",
+    "integrations/moe.py",
+)
+"""Code that the models of all families run."""
+
+
+def without_effect(model_type: str, config: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a config that transformers' code for its family does not read.
+
+    These are those that begin with an underscore, and those whose names occur nowhere in the
+    sources of the family and in the code that all families run. The sources are read as text. Of a
+    family that the installed transformers does not have only the former are.
+
+    Args:
+        model_type: The family, as in `config.json`.
+        config: Its keys.
+
+    >>> config = {"rope_interleaved": True, "_name_or_path": "a/b", "attention_dropout": 0.1}
+    >>> sorted(without_effect("llama", config))
+    ['_name_or_path', 'rope_interleaved']
+    """
+    words = _words(model_type)
+    return {key for key in config if key.startswith("_") or (words and key not in words)}
+
+
+def has_sources(model_type: str) -> bool:
+    """Return whether the installed transformers has a family, so that its code can be read.
+
+    >>> has_sources("llama"), has_sources("llama_of_tomorrow")
+    (True, False)
+    """
+    return bool(_words(model_type))
+
+
+@functools.cache
+def _words(model_type: str) -> frozenset[str]:
+    """Return all names in the sources that a family's models run; none: it is not there to read."""
+    package = importlib.util.find_spec("transformers")
+    assert package is not None and package.submodule_search_locations, "the library depends on it"
+    root = Path(package.submodule_search_locations[0])
+    family = f"models/{model_type.removesuffix('_text')}/*.py"
+    if not (files := [*root.glob(family)]):
+        return frozenset()
+    files += [path for pattern in SHARED for path in root.glob(pattern)]
+    return frozenset(word for path in files for word in re.findall(r"\w+", path.read_text("utf-8")))
+
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +248,7 @@ class Family:
             model, such as those of a vision tower. They are not loaded; exports take them over.
         tower: How the vision tower is written, of a family whose tower we have.
 
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
+    >>> from jaxrl_llm.models.hf.config import FAMILIES
     >>> FAMILIES[0].language_model
     'Qwen3ForCausalLM'
     """
@@ -175,7 +277,7 @@ class Family:
     read_more: Callable[[Config], dict[str, Any]] = lambda config: {}
     write_more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
     untouched: tuple[str, ...] = ()
-    tower: TowerForm | SiglipForm | None = None
+    tower: "TowerForm | SiglipForm | None" = None
 
     @property
     def language_model(self) -> str:
@@ -209,7 +311,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
             know, that transformers reads, and that is set. An unknown key that is null, false, 0 or
             empty counts as switched off. One that transformers does not read is ignored.
 
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
+    >>> from jaxrl_llm.models.hf.config import FAMILIES
     >>> spec = tiny_spec()
     >>> read_family(FAMILIES[0], write_family(FAMILIES[0], spec)) == spec
     True
@@ -307,25 +409,24 @@ def _read_layers(family: Family, config: Config) -> dict[str, Any]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if SLIDING in types and window is None:
         raise ValueError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
-    ropes = read_ropes(
+    theta, scaling, local_theta = read_ropes(
         config,
         theta=family.rope_theta,
         local_theta=family.local_rope_theta,
         local_key=family.local_rope_key,
     )
     mixed = SLIDING in types and len(set(types)) > 1
-    if not mixed and ropes.local_rope_theta is not None:
-        local = types[0] == SLIDING
-        ropes = (
-            Ropes(ropes.local_rope_theta, None, None)
-            if local
-            else ropes._replace(local_rope_theta=None)
-        )
+    if not mixed and local_theta is not None:
+        if types[0] == SLIDING:
+            theta, scaling = local_theta, None
+        local_theta = None
     return {
         "window": window if SLIDING in types else None,
         "windowed_layers": tuple(kind == SLIDING for kind in types) if mixed else (),
         "delta_layers": tuple(kind == LINEAR for kind in types) if LINEAR in types else (),
-        **ropes._asdict(),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "local_rope_theta": local_theta,
         "rotary_fraction": read_fraction(config, is_read=family.partial_rotary),
     }
 
@@ -350,7 +451,7 @@ def write_family(family: Family, spec: ModelSpec) -> dict[str, Any]:
     Returns:
         The config as a dict.
 
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
+    >>> from jaxrl_llm.models.hf.config import FAMILIES
     >>> spec = tiny_spec()
     >>> write_family(FAMILIES[0], spec)["model_type"]
     'qwen3'
@@ -401,7 +502,7 @@ def _write_layers(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def seeing(
-    family: Family, tower: TowerForm | SiglipForm, prefix: str = INSIDE, **fields: Any
+    family: Family, tower: "TowerForm | SiglipForm", prefix: str = INSIDE, **fields: Any
 ) -> Family:
     """Return the family of models that see images, too, with the language models of another.
 
@@ -411,7 +512,7 @@ def seeing(
         prefix: What names of the language model's arrays begin with.
         fields: Others that differ.
 
-    >>> from jaxrl_llm.models.hf.families import FAMILIES
+    >>> from jaxrl_llm.models.hf.config import FAMILIES
     >>> seeing(FAMILIES[0], SiglipForm()).language_model
     'Qwen3ForConditionalGeneration'
     """
@@ -451,21 +552,13 @@ def width_per_head(config: Config) -> int:
 # ------------------------------------------------------------------------------ rotary positions
 
 
-class Ropes(NamedTuple):
-    """Fields of a spec: the base of the frequencies, their scaling, and the base where local."""
-
-    rope_theta: float
-    rope_scaling: Scaling | None
-    local_rope_theta: float | None
-
-
 def read_ropes(
     config: Config,
     *,
     theta: float | None,
     local_theta: float | None,
     local_key: str = LOCAL_ROPE_KEY,
-) -> Ropes:
+) -> tuple[float, Scaling | None, float | None]:
     """Read the rotary positions of a model.
 
     Args:
@@ -475,20 +568,21 @@ def read_ropes(
         local_key: Which key gives the latter's base where one entry is given for all layers.
 
     Returns:
-        The spec's fields.
+        The base of the frequencies, their scaling, and the base in layers with a window, if these
+        have their own.
 
     Raises:
         ValueError: A key or value is not supported, or the base is missing.
 
     >>> read_ropes({"rope_theta": 5, "rope_scaling": {"type": "linear", "factor": 2}}, theta=None,
     ...            local_theta=None)
-    Ropes(rope_theta=5.0, rope_scaling=LinearScaling(factor=2.0), local_rope_theta=None)
+    (5.0, LinearScaling(factor=2.0), None)
     """
     given = _one_form(config)
     if local_theta is None:
         if nested := sorted(key for key, value in given.items() if isinstance(value, dict)):
             raise ValueError(f"the rotary positions are given for {nested}; expected one for all")
-        return Ropes(*_read_rope(config, given, theta), None)
+        return *_read_rope(config, given, theta), None
     if "full_attention" not in given and "sliding_attention" not in given:
         local = config.get(local_key)
         local = local_theta if local is None else float(local)
@@ -497,7 +591,7 @@ def read_ropes(
                 f"rope_parameters={config['rope_parameters']!r}; expected one entry for each of "
                 "full_attention and sliding_attention"
             )
-        return Ropes(*_read_rope(config, given, theta), local)
+        return *_read_rope(config, given, theta), local
     if other := given.keys() - {"full_attention", "sliding_attention"}:
         raise ValueError(f"rope_parameters has {sorted(other)} beside entries for kinds of layers")
     full = _read_rope(config, given.get("full_attention") or {}, theta)
@@ -507,7 +601,7 @@ def read_ropes(
         raise ValueError(
             f"rope_parameters of sliding_attention have {scaling}; supported is rope_type='default'"
         )
-    return Ropes(*full, local)
+    return *full, local
 
 
 def read_fraction(config: Config, *, is_read: bool) -> float:
@@ -614,3 +708,317 @@ def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
         if value is not None
     }
     return {"rope_type": kind, "rope_theta": theta, **kept}
+
+
+# ---------------------------------------------------------------------------------- vision towers
+#
+# The keys under `vision_config`, placeholders, and M-RoPE. Either form of a tower, Qwen's or
+# Gemma's, reads the fields of a spec from the whole config, and writes them back.
+
+VISION_KEY = "vision_config"
+TOWER_KEYS = {
+    "depth": "layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "heads",
+    "intermediate_size": "ff_width",
+    "patch_size": "patch",
+    "temporal_patch_size": "frames_per_patch",
+    "spatial_merge_size": "merge",
+    "out_hidden_size": "out_size",
+}
+IMAGE, VIDEO = "image_token_id", "video_token_id"
+MARKS = ("vision_start_token_id", "vision_end_token_id")
+
+
+class Colors(NamedTuple):
+    """What pixels are normalized by, in each channel."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+HALF = Colors((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+CLIP = Colors((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+class TowerForm(NamedTuple):
+    """How a family writes its tower.
+
+    Attributes:
+        kind: Of the tower.
+        model_type: Of the family, whole.
+        defaults: Keys of `vision_config` that may be absent, and what transformers takes then.
+        tokens: The same of the placeholders' keys.
+        sections: What transformers takes for an absent `mrope_section`.
+        interleaved: Whether these alternate.
+        colors: What its image processor takes where its file says nothing.
+        prefixes: What names of its arrays may begin with; the first is that of published files.
+    """
+
+    kind: TowerKind
+    model_type: str
+    defaults: Mapping[str, Any]
+    tokens: Mapping[str, int]
+    sections: tuple[int, int, int]
+    interleaved: bool
+    colors: Colors
+    prefixes: tuple[str, ...] = ("model.visual.",)
+
+    def read(self, config: Config, colors: Colors | None) -> dict[str, Any]:
+        """Read the spec's fields that only a model with a tower has.
+
+        Args:
+            config: The whole `config.json`.
+            colors: As the model's image processor has them; None: it does not say.
+
+        Raises:
+            ValueError: A key is missing or unknown, or its value is not supported.
+        """
+        given = config.get(VISION_KEY)
+        if not isinstance(given, dict):
+            raise ValueError(f"{VISION_KEY}={given!r}; expected the keys of the vision tower")
+        keys = dict(self.defaults) | given
+        self._check(keys)
+        check_whole(keys, TOWER_KEYS)
+        mean, std = colors or self.colors
+        tokens = dict(self.tokens) | {key: config[key] for key in self.tokens if key in config}
+        check_whole(tokens, tokens)
+        tower = VisionSpec(
+            kind=self.kind,
+            **{ours: keys[theirs] for theirs, ours in TOWER_KEYS.items()},
+            **self._read_blocks(keys),
+            activation=ACTIVATIONS[keys["hidden_act"]],
+            init_std=float(keys["initializer_range"]),
+            image_mean=mean,
+            image_std=std,
+            image_id=tokens[IMAGE],
+            video_id=tokens[VIDEO],
+            marks=tuple(tokens[key] for key in MARKS),
+            hf_prefix=self.prefixes[0],
+        )
+        sections = _sections(config) or self.sections
+        return {
+            "vision": tower,
+            "mrope_sections": sections,
+            "mrope_interleaved": self.interleaved,
+        }
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """Write what `read` reads, but for the sections, which stand with the rotary positions."""
+        tower = spec.vision
+        assert tower is not None
+        theirs = {ours: key for key, ours in ACTIVATIONS.items()}
+        keys: dict[str, Any] = {key: getattr(tower, ours) for key, ours in TOWER_KEYS.items()}
+        keys |= {"hidden_act": theirs[tower.activation], "initializer_range": tower.init_std}
+        if tower.kind == "qwen3":
+            keys["num_position_embeddings"] = tower.position_side**2
+            if "deepstack_visual_indexes" in self.defaults:
+                keys["deepstack_visual_indexes"] = [*tower.deep_layers]
+        else:
+            window = tower.window or 0
+            keys["window_size"] = window * tower.merge * tower.patch
+            keys["fullatt_block_indexes"] = [*tower.full_layers]
+            keys["tokens_per_second"] = tower.tokens_per_second
+        ids = (tower.image_id, tower.video_id, *tower.marks)
+        return {VISION_KEY: keys} | dict(zip((IMAGE, VIDEO, *MARKS), ids, strict=True))
+
+    def _check(self, keys: Config) -> None:
+        check_known(keys, {*TOWER_KEYS, *self.defaults, "rope_parameters"}, self.model_type)
+        if keys["hidden_act"] not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act={keys['hidden_act']!r} of the vision tower; supported are "
+                f"{sorted(ACTIVATIONS)}"
+            )
+        rope = keys.get("rope_parameters") or {}
+        if keys["in_channels"] != CHANNELS or rope.get("rope_theta", ROPE_THETA) != ROPE_THETA:
+            raise ValueError(
+                f"a vision tower with in_channels={keys['in_channels']} and rope_parameters={rope};"
+                f" supported are {CHANNELS} and a rope_theta of {ROPE_THETA}"
+            )
+
+    def _read_blocks(self, keys: Config) -> dict[str, Any]:
+        """Read what the blocks of one kind have, and those of another have not."""
+        if self.kind == "qwen3":
+            places = keys["num_position_embeddings"]
+            check_whole(keys, ["num_position_embeddings"])
+            if math.isqrt(places) ** 2 != places:
+                raise ValueError(f"num_position_embeddings={places}; expected a square number")
+            deep = keys.get("deepstack_visual_indexes") or ()
+            has_deep = "deepstack_visual_indexes" in self.defaults
+            deep = tuple(deep) if has_deep else ()
+            return {"position_side": math.isqrt(places), "deep_layers": deep}
+        token = keys["patch_size"] * keys["spatial_merge_size"]
+        check_whole(keys, ["window_size", "tokens_per_second"])
+        if keys["window_size"] % token or not keys["window_size"]:
+            raise ValueError(
+                f"window_size={keys['window_size']}; expected a multiple of {token}, the side of a "
+                "token in pixels"
+            )
+        return {
+            "window": keys["window_size"] // token,
+            "full_layers": tuple(keys["fullatt_block_indexes"]),
+            "tokens_per_second": keys["tokens_per_second"],
+        }
+
+
+SIGLIP_SIZES = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ff_width",
+    "patch_size": "patch",
+}
+SIGLIP_DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "patch_size": 16,
+    "image_size": 224,
+    "num_channels": CHANNELS,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+SIGLIP_TOKENS = {
+    "mm_tokens_per_image": 256,
+    "image_token_index": 262144,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+}
+SIGLIP_UNUSED = {
+    "vision_use_head",
+    "attention_dropout",
+}  # a head beside ours, and what is 0 when sampling
+
+
+class SiglipForm:
+    """How Gemma 3 writes its tower; see `TowerForm`."""
+
+    kind: TowerKind = "siglip"
+    model_type = "gemma3"
+    prefixes = (
+        "vision_tower.vision_model.",
+        "vision_tower.",
+        "multi_modal_projector.",
+    )
+
+    def read(self, config: Config, colors: Colors | None) -> dict[str, Any]:
+        """Read the spec's fields that only a model with a tower has.
+
+        Args:
+            config: The whole `config.json`.
+            colors: As the model's image processor has them; None: it does not say.
+
+        Raises:
+            ValueError: A key is unknown, or its value is not supported.
+        """
+        given = config.get(VISION_KEY)
+        if not isinstance(given, dict):
+            raise ValueError(f"{VISION_KEY}={given!r}; expected the keys of the vision tower")
+        keys = SIGLIP_DEFAULTS | given
+        outside = {key: config.get(key, usual) for key, usual in SIGLIP_TOKENS.items()}
+        self._check(keys)
+        check_whole(outside, outside)
+        patches = keys["image_size"] // keys["patch_size"]
+        side = math.isqrt(outside["mm_tokens_per_image"])
+        if side**2 != outside["mm_tokens_per_image"] or patches % side:
+            raise ValueError(
+                f"mm_tokens_per_image={outside['mm_tokens_per_image']}; expected the square of a "
+                f"divisor of {patches}, the patches of a side of an image"
+            )
+        mean, std = colors or HALF
+        text = {"hidden_size": 2304} | (config.get("text_config") or {})
+        tower = VisionSpec(
+            kind=self.kind,
+            **{ours: keys[theirs] for theirs, ours in SIGLIP_SIZES.items()},
+            frames_per_patch=1,
+            merge=patches // side,
+            out_size=text["hidden_size"],
+            position_side=patches,
+            activation="gelu_tanh",
+            norm_eps=keys["layer_norm_eps"],
+            image_mean=mean,
+            image_std=std,
+            image_id=outside["image_token_index"],
+            marks=(outside["boi_token_index"], outside["eoi_token_index"]),
+            hf_prefix=self.prefixes[0],
+        )
+        return {"vision": tower}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """Write what `read` reads."""
+        tower = spec.vision
+        assert tower is not None
+        theirs = {ours: key for key, ours in ACTIVATIONS.items()}
+        keys: dict[str, Any] = {key: getattr(tower, ours) for key, ours in SIGLIP_SIZES.items()}
+        keys |= {
+            "model_type": "siglip_vision_model",
+            "image_size": tower.position_side * tower.patch,
+            "num_channels": CHANNELS,
+            "hidden_act": theirs[tower.activation],
+            "layer_norm_eps": tower.norm_eps,
+            "vision_use_head": False,
+        }
+        tokens = (tower.position_side // tower.merge) ** 2
+        ids = (tokens, tower.image_id, *tower.marks)
+        return {VISION_KEY: keys} | dict(zip(SIGLIP_TOKENS, ids, strict=True))
+
+    def _check(self, keys: Config) -> None:
+        check_known(keys, {*SIGLIP_DEFAULTS} | SIGLIP_UNUSED, "siglip")
+        check_whole(keys, [*SIGLIP_SIZES, "image_size"])
+        wanted = {key: SIGLIP_DEFAULTS[key] for key in ("hidden_act", "num_channels")}
+        got = {key: keys[key] for key in wanted}
+        if got != wanted:
+            raise ValueError(f"a vision tower with {got}; supported is {wanted}")
+        if keys["image_size"] % keys["patch_size"]:
+            raise ValueError(
+                f"image_size={keys['image_size']}; expected a multiple of patch_size="
+                f"{keys['patch_size']}"
+            )
+
+
+def check_known(keys: Config, known: set[str], model_type: str) -> None:
+    """Refuse keys of a tower that may change what it computes, and that we do not know.
+
+    Args:
+        keys: Of the tower.
+        known: That are read.
+        model_type: By which transformers knows the family.
+
+    >>> check_known({"new_norm": True}, {"depth"}, "qwen3_vl")
+    Traceback (most recent call last):
+    ValueError: vision_config has {'new_norm': True}; supported are ['depth']
+    """
+    known = known | WITHOUT_EFFECT
+    unknown = {key: value for key, value in keys.items() if value and key not in known}
+    if unread := unknown.keys() - without_effect(model_type, unknown):
+        unknown = {key: unknown[key] for key in sorted(unread)}
+        raise ValueError(
+            f"{VISION_KEY} has {unknown}; supported are {sorted(known - WITHOUT_EFFECT)}"
+        )
+
+
+def _sections(config: Config) -> tuple[int, int, int] | None:
+    """Return how many rotary frequencies turn by time, height and width, if the config says so."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given = rope.get("mrope_section")
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != 3 or {type(n) for n in given} != {int}:
+        raise ValueError(f"mrope_section={given!r}; expected three whole numbers")
+    return given[0], given[1], given[2]
+
+
+def with_sections(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys of a language model with those sections among its rotary positions.
+
+    >>> config = with_sections({"rope_parameters": {}}, tiny_spec(mrope_sections=(1, 0, 0)))
+    >>> config["rope_parameters"]
+    {'mrope_section': [1, 0, 0]}
+    """
+    if spec.mrope_sections is None:
+        return config
+    sections: dict[str, Any] = {"mrope_section": [*spec.mrope_sections]}
+    sections |= {"mrope_interleaved": True} if spec.mrope_interleaved else {}
+    return config | {"rope_parameters": config["rope_parameters"] | sections}

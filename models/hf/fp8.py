@@ -17,9 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.arrays import ArrayDecl
-from jaxrl_llm.models.hf.convert import join_parts, to_hf
 from jaxrl_llm.models.hf.quantized import SCALE_SUFFIX
-from jaxrl_llm.models.hf.save import host_arrays, joined
+from jaxrl_llm.models.hf.save import host_arrays, join_parts, joined, to_hf
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.quantization import PRECISE_AXES, round_to_fp8
 from jaxrl_llm.models.spec import ModelSpec

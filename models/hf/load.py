@@ -1,9 +1,11 @@
 """Load parameters from a Hugging Face directory."""
 
+import dataclasses
 import functools
 import logging
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
+from jaxrl_llm.models.arrays import ArrayDecl, Declarations, HfPart, Params
 from jaxrl_llm.models.hf.config import untouched_prefixes
-from jaxrl_llm.models.hf.convert import experts_as_stored, from_hf, hf_entries, part_from_hf
 from jaxrl_llm.models.hf.files import FLOAT_TYPES, StoredArray, check_contents, find_arrays
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.hf.quantized import (
@@ -234,3 +235,169 @@ def _is_ignored(name: str, spec: ModelSpec) -> bool:
     may_predict_more = spec.moe is not None and isinstance(spec.moe.router, SigmoidRouter)
     layer = NEXT_TOKEN_LAYER.match(name) if may_predict_more else None
     return bool(NOT_WEIGHTS.search(name)) or (layer is not None and int(layer[1]) >= spec.layers)
+
+
+# Hugging Face arrays as ours; `models.hf.save` has the other direction. Names, shapes and merged
+# dimensions all come from `models.parameters.declare`, so one conversion serves every array.
+
+
+def part_entries(declaration: ArrayDecl) -> slice:
+    """Return which entries of the axis that is a part are ours."""
+    assert declaration.hf_part is not None
+    return declaration.hf_part.entries(part_shape(declaration)[1])
+
+
+def part_shape(declaration: ArrayDecl) -> tuple[list[int], int, list[int]]:
+    """Return the sizes before the axis that is a part, its own size, and those after it."""
+    assert declaration.hf_part is not None
+    part = declaration.hf_part.axes
+    sizes = dict(zip(declaration.axes, declaration.shape, strict=True))
+    merged = [axis for group in declaration.hf_axes for axis in group]
+    at = merged.index(part[0])
+    before, after = merged[:at], merged[at + len(part) :]
+    own = math.prod(sizes[axis] for axis in part)
+    return [sizes[axis] for axis in before], own, [sizes[axis] for axis in after]
+
+
+def from_hf(declaration: ArrayDecl, array: np.ndarray) -> np.ndarray:
+    """Convert one Hugging Face array to one slice of ours (without the stacked axes).
+
+    It is the inverse of `to_hf`.
+
+    Args:
+        declaration: Of our array.
+        array: Of shape `declaration.hf_shape`.
+
+    Returns:
+        A view with our dimensions.
+
+    >>> from jaxrl_llm.models.arrays import NORMAL
+    >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
+    ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
+    >>> from_hf(decl, np.ones((4, 3))).shape
+    (3, 4)
+    """
+    sizes = dict(zip(declaration.axes, declaration.shape, strict=True))
+    merged = [axis for group in declaration.hf_axes for axis in group]
+    own = declaration.axes[len(declaration.stacked) :]
+    if declaration.hf_part is not None:
+        before, _, after = part_shape(declaration)
+        whole = array.reshape(*before, declaration.hf_part.total, *after)
+        array = whole[(slice(None),) * len(before) + (part_entries(declaration),)]
+    split = array.reshape([sizes[axis] for axis in merged])
+    return split.transpose([merged.index(axis) for axis in own])
+
+
+def hf_entries(declaration: ArrayDecl, part: Sequence[slice]) -> tuple[np.ndarray, ...]:
+    """Say which entries of each dimension of a Hugging Face array are in a part of ours.
+
+    Args:
+        declaration: Of our array.
+        part: Of each of our dimensions after the stacked ones, with start and stop.
+
+    Returns:
+        Ascending indices for each dimension of `declaration.hf_shape`.
+
+    >>> from jaxrl_llm.models.arrays import NORMAL
+    >>> decl = ArrayDecl(shape=(4, 2, 3), axes=("embed", "heads", "head_dim"), initializer=NORMAL,
+    ...                  hf_name="q.weight", hf_axes=(("heads", "head_dim"), ("embed",)))
+    >>> [list(map(int, x)) for x in hf_entries(decl, [slice(0, 2), slice(1, 2), slice(0, 3)])]
+    [[3, 4, 5], [0, 1]]
+    """
+    own = declaration.axes[len(declaration.stacked) :]
+    chosen = dict(zip(own, part, strict=True))
+    sizes = dict(zip(declaration.axes, declaration.shape, strict=True))
+    indices = []
+    for group, whole in zip(declaration.hf_axes, declaration.hf_groups, strict=True):
+        lengths = [size for _, size in whole]
+        numbers = np.arange(math.prod(lengths)).reshape(lengths)
+        if declaration.hf_part is not None and declaration.hf_part.axes[0] in group:
+            at = group.index(declaration.hf_part.axes[0])
+            numbers = numbers[(slice(None),) * at + (part_entries(declaration),)]
+        numbers = numbers.reshape([sizes[axis] for axis in group])
+        indices.append(numbers[tuple(chosen[axis] for axis in group)].ravel())
+    return tuple(indices)
+
+
+def part_from_hf(declaration: ArrayDecl, part: Sequence[slice], entries: np.ndarray) -> np.ndarray:
+    """Convert the entries that `hf_entries` names to that part of ours.
+
+    Args:
+        declaration: Of our array.
+        part: As there.
+        entries: Of the Hugging Face array, those and no others.
+
+    Returns:
+        A view with our dimensions, as long as the part is.
+    """
+    own = declaration.axes[len(declaration.stacked) :]
+    sizes = {axis: ends.stop - ends.start for axis, ends in zip(own, part, strict=True)}
+    merged = [axis for group in declaration.hf_axes for axis in group]
+    split = entries.reshape([sizes[axis] for axis in merged])
+    return split.transpose([merged.index(axis) for axis in own])
+
+
+# -------------------------------------------------------------------------------- routed experts
+
+# The forms in which checkpoints have routed experts: a matrix for each expert and projection, or,
+# as Qwen 3.5, a layer's together in two arrays, `gate_up_proj` [E 2·F D] and `down_proj` [E D F],
+# in which transformers 5 holds those of the others, too; tools that save its arrays as they are
+# leave them in files. In published files of Qwen3-VL-MoE these are transposed, [E D 2·F] and
+# [E F D]; transformers takes and saves either.
+APART = re.compile(r"(.*\.experts)\.\{experts\}\.\w+\.weight")
+TOGETHER = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+
+
+def experts_as_stored(
+    declarations: Declarations, shapes: Mapping[str, tuple[int, ...]]
+) -> Declarations:
+    """Declare routed experts in that form which a checkpoint has.
+
+    Args:
+        declarations: Of a model.
+        shapes: Of the checkpoint's arrays, by name.
+
+    Returns:
+        The declarations; arrays whose other form is not there either are as they were.
+    """
+
+    def stored(path: tuple[Any, ...], declaration: ArrayDecl) -> ArrayDecl:
+        other = _other_form(jax.tree_util.keystr(path[-1:], simple=True), declaration)
+        for form in (declaration, other) if other else ():
+            if shapes.get(next(form.hf_indices())[0]) == form.hf_shape:
+                return form
+        return declaration
+
+    return jax.tree_util.tree_map_with_path(stored, declarations)
+
+
+def _other_form(name: str, declaration: ArrayDecl) -> ArrayDecl | None:
+    """Return the other form of an array of experts; None for other arrays, and other forms."""
+    kind = name.removeprefix("expert_")
+    if kind not in ("gate", "up", "down"):
+        return None
+    outputs = "expert_embed" if kind == "down" else "expert_ff"
+    axes = declaration.hf_axes
+    if apart := APART.fullmatch(declaration.hf_name):
+        width = declaration.hf_shape[0]
+        start = {"gate": 0, "up": width}
+        return dataclasses.replace(
+            declaration,
+            hf_name=f"{apart[1]}.{'gate_up' if kind in start else 'down'}_proj",
+            hf_axes=(("experts",), *axes),
+            hf_part=HfPart((outputs,), start[kind], 2 * width) if kind in start else None,
+        )
+    together = TOGETHER.fullmatch(declaration.hf_name)
+    if together is None:
+        return None
+    if axes[:2] != (("experts",), (outputs,)):
+        turns = declaration.hf_part is not None and declaration.hf_part.step > 1
+        is_bias = len(axes) < 3
+        swapped = (("experts",), *reversed(axes[1:]))
+        return None if turns or is_bias else dataclasses.replace(declaration, hf_axes=swapped)
+    return dataclasses.replace(
+        declaration,
+        hf_name=f"{together[1]}.{{experts}}.{kind}_proj.weight",
+        hf_axes=axes[1:],
+        hf_part=None,
+    )

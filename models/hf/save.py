@@ -5,17 +5,17 @@ import itertools
 import json
 import operator
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxrl_llm.models.arrays import ArrayDecl, Declarations, Params
 from jaxrl_llm.models.hf.config import SCORING, config_to_save, untouched_prefixes
-from jaxrl_llm.models.hf.convert import check_parts, experts_as_stored, join_parts, to_hf
 from jaxrl_llm.models.hf.files import (
     INDEX,
     SINGLE,
@@ -26,7 +26,7 @@ from jaxrl_llm.models.hf.files import (
     write_shards,
 )
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.hf.load import find_untouched
+from jaxrl_llm.models.hf.load import experts_as_stored, find_untouched, part_entries, part_shape
 from jaxrl_llm.models.hf.quantized import ReadableArray, read_quantization, restore_arrays
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -48,6 +48,102 @@ COMPANION_FILES = (
     "processor_config.json",
 )
 ALWAYS_FLOAT32 = "e_score_correction_bias"  # also in transformers, whatever the model's dtype
+
+
+def to_hf(declaration: ArrayDecl, array: Any) -> Any:
+    """Convert one slice of ours (without the stacked axes) to one Hugging Face array.
+
+    It is the inverse of `from_hf`. An array that is a part of theirs stays one: the axes of
+    `hf_part` are one axis, as long as ours.
+
+    Args:
+        declaration: Of our array.
+        array: Of our dimensions after the stacked ones; numpy, or jax (also traced).
+
+    Returns:
+        The same numbers in shape `declaration.hf_shape`; of a part, that which `join_parts` takes.
+
+    >>> from jaxrl_llm.models.arrays import NORMAL
+    >>> decl = ArrayDecl(shape=(2, 3, 4), axes=("layers", "ff", "embed"), initializer=NORMAL,
+    ...                  hf_name="{layers}.down.weight", hf_axes=(("embed",), ("ff",)))
+    >>> to_hf(decl, np.ones((3, 4))).shape
+    (4, 3)
+    """
+    own = declaration.axes[len(declaration.stacked) :]
+    order = [own.index(axis) for group in declaration.hf_axes for axis in group]
+    moved = array.transpose(order)
+    if declaration.hf_part is None:
+        return moved.reshape(declaration.hf_shape)
+    before, size, after = part_shape(declaration)
+    return moved.reshape(*before, size, *after)
+
+
+def join_parts(declarations: Sequence[ArrayDecl], parts: Iterable[Any]) -> Any:
+    """Join arrays that are parts of one Hugging Face array.
+
+    Args:
+        declarations: Of all its parts.
+        parts: Each as `to_hf` gives it; numpy, or jax (also traced). Each is taken when those
+            before it have their place, so that an iterator need not hold them all.
+
+    Returns:
+        The Hugging Face array; of numpy, unless the parts are jax'.
+
+    Raises:
+        ValueError: The parts do not make up the whole.
+
+    >>> from jaxrl_llm.models.arrays import NORMAL, HfPart
+    >>> gate, up = (
+    ...     ArrayDecl(shape=(2, 3), axes=("embed", "ff"), initializer=NORMAL, hf_name="gate_up",
+    ...               hf_axes=(("ff",), ("embed",)), hf_part=HfPart(("ff",), start, 6))
+    ...     for start in (0, 3)
+    ... )
+    >>> join_parts([gate, up], [np.ones((3, 2)), np.zeros((3, 2))]).shape
+    (6, 2)
+    """
+    first = declarations[0]
+    if first.hf_part is None:
+        [whole] = parts
+        return whole
+    check_parts(declarations)
+    before, _, after = part_shape(first)
+    whole, ordered = None, iter(parts)
+    for declaration in declarations:
+        part = next(ordered)  # and not by `zip`, which would hold on to the one before
+        if whole is None:
+            shape = (*before, first.hf_part.total, *after)
+            is_jax = isinstance(part, jax.Array)
+            whole = (jnp.zeros if is_jax else np.empty)(shape, part.dtype)
+        at = (slice(None),) * len(before) + (part_entries(declaration),)
+        if isinstance(whole, jax.Array):
+            whole = whole.at[at].set(part)
+        else:
+            whole[at] = part
+        del part  # before the next one is fetched
+    assert whole is not None
+    return whole.reshape(first.hf_shape)
+
+
+def check_parts(declarations: Sequence[ArrayDecl]) -> None:
+    """Check that arrays that are parts of one Hugging Face array are all there, each entry once.
+
+    Raises:
+        ValueError: They do not make up the whole, or do not fit together.
+    """
+    first = declarations[0]
+    forms = {(d.hf_shape, d.hf_part and d.hf_part.total) for d in declarations}
+    if len(forms) > 1 or (first.hf_part is None and len(declarations) > 1):
+        raise ValueError(f"{first.hf_name}: its parts are of different arrays: {forms}")
+    if first.hf_part is None:
+        return
+    counts = np.zeros(first.hf_part.total, int)
+    for declaration in declarations:
+        counts[part_entries(declaration)] += 1
+    if (counts != 1).any():
+        raise ValueError(
+            f"{first.hf_name}: its parts make up {(counts > 0).sum()} of {len(counts)} entries, "
+            f"and {(counts > 1).sum()} of them more than once; expected each once"
+        )
 
 
 class Kept(NamedTuple):
@@ -212,17 +308,16 @@ def save_arrays(
         return
     saved = [_of_model(parts) for parts in ours]
     saved += [_taken_over(name, array, kinds[False]) for name, array in kept.untouched.items()]
-    saved.sort(key=lambda some: -some.dtype.itemsize)  # see `write_shards`
-    dtypes = {name: some.dtype for some in saved for name in some.shapes}
+    saved.sort(key=lambda some: -some[0].itemsize)  # see `write_shards`
     with whole_directory(directory) as place:
         if config is not None:
             text = json.dumps(config, indent=2, sort_keys=True)
             (place / "config.json").write_text(text + "\n")
         write_shards(
             place,
-            {name: shape for some in saved for name, shape in some.shapes.items()},
-            itertools.chain.from_iterable(some.arrays for some in saved),
-            dtypes,
+            {name: shape for _, shapes, _ in saved for name, shape in shapes.items()},
+            itertools.chain.from_iterable(arrays for _, _, arrays in saved),
+            {name: dtype for dtype, shapes, _ in saved for name in shapes},
             max_bytes=max_shard_bytes,
         )
         for name in COMPANION_FILES:
@@ -231,23 +326,19 @@ def save_arrays(
     all_gather("saved")
 
 
-class _Saved(NamedTuple):
-    """Some arrays to write: of one dtype, with their shapes by name."""
-
-    dtype: np.dtype
-    shapes: dict[str, tuple[int, ...]]
-    arrays: Iterator[np.ndarray]
+_Saved = tuple[np.dtype, dict[str, tuple[int, ...]], Iterator[np.ndarray]]
+"""Some arrays to write: their dtype, their shapes by name, and they themselves."""
 
 
 def _of_model(parts: list[tuple[ArrayDecl, Any, Any]]) -> _Saved:
     declaration, _, dtype = parts[0]
     shapes = {name: declaration.hf_shape for name, _ in declaration.hf_indices()}
-    return _Saved(dtype, shapes, (array for _, array in host_arrays(parts)))
+    return dtype, shapes, (array for _, array in host_arrays(parts))
 
 
 def _taken_over(name: str, array: ReadableArray, dtype: np.dtype) -> _Saved:
     own = array.dtype if isinstance(array, StoredArray) else dtype
-    return _Saved(own, {name: array.shape}, map(read_untouched, [array]))
+    return own, {name: array.shape}, map(read_untouched, [array])
 
 
 def host_arrays(

@@ -217,29 +217,20 @@ def _group_rows_backward(
 group_rows.defvjp(_group_rows_forward, _group_rows_backward)
 
 
-class GroupedShapes(NamedTuple):
-    """The matrices by which experts multiply rows on one device.
-
-    Attributes:
-        widths: Inner width and columns of each kind of matrix.
-        is_batched: Whether the products of a stage's layers are a batch of one.
-    """
-
-    widths: tuple[tuple[int, int], ...]
-    is_batched: bool
-
-
-def grouped_shapes(spec: ModelSpec, layout: Layout) -> GroupedShapes:
+def grouped_widths(spec: ModelSpec, layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return by what the experts of a model multiply on a device of a layout.
 
     Args:
         spec: A model with experts.
         layout: Where it runs.
 
+    Returns:
+        Inner width and columns of each kind of matrix.
+
     >>> from jaxrl_llm.models.moe.spec import MoeSpec
     >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> spec = tiny_spec(hidden_size=8, moe=MoeSpec(experts=4, experts_per_token=2, ff_width=6))
-    >>> grouped_shapes(spec, Layout(make_mesh({}, jax.devices()[:1]))).widths
+    >>> grouped_widths(spec, Layout(make_mesh({}, jax.devices()[:1])))
     ((8, 6), (6, 8))
     """
     assert spec.moe is not None, "expected a model with experts"
@@ -252,7 +243,7 @@ def grouped_shapes(spec: ModelSpec, layout: Layout) -> GroupedShapes:
             widths += [(embed, rank), (rank, width)]
         if "expert_down" in targets:
             widths += [(width, rank), (rank, embed)]
-    return GroupedShapes(tuple(dict.fromkeys(widths)), layout.stages > 1)
+    return tuple(dict.fromkeys(widths))
 
 
 def grouped_objection(dtype: DTypeLike, device: DeviceInfo) -> str | None:
@@ -268,7 +259,13 @@ def grouped_objection(dtype: DTypeLike, device: DeviceInfo) -> str | None:
     return None
 
 
-def grouped_difference(kernels: GroupedKernels, shapes: GroupedShapes, dtype: DTypeLike) -> float:
+def grouped_difference(
+    kernels: GroupedKernels,
+    widths: Sequence[tuple[int, int]],
+    dtype: DTypeLike,
+    *,
+    is_batched: bool,
+) -> float:
     r"""Return how far kernels are off on a few groups of random rows, forward and backward.
 
     Groups have no row, one, or several tiles of them; rows of zeros come after the last one. The
@@ -278,15 +275,16 @@ def grouped_difference(kernels: GroupedKernels, shapes: GroupedShapes, dtype: DT
 
     Args:
         kernels: What is tried.
-        shapes: Sizes of the matrices to try them with.
+        widths: Inner width and columns of the matrices to try them with.
         dtype: Of the rows; XLA gets the same numbers in float32.
+        is_batched: Whether products are a batch of one, as those of the layers of a stage.
 
-    >>> grouped_difference(BLOCKED, GroupedShapes(((4, 6),), is_batched=False), "float32")
+    >>> grouped_difference(BLOCKED, [(4, 6)], "float32", is_batched=False)
     0.0
     """
     return max(
-        _furthest(kernels, widths, rows, after, dtype, is_batched=shapes.is_batched)
-        for widths in shapes.widths
+        _furthest(kernels, own, rows, after, dtype, is_batched=is_batched)
+        for own in widths
         for rows, after in TRIED
     )
 
@@ -388,7 +386,9 @@ def choose_grouped_kernels(
         choice = try_kernel(
             "triton",
             load,
-            lambda kernels: grouped_difference(kernels, grouped_shapes(spec, layout), dtype),
+            lambda kernels: grouped_difference(
+                kernels, grouped_widths(spec, layout), dtype, is_batched=layout.stages > 1
+            ),
             Trial(TOLERANCE, "the kernels", "their results", "a row's"),
             untried=None if device.is_here else untried,
         )

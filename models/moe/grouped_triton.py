@@ -22,21 +22,9 @@ LEAST_WIDTH = 16
 """Of rows and columns: vectors of 16 numbers are what a tensor core takes."""
 
 
-class Tiles(NamedTuple):
-    """Tiles of consecutive rows, none of which has rows of two groups.
-
-    Attributes:
-        group: The group of each tile; E for the rows after the last group.
-        start: Its first row.
-        stop: The row after the group's last; at most `start` where there is no such tile.
-    """
-
-    group: Int[Array, " tiles"]
-    start: Int[Array, " tiles"]
-    stop: Int[Array, " tiles"]
-
-
-def cut_tiles(sizes: Int[Array, " E"], rows: int, tile: int) -> Tiles:
+def cut_tiles(
+    sizes: Int[Array, " E"], rows: int, tile: int
+) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, " tiles"]]:
     """Cut each group into tiles of rows, the last of which may be shorter.
 
     Args:
@@ -44,8 +32,12 @@ def cut_tiles(sizes: Int[Array, " E"], rows: int, tile: int) -> Tiles:
         rows: Their sum, or more: what comes after the last group is cut, too.
         tile: Rows of a tile.
 
-    >>> tiles = cut_tiles(jnp.array([3, 0, 1]), 5, 2)
-    >>> tiles.group.tolist(), tiles.start.tolist()
+    Returns:
+        The group of each tile, E for the rows after the last group; its first row; and the row
+        after the group's last, at most the first where there is no such tile.
+
+    >>> group, start, _ = cut_tiles(jnp.array([3, 0, 1]), 5, 2)
+    >>> group.tolist(), start.tolist()
     ([0, 0, 2, 3, 3, 3], [0, 2, 3, 4, 6, 8])
     """
     sizes = sizes.astype(jnp.int32)
@@ -56,7 +48,7 @@ def cut_tiles(sizes: Int[Array, " E"], rows: int, tile: int) -> Tiles:
     group = jnp.repeat(jnp.arange(groups, dtype=jnp.int32), needed, total_repeat_length=most)
     stop = jnp.cumsum(sizes)
     number = jnp.arange(most, dtype=jnp.int32) - (jnp.cumsum(needed) - needed)[group]
-    return Tiles(group, (stop - sizes)[group] + number * tile, stop[group])
+    return group, (stop - sizes)[group] + number * tile, stop[group]
 
 
 def multiply_groups(
@@ -95,7 +87,7 @@ def multiply_groups(
     run = pl.pallas_call(
         functools.partial(_multiply, size=size),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        grid=(pl.cdiv(columns, size.columns), len(tiles.group)),
+        grid=(pl.cdiv(columns, size.columns), len(tiles[0])),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="multiply_groups",

@@ -264,7 +264,7 @@ def expert_parallel_mixture(
         weights: `router`, perhaps `router_bias`; `expert_gate`, `expert_up` [E D F] and
             `expert_down` [E F D], perhaps with biases and low-rank factors.
         choose: `(weights, tokens, routes) -> Routing`.
-        experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `moe.dispatch.dispatch`.
+        experts: `(weights, rows [M D], sizes [E]) -> [M D]`, as for `dispatch`.
         layout: The mesh.
         routes: Experts that `choose` is to take, split as the tokens; None: it chooses.
 

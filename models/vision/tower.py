@@ -45,7 +45,7 @@ def tower_heads_on(spec: VisionSpec, layout: Layout) -> Heads | str:
     if spec.heads % parts:
         return f"{spec.heads} heads can't be split over {parts} devices"
     heads = spec.heads // parts
-    return Heads(heads, heads, spec.head_dim, WHOLE_FRAMES)
+    return Heads(heads, heads, spec.head_dim, (WHOLE_FRAMES,))
 
 
 _ANY = FrameBounds()
@@ -97,10 +97,10 @@ def encode(
     x = tower.constrain(tower.embed(rows))
     by = None if spec.kind == "siglip" else _rotation(spec, rows.places)
     deep = []
-    for run in _runs(spec):
-        x = tower.run_blocks(run, x, by, rows, bounds)
-        if run.last in spec.deep_layers:
-            number = spec.deep_layers.index(run.last)
+    for blocks, windowed in _runs(spec):
+        x = tower.run_blocks(blocks, x, by, rows, bounds, windowed=windowed)
+        if blocks[-1] in spec.deep_layers:
+            number = spec.deep_layers.index(blocks[-1])
             deep.append(tower.merge(tower.weights(MERGERS, number), "deep", x))
     merge = tower.pool if spec.kind == "siglip" else functools.partial(tower.merge, name="merger")
     features = merge(tower.weights(None), x=x)
@@ -110,22 +110,17 @@ def encode(
     )
 
 
-class _Run(NamedTuple):
-    """Blocks after each other that are computed by one loop."""
+def _runs(spec: VisionSpec) -> Iterator[tuple[range, bool]]:
+    """Yield blocks after each other that are computed by one loop, and whether they have windows.
 
-    first: int
-    last: int
-    windowed: bool
-
-
-def _runs(spec: VisionSpec) -> Iterator[_Run]:
-    """Cut the blocks where windows begin or end, and after those whose output is a feature."""
+    They are cut where windows begin or end, and after blocks whose output is a feature.
+    """
     windowed = [spec.window is not None and i not in spec.full_layers for i in range(spec.layers)]
     first = 0
     for last in range(spec.layers):
         ends = last + 1 == spec.layers or windowed[last] != windowed[last + 1]
         if ends or last in spec.deep_layers:
-            yield _Run(first, last, windowed[last])
+            yield range(first, last + 1), windowed[last]
             first = last + 1
 
 
@@ -184,21 +179,23 @@ class _Tower(NamedTuple):
 
     def run_blocks(
         self,
-        run: _Run,
+        blocks: range,
         x: Float[Array, "R P D"],
         by: Rotation | None,
         rows: PatchRows,
         bounds: FrameBounds,
+        *,
+        windowed: bool,
     ) -> Float[Array, "R P D"]:
-        segments = rows.windows if run.windowed else rows.frames
-        mix = functools.partial(self._attention(bounds, windowed=run.windowed), segments=segments)
+        segments = rows.windows if windowed else rows.frames
+        mix = functools.partial(self._attention(bounds, windowed=windowed), segments=segments)
 
         def body(x: Array, number: Array) -> tuple[Array, None]:
             weights = self.weights(BLOCKS, number)
             return self.constrain(_block(weights, self.spec, x, by, mix)), None
 
         body = rematerialize(body, self.remat, looks_up=True)
-        return jax.lax.scan(body, x, jnp.arange(run.first, run.last + 1))[0]
+        return jax.lax.scan(body, x, jnp.arange(blocks.start, blocks.stop))[0]
 
     def _attention(self, bounds: FrameBounds, *, windowed: bool) -> Callable[..., Array]:
         """Return what mixes the patches of segments: windows, or whole frames."""

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.rollout.native.model_runner import ModelRunner
+from jaxrl_llm.rollout.native.engine import ModelRunner
 from tests.guarded import NATIVE, RUN
 
 pytestmark = pytest.mark.guards(*RUN, *NATIVE)

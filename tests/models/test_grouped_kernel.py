@@ -15,14 +15,13 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.models.kernels import DeviceInfo, GroupedKernels
 from jaxrl_llm.models.model import model_of
-from jaxrl_llm.models.moe import grouped_triton
+from jaxrl_llm.models.moe import grouped, grouped_triton
 from jaxrl_llm.models.moe.grouped import (
     BLOCKED,
-    GroupedShapes,
     choose_grouped_kernels,
     grouped_difference,
     grouped_objection,
-    grouped_shapes,
+    grouped_widths,
 )
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -89,10 +88,15 @@ def test_what_speaks_against_the_kernels(dtype, device, expected):
 )
 def test_kernels_are_tried_with_the_matrices_of_a_device(sizes, more, expected):
     lora = LoraSpec(rank=4, alpha=8.0, targets=more) if more else None
-    shapes = grouped_shapes(dataclasses.replace(SPEC, lora=lora), layout_on(sizes))
-    assert set(shapes.widths) == expected
-    assert not shapes.is_batched
-    assert grouped_shapes(SPEC, layout_on({"stage": 2})).is_batched
+    widths = grouped_widths(dataclasses.replace(SPEC, lora=lora), layout_on(sizes))
+    assert set(widths) == expected
+
+
+@pytest.mark.parametrize(("axis", "name"), [("stage", "xla"), ("data", "triton")])
+def test_kernels_are_tried_on_a_batch_where_there_are_stages(monkeypatch, axis, name):
+    difference = lambda *_, is_batched: float(is_batched)  # noqa: E731
+    monkeypatch.setattr(grouped, "grouped_difference", difference)
+    assert choose("auto", sizes={axis: 2}).name == name
 
 
 def transposing(x, matrices, sizes, *, transposed, between):
@@ -161,8 +165,8 @@ def test_interpreted_kernels_agree():
         functools.partial(grouped_triton.multiply_groups, interpret=True),
         functools.partial(grouped_triton.sum_outer_products, interpret=True),
     )
-    shapes = GroupedShapes(((16, 24),), is_batched=True)
-    assert 0 < grouped_difference(interpreted, shapes, "bfloat16") < 2**-8
+    off = grouped_difference(interpreted, [(16, 24)], "bfloat16", is_batched=True)
+    assert 0 < off < 2**-8
 
 
 def test_a_run_says_once_what_multiplies_and_refuses_what_can_not(undecided, caplog):

@@ -18,9 +18,8 @@ import safetensors.numpy
 
 from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.convert import from_hf, to_hf
-from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.hf.save import COMPANION_FILES, save_params
+from jaxrl_llm.models.hf.load import from_hf, load_params
+from jaxrl_llm.models.hf.save import COMPANION_FILES, save_params, to_hf
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import shardings
 

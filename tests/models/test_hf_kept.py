@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.hf.config import make_config, read_spec
-from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.config import FAMILIES, make_config, read_spec
 from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params, log_untouched
 from jaxrl_llm.models.hf.save import find_kept, save_arrays, save_params

@@ -18,10 +18,16 @@ from safetensors.numpy import load_file, save_file
 from jaxrl_llm.models.arrays import NORMAL, ArrayDecl, HfPart
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.hf.convert import from_hf, hf_entries, join_parts, part_from_hf, to_hf
 from jaxrl_llm.models.hf.fp8 import blocked_host_arrays, is_blocked, quantize_blocks
-from jaxrl_llm.models.hf.load import load_arrays, load_params
-from jaxrl_llm.models.hf.save import host_arrays, joined, save_arrays, save_params
+from jaxrl_llm.models.hf.load import from_hf, hf_entries, load_arrays, load_params, part_from_hf
+from jaxrl_llm.models.hf.save import (
+    host_arrays,
+    join_parts,
+    joined,
+    save_arrays,
+    save_params,
+    to_hf,
+)
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.vllm.engine import WeightBuffer

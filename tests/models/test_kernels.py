@@ -69,14 +69,14 @@ def test_sizes_and_starts_equal_a_loop():
     rows = [rng.multinomial(14, np.ones(n) / n).tolist() for n in (1, 2, 5, 9)] + ROWS
     ids = packed(rows)
     ids[1] = np.roll(ids[1], 2)  # padding may stand anywhere
-    segments = find_segments(jnp.array(ids), 9)
+    sizes_of, starts_of, _ = find_segments(jnp.array(ids), 9)
     for r, row in enumerate(ids):
         starts = [i for i in range(16) if row[i] and (i == 0 or row[i] != row[i - 1])]
         sizes = [int((row == row[i]).sum()) for i in starts]
         none = 9 - len(starts)
-        assert segments.starts[r].tolist() == starts + [-1] * (none + 1)
-        assert segments.sizes[r].tolist() == sizes + [-1] * none
-    assert segments.starts.dtype == segments.sizes.dtype == jnp.int32
+        assert starts_of[r].tolist() == starts + [-1] * (none + 1)
+        assert sizes_of[r].tolist() == sizes + [-1] * none
+    assert starts_of.dtype == sizes_of.dtype == jnp.int32
     assert MOST_SEGMENTS == MAX_SEQUENCES_PER_ROW
 
 
@@ -136,7 +136,7 @@ def test_too_many_segments_are_never_silently_wrong(monkeypatch):
     assert lost.tolist() == [False] * MOST_SEGMENTS + [True] * 2
 
 
-PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
+PLAIN_HEADS = Heads(16, 8, 128, (PLAIN,))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ PLAIN_HEADS = Heads(16, 8, 128, PLAIN)
         (PLAIN_HEADS, "float32", HOPPER, "dtype is float32"),
         (PLAIN_HEADS._replace(width=100), "bfloat16", HOPPER, "100 wide"),
         (PLAIN_HEADS._replace(width=264), "bfloat16", HOPPER, "264 wide"),
-        (PLAIN_HEADS._replace(options=Attending(window=64)), "bfloat16", HOPPER, "window of 64"),
+        (PLAIN_HEADS._replace(options=(Attending(window=64),)), "bfloat16", HOPPER, "window of 64"),
         (
-            PLAIN_HEADS._replace(options=Attending(softcap=50.0)),
+            PLAIN_HEADS._replace(options=(Attending(softcap=50.0),)),
             "bfloat16",
             HOPPER,
             "soft-cap of 50",

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.attention import Attending, Pages
+from jaxrl_llm.models.attention import Attending, LayerCache
 from jaxrl_llm.models.paged_attention import attend_gathered, attend_in_turn
 from jaxrl_llm.models.paged_triton import Blocks, attend_pages, choose_blocks
 from tests.guarded import NATIVE
@@ -28,7 +28,7 @@ def drawn(
     positions=POSITIONS,
     is_int8=False,
 ):
-    """Return queries, pages and positions."""
+    """Return queries, pages, their table and positions."""
     rng = np.random.default_rng(0)
     count = len(positions) * PAGES + 1
     shapes = (len(positions), heads, width), (count, kv_heads, width, PAGE)
@@ -45,8 +45,8 @@ def drawn(
     table = rng.permutation(count)[:-1].reshape(len(positions), PAGES).astype(np.int32)
     for row, position in zip(table, positions, strict=True):
         row[position // PAGE + 1 :] = count  # no page
-    pages = Pages(keys, values, jnp.array(table), *scales)
-    return q, pages, jnp.array(positions, jnp.int32)
+    pages = LayerCache(keys, values, *scales)
+    return q, pages, jnp.array(table), jnp.array(positions, jnp.int32)
 
 
 def in_int8(x, axis, first, dtype):
@@ -62,9 +62,9 @@ def in_int8(x, axis, first, dtype):
     return jnp.asarray(numbers, jnp.int8), jnp.asarray(np.concatenate(scales, axis), dtype)
 
 
-def looped(q, pages, positions, options, value_width):
+def looped(q, pages, table, positions, options, value_width):
     """Attend with one head of one row after the other in float64."""
-    keys, values, table = pages[:3]
+    keys, values = pages[:2]
     out = np.zeros((*q.shape[:2], value_width or values.shape[3]))
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
     q, keys, table = np.asarray(q, float), np.asarray(keys, float), np.asarray(table)
@@ -103,7 +103,7 @@ def check(given, options=FULL, *, value_width=None, blocks=None):
     expected = looped(*given, options, value_width)
     bound = ROUNDING[dtype.name]
     np.testing.assert_allclose(got, expected, atol=bound, rtol=bound)
-    real = np.asarray(given[2]) >= 0
+    real = np.asarray(given[3]) >= 0
     for gather in (attend_gathered, attend_in_turn):
         gathered = gather(*given, options, value_width=value_width).astype(jnp.float32)
         np.testing.assert_allclose(got[real], np.asarray(gathered)[real], atol=bound, rtol=bound)
@@ -142,24 +142,24 @@ def test_keys_that_are_values(width, is_int8):
 
 def test_nothing_is_read_of_other_sequences():
     """Who else lies in the pool cannot change a result, not even by NaN."""
-    q, (keys, values, table, *_), positions = drawn(2, 1, 16)
+    q, (keys, values, *_), table, positions = drawn(2, 1, 16)
     own = np.unique(np.asarray(table[:2]))
     others = np.setdiff1d(np.arange(len(keys)), own)
-    pages = Pages(keys, values, table)
-    expected = attend_pages(q, pages, positions, blocks=SPLIT, interpret=True)
-    pages = Pages(keys.at[others].set(jnp.nan), values.at[others].set(jnp.nan), table)
-    got = attend_pages(q, pages, positions, blocks=SPLIT, interpret=True)
+    pages = LayerCache(keys, values)
+    expected = attend_pages(q, pages, table, positions, blocks=SPLIT, interpret=True)
+    pages = LayerCache(keys.at[others].set(jnp.nan), values.at[others].set(jnp.nan))
+    got = attend_pages(q, pages, table, positions, blocks=SPLIT, interpret=True)
     np.testing.assert_array_equal(got[:2], expected[:2])
 
 
 def test_what_cannot_be_read_is_refused():
-    q, (keys, values, table, *_), positions = drawn(2, 1, 16)
+    q, (keys, values, *_), table, positions = drawn(2, 1, 16)
     with pytest.raises(ValueError, match="a power of two of tokens, got 12"):
-        pages = Pages(keys[..., :12], values[:, :, :12], table)
-        attend_pages(q, pages, positions, interpret=True)
+        pages = LayerCache(keys[..., :12], values[:, :, :12])
+        attend_pages(q, pages, table, positions, interpret=True)
     with pytest.raises(ValueError, match="a multiple of 16, got 8"):
-        pages = Pages(keys[:, :, :8], values[..., :8], table)
-        attend_pages(q[..., :8], pages, positions, interpret=True)
+        pages = LayerCache(keys[:, :, :8], values[..., :8])
+        attend_pages(q[..., :8], pages, table, positions, interpret=True)
 
 
 @pytest.mark.parametrize("pages", [1, 2, 7, 128, 2048])

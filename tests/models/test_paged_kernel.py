@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.models.attention import Attending
-from jaxrl_llm.models.kernels import DeviceInfo
+from jaxrl_llm.models.kernels import DeviceInfo, Heads
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.paged_attention import (
-    PagedHeads,
     attend_gathered,
     choose_paged_kernel,
     paged_difference,
@@ -41,7 +40,7 @@ def test_a_kernel_that_agrees_is_taken():
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 def test_the_kernel_agrees_where_it_can_be_interpreted(is_int8):
-    heads = PagedHeads(4, 2, 16, None, (Attending(softcap=3.0, window=20),), is_int8)
+    heads = Heads(4, 2, 16, (Attending(softcap=3.0, window=20),), is_int8=is_int8)
     kernel = functools.partial(attend_pages, interpret=True)
     assert paged_difference(kernel, heads, "float32") < 1e-5
 
@@ -49,8 +48,8 @@ def test_the_kernel_agrees_where_it_can_be_interpreted(is_int8):
 def test_sinks_are_tried():
     """A kernel that knows of none is found out, where a model has them."""
 
-    def without(q, pages, positions, options, **more):
-        return attend_gathered(q, pages, positions, options._replace(sinks=None), **more)
+    def without(q, pages, table, positions, options, **more):
+        return attend_gathered(q, pages, table, positions, options._replace(sinks=None), **more)
 
     heads = paged_heads(tiny_spec(heads=4, head_dim=32, attention_sinks=True), on())
     assert hash(heads) == hash(heads._replace())  # decisions are kept by it
@@ -67,7 +66,7 @@ def test_scales_are_tried_with_int8(latent):
         pages = pages._replace(key_scales=ones[0], value_scales=ones[1])
         return attend_gathered(q, pages, *arguments, **options)
 
-    heads = PagedHeads(4, 1, 32, latent, (Attending(),))
+    heads = Heads(4, 1, 32, (Attending(),), latent=latent)
     assert paged_difference(unscaled, heads, "float32") == 0
     assert paged_difference(unscaled, heads._replace(is_int8=True), "float32") > 0.5
     assert paged_difference(attend_gathered, heads._replace(is_int8=True), "float32") == 0
@@ -105,7 +104,7 @@ def test_a_latent_is_shared_by_all_devices():
     latent = LatentSpec(query_rank=None, kv_rank=32, nope_width=8, rope_width=16, value_width=8)
     spec = tiny_spec(heads=4, kv_heads=4, head_dim=24, qk_norm=False, latent=latent)
     heads = paged_heads(spec, on(2, tensor=2))
-    assert heads[:4] == (2, 1, 48, 32)
+    assert (*heads[:3], heads.latent) == (2, 1, 48, 32)
 
 
 def test_a_layer_of_each_kind_is_tried():

@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from jaxrl_llm.models.hf import family as family_module
-from jaxrl_llm.models.hf import keys
 from jaxrl_llm.models.hf.config import read_spec
 
 SIZES = {
@@ -134,28 +133,28 @@ def test_a_key_that_a_newer_transformers_reads_is_refused(tmp_path, monkeypatch)
     sources.mkdir(parents=True)
     (sources / "modeling_llama.py").write_text("scale = config.secret_scale * 2")
     monkeypatch.setattr(
-        keys.importlib.util,
+        family_module.importlib.util,
         "find_spec",
         lambda name: type("Package", (), {"submodule_search_locations": [sources.parents[1]]}),
     )
-    keys._words.cache_clear()
+    family_module._words.cache_clear()
     try:
         read_spec(written(tmp_path, "llama", secret_shift=2.0))
         with pytest.raises(ValueError, match=r"'secret_scale': 2\.0\}: not supported in a Llama"):
             read_spec(written(tmp_path, "llama", secret_scale=2.0))
     finally:
-        keys._words.cache_clear()
+        family_module._words.cache_clear()
 
 
 def test_an_unknown_key_of_a_family_that_transformers_lacks_is_refused(tmp_path, monkeypatch):
     nothing = type("Package", (), {"submodule_search_locations": [tmp_path]})
-    monkeypatch.setattr(keys.importlib.util, "find_spec", lambda name: nothing)
-    keys._words.cache_clear()
+    monkeypatch.setattr(family_module.importlib.util, "find_spec", lambda name: nothing)
+    family_module._words.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"'secret_shift'.*has no 'llama'"):
             read_spec(written(tmp_path, "llama", secret_shift=2.0))
     finally:
-        keys._words.cache_clear()
+        family_module._words.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_sources_are_read_without_importing_transformers():
     import sys
 
     code = (
-        "import sys; from jaxrl_llm.models.hf.keys import without_effect; "
+        "import sys; from jaxrl_llm.models.hf.family import without_effect; "
         "assert without_effect('llama', {'a_key_of_mine': 1}); "
         "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
     )

@@ -72,10 +72,9 @@ def test_frequencies_and_attention_factors_equal(width, rope):
         hidden_size=width, num_attention_heads=1, max_position_embeddings=1000, rope_parameters=rope
     )
     theirs, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    ropes = read_ropes(
+    theta, scaling, _ = read_ropes(
         {"rope_parameters": rope, "max_position_embeddings": 1000}, theta=None, local_theta=None
     )
-    theta, scaling = ropes.rope_theta, ropes.rope_scaling
     plain = np.float32(theta) ** (-np.arange(0, width, 2, dtype=np.float32) / width)
     assert scaling is not None
     ours, our_factor = scaling.apply(plain, theta=theta)

@@ -22,9 +22,14 @@ from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.native.decode import DecodeState, decode, gather_pages, make_pool
-from jaxrl_llm.rollout.native.page_pool import StateSlots
-from jaxrl_llm.rollout.native.programs import PrefillChunk, prefill
+from jaxrl_llm.rollout.native.programs import (
+    DecodeState,
+    PrefillChunk,
+    decode,
+    gather_pages,
+    make_pool,
+    prefill,
+)
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from tests.parity.reference import (
     assert_near,
@@ -319,7 +324,7 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
     table = jnp.arange(2 * count).reshape(count, 2)
     pool = make_pool(model_of(spec), 1, 2 * count, size, slots=count, dtype=dtype)
     none, off, own = jnp.zeros(count, jnp.int32), jnp.zeros(count), jnp.arange(count)
-    slots = StateSlots(own, own) if pool.states else None
+    slots = (own, own) if pool.states else None
     chunk = PrefillChunk(table, prompts, none, lengths, table, slots)
     pool = prefill(params, model_of(spec), pool, chunk)
     rows = DecodeState(

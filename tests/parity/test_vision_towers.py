@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm.models.hf.convert import from_hf
+from jaxrl_llm.models.hf.load import from_hf
 from jaxrl_llm.models.inputs import FrameBounds, Visual, frame_bounds, patch_rows
 from jaxrl_llm.models.vision.parameters import declare_vision
 from jaxrl_llm.models.vision.spec import VisionSpec

@@ -15,7 +15,7 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.hf.vision import CLIP, HALF
+from jaxrl_llm.models.hf.family import CLIP, HALF
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter

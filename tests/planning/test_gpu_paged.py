@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.models.attention import Attending, Pages
+from jaxrl_llm.models.attention import Attending, LayerCache
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.planning.program import parse_program
@@ -70,18 +70,18 @@ def compile_kernel(q, keys, values, dtype, options, value_width=None, *, is_int8
     def shape(sizes, dtype=dtype):
         return sizes and jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.sharding())
 
-    def run(q, pages, positions):
-        return attend_pages(q, pages, positions, options, value_width=value_width)
+    def run(q, pages, table, positions):
+        return attend_pages(q, pages, table, positions, options, value_width=value_width)
 
     of_pages, table = jnp.int8 if is_int8 else dtype, shape((q[0], 128), jnp.int32)
-    pages = Pages(shape(keys, of_pages), shape(values, of_pages), table)
+    pages = LayerCache(shape(keys, of_pages), shape(values, of_pages))
     if is_int8:
         pages = pages._replace(
             key_scales=shape((*keys[:2], 1 if values else 2, keys[3])),
             value_scales=values and shape((*values[:3], 1)),
         )
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):  # Pallas asks it for the GPU
-        lowered = jax.jit(run).lower(shape(q), pages, shape(q[:1], jnp.int32))
+        lowered = jax.jit(run).lower(shape(q), pages, table, shape(q[:1], jnp.int32))
     text = lowered.compile(compiler_options=NO_SPILLS).as_text()
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.config import FAMILIES, make_config
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped_triton import TRITON
 from jaxrl_llm.models.paged_triton import attend_pages

@@ -28,7 +28,7 @@ from jaxrl_llm.planning.report import advise, scale_scratch
 from jaxrl_llm.planning.steps import GPUS, analyze_step, memory_by_phase, workload
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.sizes import PAGE
+from jaxrl_llm.rollout.native.page_pool import PAGE
 from jaxrl_llm.sharding.layout import make_mesh
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.compile import (

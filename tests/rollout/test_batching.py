@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.engine import Request, SamplingParams
-from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.native import page_pool
 
 
 def prompt(length, seed=0):
@@ -78,7 +78,7 @@ def variant(build, params, small_cache):
             options, constants = variants[name]
             with pytest.MonkeyPatch.context() as patch:
                 for constant, value in constants.items():
-                    patch.setattr(sizes, constant, value)
+                    patch.setattr(page_pool, constant, value)
                 made[name] = build(**options)
             made[name].load(params, version=0)
         return made[name]

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.native import page_pool, scheduler
-from jaxrl_llm.rollout.native.decode import DecodeOutput
+from jaxrl_llm.rollout.native.programs import DecodeOutput
 from jaxrl_llm.rollout.native.scheduler import SequenceState
 
 FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler)}

@@ -16,11 +16,10 @@ from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.vision.tower import encode, placeholders, rotary_positions
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, EngineError, Request, SamplingParams, Stop
-from jaxrl_llm.rollout.native import sizes
-from jaxrl_llm.rollout.native.decode import DecodeState
+from jaxrl_llm.rollout.native import page_pool
+from jaxrl_llm.rollout.native.engine import FeatureSlots
 from jaxrl_llm.rollout.native.images import read_prompt
-from jaxrl_llm.rollout.native.model_runner import FeatureSlots
-from jaxrl_llm.rollout.native.programs import PrefillChunk
+from jaxrl_llm.rollout.native.programs import DecodeState, PrefillChunk
 from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
 from tests.decoders import PackedTokens, forward_rows
 from tests.guarded import MODEL, NATIVE
@@ -96,10 +95,10 @@ def build_small(build):
 
     def make(*args, **options):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sizes, "PREFILL_LENGTHS", (8,))
-            patch.setattr(sizes, "PREFILL_TOKENS", (32,))
-            patch.setattr(sizes, "PATCH_LENGTHS", (64,))
-            patch.setattr(sizes, "SHORT_FRAME", 16)
+            patch.setattr(page_pool, "PREFILL_LENGTHS", (8,))
+            patch.setattr(page_pool, "PREFILL_TOKENS", (32,))
+            patch.setattr(page_pool, "PATCH_LENGTHS", (64,))
+            patch.setattr(page_pool, "SHORT_FRAME", 16)
             return build(*args, **options)
 
     return make
@@ -423,15 +422,15 @@ def test_images_whose_tokens_attend_to_each_other(build_small, draw_params):
 def test_features_have_room(build, gb, tokens):
     engine = build(model=SPECS["deep"], cache_gb=gb)
     engine.close()
-    sizes = engine.programs.sizes
-    assert sizes.visual_tokens == tokens
+    page_pool = engine.programs.sizes
+    assert page_pool.visual_tokens == tokens
     assert engine.programs.feature_bytes() == 16 * 3 * 4
     keys = [key for key in engine.programs._keys(4) if key[0] in ("features", "encode")]
     assert keys == [("features",), ("encode", PATCHES, PATCHES)]
     held = jax.tree.leaves(engine.shapes()[1][-1])
     assert sum(x.size * x.dtype.itemsize for x in held) == tokens * 16 * 3 * 4
     if gb is not None:
-        pages = 2 * sizes.pages * engine.programs.page_bytes()
+        pages = 2 * page_pool.pages * engine.programs.page_bytes()
         assert pages + tokens * 16 * 3 * 4 <= gb * 1e9
         with pytest.raises(ValueError, match=r"0.00768 MB of features of images"):
             build(model=SPECS["deep"], cache_gb=1e-6)

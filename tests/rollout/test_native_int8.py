@@ -16,9 +16,9 @@ from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
-from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.native import page_pool
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.sizes import PAGE
+from jaxrl_llm.rollout.native.page_pool import PAGE
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, NATIVE
@@ -79,7 +79,7 @@ def engine_of(spec, patched, *, devices=1, axes=None, dtype="float32", kernel=No
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in patched.items():
-            patch.setattr(sizes, name, value)
+            patch.setattr(page_pool, name, value)
         engine = NativeEngine(model_of(spec), settings, layout=layout, steps=7, kernel=kernel)
     engine.load(drawn(spec), version=0)
     return engine

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.rollout.engine import Request, SamplingParams, Stop
-from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.native import page_pool
 from tests.guarded import MODEL, NATIVE
 from tests.waiting import wait_until
 
@@ -32,8 +32,8 @@ def engines(build, weights):
     def get(name):
         if name not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sizes, "PREFILL_LENGTHS", (16,))
-                patch.setattr(sizes, "PREFILL_TOKENS", (64,))
+                patch.setattr(page_pool, "PREFILL_LENGTHS", (16,))
+                patch.setattr(page_pool, "PREFILL_TOKENS", (64,))
                 options = {"steps": 5}
                 if name == "in place":
                     options = {"steps": 4, "kernel": attend_gathered, "cache_gb": 20e3 / 1e9}

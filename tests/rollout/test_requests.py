@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS
 from jaxrl_llm.rollout.engine import EngineError, Request, SamplingParams, results_of
-from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.native import page_pool
 
 PROMPT = (4, 8, 15, 16, 23)
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"
@@ -51,7 +51,7 @@ TOKENIZER = Letters()
 def texts(build, params):
     """An engine of few steps whose tokens are letters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "PREFILL_LENGTHS", (32,))  # compile less
+        patch.setattr(page_pool, "PREFILL_LENGTHS", (32,))  # compile less
         engine = build(steps=3, tokenizer=lambda: TOKENIZER)
     engine.load(params, version=0)
     yield engine
@@ -224,18 +224,18 @@ def test_a_stop_text_is_read_after_the_prompt(texts, monkeypatch):
 
 
 def test_stop_texts_cost_each_token_a_window(texts, monkeypatch):
-    decode, sizes = Letters.decode, []
+    decode, page_pool = Letters.decode, []
 
     def counted(self, ids, **options):
-        sizes.append(len(ids))
+        page_pool.append(len(ids))
         return decode(self, ids, **options)
 
     monkeypatch.setattr(Letters, "decode", counted)
     ask(texts, 3, new=30)
-    assert sizes == []  # nothing is decoded where no text stops the answer
+    assert page_pool == []  # nothing is decoded where no text stops the answer
     ask(texts, 3, new=30, stop=("never there",))
-    assert max(sizes) <= CONTEXT_TOKENS + 2 * 3
-    assert len(sizes) <= 2 * 10 + 4  # of ten chunks
+    assert max(page_pool) <= CONTEXT_TOKENS + 2 * 3
+    assert len(page_pool) <= 2 * 10 + 4  # of ten chunks
 
 
 def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts, params, next_logits):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.engine import Request, SamplingParams, Stop
-from jaxrl_llm.rollout.native import sizes
+from jaxrl_llm.rollout.native import page_pool
 from tests.guarded import NATIVE
 
 COUNT = 300
@@ -60,8 +60,8 @@ def cramped(build, weights, model):
     gb = 2 * (7.5 * page.programs.page_bytes() + 6 * page.programs.slot_bytes()) / 1e9
     page.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "PREFILL_LENGTHS", (16,))
-        patch.setattr(sizes, "PREFILL_TOKENS", (64,))
+        patch.setattr(page_pool, "PREFILL_LENGTHS", (16,))
+        patch.setattr(page_pool, "PREFILL_TOKENS", (64,))
         engine = build(max_running_sequences=6, steps=3, cache_gb=gb, model=model)
     engine.load(weights[0], version=0)
     yield engine

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding import offload
 from jaxrl_llm.sharding.layout import make_mesh, replicated
-from jaxrl_llm.sharding.offload import MemoryUse, device_memory, to_device, to_host
+from jaxrl_llm.sharding.offload import to_device, to_host
 
 
 @pytest.fixture
@@ -71,11 +71,3 @@ def test_devices_without_host_memory_are_named(tree, monkeypatch):
     expected = r"abacus on platform 'wood' knows the memories \['beads'\], expected 'pinned_host'"
     with pytest.raises(NotImplementedError, match=expected):
         to_host(tree)
-
-
-def test_memory_is_read_from_the_devices_that_count_it():
-    stats = {"bytes_in_use": 3, "peak_bytes_in_use": 5, "bytes_limit": 8, "num_allocs": 1}
-    counts = SimpleNamespace(memory_stats=lambda: stats)
-    silent = SimpleNamespace(memory_stats=lambda: None)
-    assert device_memory([counts, silent, counts]) == [MemoryUse(3, 5, 8)] * 2
-    assert device_memory(jax.devices("cpu")) == []

@@ -26,7 +26,7 @@ from jaxrl_llm.data.visuals.pictures import (
     read_picture,
     read_size,
 )
-from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.config import FAMILIES
 from jaxrl_llm.models.hf.hub import resolve
 from jaxrl_llm.models.inputs import Visual
 from jaxrl_llm.models.vision.spec import TowerKind

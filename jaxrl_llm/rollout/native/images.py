@@ -19,7 +19,7 @@ from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import placeholders
 from jaxrl_llm.rollout.engine import EngineError, Request, images_refused
-from jaxrl_llm.rollout.native.sizes import Sizes
+from jaxrl_llm.rollout.native.page_pool import Sizes
 from jaxrl_llm.sharding.layout import Layout
 
 

@@ -16,8 +16,7 @@ from jaxtyping import Int
 from jaxrl_llm.data.token_bytes import AnswerText, Decode, decode_after
 from jaxrl_llm.rollout.engine import Completion, Request, Stop
 from jaxrl_llm.rollout.native.images import PromptVisuals
-from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable, StatePagePool
-from jaxrl_llm.rollout.native.sizes import PAGE, Sizes
+from jaxrl_llm.rollout.native.page_pool import PAGE, PagePool, PageTable, Sizes, StatePagePool
 
 
 @dataclass(eq=False)

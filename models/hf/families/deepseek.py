@@ -4,8 +4,14 @@ import math
 from typing import Any
 
 from jaxrl_llm.models.hf.families.llama import OF_HEADS
-from jaxrl_llm.models.hf.family import BALANCE_KEYS, Family, all_full, check_only, read_ropes
-from jaxrl_llm.models.hf.keys import Config
+from jaxrl_llm.models.hf.family import (
+    BALANCE_KEYS,
+    Config,
+    Family,
+    all_full,
+    check_only,
+    read_ropes,
+)
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
@@ -53,7 +59,7 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
     """
     width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     check_only(config, {"qk_head_dim": width})
-    scaling = read_ropes(config, theta=1e4, local_theta=None).rope_scaling
+    _, scaling, _ = read_ropes(config, theta=1e4, local_theta=None)
     scalar = _query_scalar(width, scaling)
     return {"head_dim": width, "query_scalar": scalar} | read_shared_width(config)
 

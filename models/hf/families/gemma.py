@@ -3,9 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxrl_llm.models.hf.family import FULL, SLIDING, Family, seeing
-from jaxrl_llm.models.hf.keys import Config
-from jaxrl_llm.models.hf.vision import SiglipForm
+from jaxrl_llm.models.hf.family import FULL, SLIDING, Config, Family, SiglipForm, seeing
 
 
 def _every_nth_is_full(config: Config) -> list[str]:

@@ -14,12 +14,12 @@ from jaxrl_llm.models.hf.families.deepseek import (
 from jaxrl_llm.models.hf.family import (
     BALANCE_KEYS,
     FRACTION_KEY,
+    Config,
     Family,
     all_full,
     check_only,
     width_per_head,
 )
-from jaxrl_llm.models.hf.keys import Config
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec

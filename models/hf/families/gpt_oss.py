@@ -3,8 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.hf.families.mistral import EXPERT_KEYS
-from jaxrl_llm.models.hf.family import BALANCE_KEYS, FULL, SLIDING, Family
-from jaxrl_llm.models.hf.keys import Config
+from jaxrl_llm.models.hf.family import BALANCE_KEYS, FULL, SLIDING, Config, Family
 from jaxrl_llm.models.moe.routing import SoftmaxRouter
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.rope import YarnScaling

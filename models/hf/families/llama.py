@@ -2,8 +2,15 @@
 
 from typing import Any
 
-from jaxrl_llm.models.hf.family import FULL, SLIDING, Family, all_alike, all_full, width_per_head
-from jaxrl_llm.models.hf.keys import Config
+from jaxrl_llm.models.hf.family import (
+    FULL,
+    SLIDING,
+    Config,
+    Family,
+    all_alike,
+    all_full,
+    width_per_head,
+)
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.models.spec import ModelSpec
 

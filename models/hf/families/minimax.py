@@ -1,8 +1,7 @@
 """MiniMax-M2, whose experts are named as Mixtral's."""
 
 from jaxrl_llm.models.hf.families.mistral import EXPERT_KEYS, EXPERT_NAMES
-from jaxrl_llm.models.hf.family import BALANCE_KEYS, FRACTION_KEY, Family, all_full
-from jaxrl_llm.models.hf.keys import Config
+from jaxrl_llm.models.hf.family import BALANCE_KEYS, FRACTION_KEY, Config, Family, all_full
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 

@@ -6,17 +6,24 @@ from typing import Any
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.family import (
     BALANCE_KEYS,
+    CLIP,
     FRACTION_KEY,
     FULL,
+    HALF,
+    IMAGE,
     LINEAR,
+    MARKS,
     SLIDING,
+    VIDEO,
+    VISION_KEY,
+    Config,
     Family,
+    TowerForm,
     all_full,
+    check_whole,
     seeing,
     width_per_head,
 )
-from jaxrl_llm.models.hf.keys import Config, check_whole
-from jaxrl_llm.models.hf.vision import CLIP, HALF, IMAGE, MARKS, VIDEO, VISION_KEY, TowerForm
 from jaxrl_llm.models.moe.routing import SoftmaxRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.spec import ModelSpec
