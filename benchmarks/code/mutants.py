@@ -49,7 +49,7 @@ CORE = {
     "jaxrl_llm/data/packing.py": 12,
     "jaxrl_llm/data/turns.py": 8,
     "jaxrl_llm/data/chat.py": 10,
-    "jaxrl_llm/training/microbatches.py": 8,
+    "jaxrl_llm/training/forward.py": 8,
     "jaxrl_llm/training/update.py": 8,
     "jaxrl_llm/training/experience.py": 8,
     "jaxrl_llm/training/buffer.py": 8,
