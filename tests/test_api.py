@@ -40,8 +40,7 @@ def test_every_name_exists_where_editors_see_it(name):
 
 
 @pytest.mark.parametrize(
-    "before",
-    ["", "import jaxrl_llm.train, jaxrl_llm.sft", "from jaxrl_llm.train import main"],
+    "before", ["", "import jaxrl_llm.train, jaxrl_llm.sft", "from jaxrl_llm.train import main"]
 )
 def test_a_program_does_not_hide_the_function_of_its_name(before):
     lines = [
@@ -71,8 +70,7 @@ PARTS_OF_LOGPROBS = {"TokenChunks"}  # for `distillation`, too
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["advantages", "correction", "kl", "logprobs", "losses", "reduce", "shaping", "values"],
+    "kind", ["advantages", "correction", "kl", "logprobs", "losses", "reduce", "shaping", "values"]
 )
 def test_every_algorithm_is_exported(kind):
     module = importlib.import_module(f"jaxrl_llm.algorithms.{kind}")

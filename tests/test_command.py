@@ -56,8 +56,7 @@ def test_a_programs_errors_and_status_are_its_own(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [(["tran"], "no program 'tran'; did you mean 'train'?"), ([], "PROGRAM")],
+    ("words", "message"), [(["tran"], "no program 'tran'; did you mean 'train'?"), ([], "PROGRAM")]
 )
 def test_what_is_no_program_is_an_error(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:

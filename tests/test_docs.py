@@ -713,12 +713,7 @@ def test_every_documented_metric_exists(written):
     everything = written | diagnostics() | ages() | chains() | unscored() | seeing()
     everything |= set(GATEWAY_METRICS)  # of runs whose episodes programs lead
     nowhere = [n for n, p in documented().items() if not any(p.fullmatch(m) for m in everything)]
-    files = (
-        "monitoring/clock",
-        "training/loop",
-        "training/offline",
-        "monitoring/job_context",
-    )
+    files = ("monitoring/clock", "training/loop", "training/offline", "monitoring/job_context")
     files += ("training/buffer", "training/trainer", "training/teachers")
     files += ("training/experience", "training/update")
     source = "".join(read(f"jaxrl_llm/{name}.py") for name in files)

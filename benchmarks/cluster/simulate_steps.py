@@ -303,10 +303,7 @@ def simulate_window(lengths: np.ndarray, settings: WindowSettings) -> list[Windo
             )
             for part in own:
                 run = run_engine(
-                    requests.of(part),
-                    needed=len(part),
-                    until=seconds + settings.overlap,
-                    **fixed,
+                    requests.of(part), needed=len(part), until=seconds + settings.overlap, **fixed
                 )
                 drawn[rows[part]] += run.drawn
             reread = int(before.sum())

@@ -223,10 +223,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from benchmarks.gpu.tables import page, summary  # which import jax, and that may be missing
 
     absent = [text for text in peers["missing"] if not text.startswith("flash_attn")]
-    results: Row = {
-        **describe_run("benchmarks.gpu", words, needed, peers),
-        "rows": [],
-    }
+    results: Row = {**describe_run("benchmarks.gpu", words, needed, peers), "rows": []}
     options.out.mkdir(parents=True, exist_ok=True)
     sizes, has_flash = shapes.SMALL if options.small else shapes.FULL, len(peers["missing"]) == 0
     if options.bandwidth:

@@ -191,9 +191,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.trl_python:
         check_python(args.trl_python, "trl")
     recipe = prepare(args.recipe, work)
-    systems: dict[str, tuple[str, str, str]] = {
-        "ours": (sys.executable, "learn_ours.py", "native"),
-    }
+    systems: dict[str, tuple[str, str, str]] = {"ours": (sys.executable, "learn_ours.py", "native")}
     if args.trl_python:
         systems["TRL"] = (args.trl_python, "learn_trl.py", "transformers")
     if args.vllm:

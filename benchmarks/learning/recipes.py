@@ -79,12 +79,7 @@ def arguments(
     """
     parser = parser_of(about)
     parser.add_argument(
-        flags[0],
-        dest="recipes",
-        nargs="+",
-        choices=everything,
-        default=everything,
-        metavar="NAME",
+        flags[0], dest="recipes", nargs="+", choices=everything, default=everything, metavar="NAME"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
     add_folders(parser, out, work, flags[1])

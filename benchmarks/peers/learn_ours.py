@@ -30,11 +30,7 @@ from jaxrl_llm.monitoring.writer import quiet_libraries
 def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the recipe's keys that the two systems are to have alike."""
     rows = [
-        {
-            "prompt": prompt,
-            "data_source": "task",
-            "reward_model": {"ground_truth": answer},
-        }
+        {"prompt": prompt, "data_source": "task", "reward_model": {"ground_truth": answer}}
         for prompt, answer in job["rows"]
     ]
     data = folder / "prompts.jsonl"

@@ -97,11 +97,7 @@ def settings(job: dict[str, Any], folder: Path) -> TrainConfig:
         "run_dir": str(folder / "run"),
         "steps": len(job["prompts"]),
         "model": {"path": job["model"]},
-        "data": {
-            "train": str(data),
-            "shuffle": False,
-            "max_prompt_tokens": job["longest_prompt"],
-        },
+        "data": {"train": str(data), "shuffle": False, "max_prompt_tokens": job["longest_prompt"]},
         "rollout": {
             "samples_per_prompt": job["samples"],
             "max_new_tokens": job["max_new_tokens"],

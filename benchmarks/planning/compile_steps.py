@@ -34,10 +34,7 @@ def compile_steps(order: dict) -> None:
     from jaxrl_llm.training.compile import plan_shapes
 
     devices = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        target_config=order["target"],
-        topology=order["topology"],
+        platform="cuda", topology_name="", target_config=order["target"], topology=order["topology"]
     ).devices
     shapes = plan_shapes(load(TrainConfig, order["config"], order["overrides"]), devices)
     folder = Path(order["folder"])

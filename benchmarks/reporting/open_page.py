@@ -21,11 +21,7 @@ from benchmarks.tables import describe_run, parser_of
 from jaxrl_llm.reporting.page import write_report
 from jaxrl_llm.training.run_files import read_run
 
-DRAWN = {
-    "curves": ".plot .main-svg",
-    "answers": "table.answers td",
-    "time": "#time-plot .main-svg",
-}
+DRAWN = {"curves": ".plot .main-svg", "answers": "table.answers td", "time": "#time-plot .main-svg"}
 """An element of each view that is there once the view is drawn."""
 
 

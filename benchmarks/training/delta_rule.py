@@ -71,10 +71,7 @@ def jax_functions(function: Any, arrays: list[np.ndarray]) -> tuple[Pair, float]
     reads = jax.jit(function).lower(*given).compile()
     gradients = jax.jit(jax.grad(total, argnums=range(5))).lower(*given).compile()
     sizes: Any = gradients.memory_analysis()
-    pair = (
-        lambda: [np.asarray(reads(*given))],
-        lambda: [np.asarray(x) for x in gradients(*given)],
-    )
+    pair = (lambda: [np.asarray(reads(*given))], lambda: [np.asarray(x) for x in gradients(*given)])
     return pair, sizes.temp_size_in_bytes / 2**20
 
 
@@ -120,11 +117,7 @@ def measure(length: int, heads: int, width: int, repeats: int) -> list[list[str]
 
     chunks, scratch = jax_functions(by_chunks, arrays)
     tokens, token_scratch = jax_functions(scan_tokens, arrays)
-    functions = {
-        CHUNKS: chunks,
-        "scan": tokens,
-        "torch": torch_functions(arrays),
-    }
+    functions = {CHUNKS: chunks, "scan": tokens, "torch": torch_functions(arrays)}
     sizes = [f"{scratch:,.0f}", f"{token_scratch:,.0f}", "–"]
     took: dict[str, list[list[float]]] = {name: [[], []] for name in functions}
     for repeat in range(repeats + 1):

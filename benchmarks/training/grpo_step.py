@@ -59,10 +59,7 @@ from benchmarks.training.workloads import (
     sums,
 )
 
-INSTALL = {
-    "trl": (["torch==2.13.0"], ["trl==1.16.0"]),
-    "tunix": (["google-tunix==0.1.7"],),
-}
+INSTALL = {"trl": (["torch==2.13.0"], ["trl==1.16.0"]), "tunix": (["google-tunix==0.1.7"],)}
 SYSTEMS = ("ours", "trl", "tunix")
 
 

@@ -250,12 +250,7 @@ AGENT_TASKS: dict[str, Any] = {
 
 
 def agent_task_splits(
-    task: str,
-    settings: Mapping[str, Any],
-    *,
-    rows: Mapping[str, int],
-    sft_episodes: int,
-    seed: int,
+    task: str, settings: Mapping[str, Any], *, rows: Mapping[str, int], sft_episodes: int, seed: int
 ) -> dict[str, list[Row]]:
     """Draw the rows of a task, and those of its teacher's turns.
 

@@ -375,11 +375,7 @@ class RemoteEngine(Engine):
         return in_order(shares, get_results(tasks))
 
     def _sample_until(
-        self,
-        requests: Sequence[Request],
-        needed: int,
-        stop: Stop | None,
-        weights: tuple[int, int],
+        self, requests: Sequence[Request], needed: int, stop: Stop | None, weights: tuple[int, int]
     ) -> list[Completion]:
         number, shares = next(self._samplings), self._share(requests)
         tasks = [

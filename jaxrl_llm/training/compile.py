@@ -34,10 +34,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout, replicated
-from jaxrl_llm.training.bind import (
-    AlgorithmFunctions,
-    resolve_functions,
-)
+from jaxrl_llm.training.bind import AlgorithmFunctions, resolve_functions
 from jaxrl_llm.training.forward import (
     ForwardConfig,
     FrozenTower,

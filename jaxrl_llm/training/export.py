@@ -447,11 +447,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @activity("reading the checkpoint")
 def restore_model(
-    run_dir: str | Path,
-    *,
-    step: int | None,
-    role: str = "actor",
-    function_from: str | None = None,
+    run_dir: str | Path, *, step: int | None, role: str = "actor", function_from: str | None = None
 ) -> TrainedModel:
     """Read the parameters of a run's checkpoint.
 

@@ -336,11 +336,7 @@ def read_family(family: Family, config: Config, *, value_head: bool = False) -> 
     for part, kind in family.parts.items():
         own = [name for name in values if name.rpartition(".")[0] == part]
         values[part] = kind(**{name.rpartition(".")[2]: values.pop(name) for name in own})
-    return ModelSpec(
-        **values,
-        activation=ACTIVATIONS[activation],
-        value_head=value_head,
-    )
+    return ModelSpec(**values, activation=ACTIVATIONS[activation], value_head=value_head)
 
 
 def _refuse_unknown(family: Family, config: Config) -> None:
@@ -797,11 +793,7 @@ class TowerForm(NamedTuple):
             hf_prefix=self.prefixes[0],
         )
         sections = _sections(config) or self.sections
-        return {
-            "vision": tower,
-            "mrope_sections": sections,
-            "mrope_interleaved": self.interleaved,
-        }
+        return {"vision": tower, "mrope_sections": sections, "mrope_interleaved": self.interleaved}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """Write what `read` reads, but for the sections, which stand with the rotary positions."""
@@ -896,11 +888,7 @@ class SiglipForm:
 
     kind: TowerKind = "siglip"
     model_type = "gemma3"
-    prefixes = (
-        "vision_tower.vision_model.",
-        "vision_tower.",
-        "multi_modal_projector.",
-    )
+    prefixes = ("vision_tower.vision_model.", "vision_tower.", "multi_modal_projector.")
 
     def read(self, config: Config, colors: Colors | None) -> dict[str, Any]:
         """Read the spec's fields that only a model with a tower has.

@@ -157,10 +157,7 @@ def blocked_host_arrays(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _quantize_layer(
-    stacks: Sequence[Array],
-    layer: ArrayLike,
-    dtype: np.dtype,
-    declarations: tuple[ArrayDecl, ...],
+    stacks: Sequence[Array], layer: ArrayLike, dtype: np.dtype, declarations: tuple[ArrayDecl, ...]
 ) -> tuple[Array, Array]:
     """Quantize one layer, or all experts of it, in the form of a checkpoint."""
 

@@ -38,11 +38,7 @@ NEXT_TOKEN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_params(
-    directory: str | Path,
-    spec: ModelSpec,
-    *,
-    dtype: DTypeLike = np.float32,
-    shardings: Any = None,
+    directory: str | Path, spec: ModelSpec, *, dtype: DTypeLike = np.float32, shardings: Any = None
 ) -> Params:
     """Load parameters from the safetensors files of a Hugging Face directory.
 

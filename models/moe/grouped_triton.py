@@ -214,13 +214,7 @@ def _multiply(
 
 
 def _sum_products(
-    x_ref: Any,
-    y_ref: Any,
-    start_ref: Any,
-    stop_ref: Any,
-    out_ref: Any,
-    *,
-    size: _Block,
+    x_ref: Any, y_ref: Any, start_ref: Any, stop_ref: Any, out_ref: Any, *, size: _Block
 ) -> None:
     """Compute one tile of a group's sum."""
     group = pl.program_id(0)

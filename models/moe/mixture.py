@@ -143,9 +143,7 @@ def _multiplying(layout: Layout | None) -> Callable[..., Array]:
 
 
 def dispatch(
-    x: Float[Array, "T D"],
-    routing: Routing,
-    experts: Callable[[Array, Array], Array],
+    x: Float[Array, "T D"], routing: Routing, experts: Callable[[Array, Array], Array]
 ) -> Float[Array, "T D"]:
     r"""Send each token to its experts and add what they return, $\sum_{e} w_e\, f_e(x)$.
 

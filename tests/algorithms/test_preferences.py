@@ -109,10 +109,7 @@ ORACLES = {
         {"beta": 0.3},
     ),
     "apo_down": (lambda f: sigmoid(0.3 * deltas(f)[0]) + 1 - sigmoid(z(f)), {"beta": 0.3}),
-    "rpo": (
-        lambda f: -log_sigmoid(z(f)) - 0.7 * means(f)[0],
-        {"beta": 0.3, "nll_coef": 0.7},
-    ),
+    "rpo": (lambda f: -log_sigmoid(z(f)) - 0.7 * means(f)[0], {"beta": 0.3, "nll_coef": 0.7}),
     "simpo": (
         lambda f: -log_sigmoid(2.5 * (means(f)[0] - means(f)[1]) - 0.8),
         {"beta": 2.5, "gamma": 0.8},

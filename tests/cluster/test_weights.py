@@ -59,12 +59,7 @@ def test_copies_are_published_by_all_devices_in_turns():
 
 
 @pytest.mark.parametrize(
-    "pieces",
-    [
-        [],
-        [(((0, 2),), np.ones(2, np.float32))],
-        [(((0, 4),), np.ones(4, np.float16))],
-    ],
+    "pieces", [[], [(((0, 2),), np.ones(2, np.float32))], [(((0, 4),), np.ones(4, np.float16))]]
 )
 def test_what_does_not_come_is_an_error(pieces):
     with pytest.raises(

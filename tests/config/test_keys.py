@@ -145,19 +145,13 @@ def test_values_out_of_range(override, expected):
         ("epochs=0", "epochs: expected 1 or more, got 0 (int)"),
         ("seed=-1", "seed: expected 0 or more, got -1 (int)"),
         ("model.logprob_chunk=0", "model.logprob_chunk: expected 1 or more, got 0 (int)"),
-        (
-            "model.attention=flash",
-            "model.attention: expected auto, xla or cudnn, got 'flash'",
-        ),
+        ("model.attention=flash", "model.attention: expected auto, xla or cudnn, got 'flash'"),
         ("checkpoint.keep=0", "checkpoint.keep: expected 1 or more, got 0 (int)"),
         ("checkpoint.every=-1", "checkpoint.every: expected 0 or more, got -1 (int)"),
         ("optim.max_skipped=-1", "optim.max_skipped: expected 0 or more, got -1 (int)"),
         ("optim.grad_clip=0", "optim.grad_clip: expected a number above 0, or null, got 0 (int)"),
         ("model.dtype=float16", "model.dtype: expected float32 or bfloat16, got 'float16' (str)"),
-        (
-            "checkpoint.resume=always",
-            "checkpoint.resume: expected auto or never, got 'always'",
-        ),
+        ("checkpoint.resume=always", "checkpoint.resume: expected auto or never, got 'always'"),
         ("log.profile_steps=[2, 0]", "got [2, 0], but 0 is not a step of the run"),
         ("log.profile_steps=-1", "got [-1], but -1 is not a step of the run"),
         ("data.train=[]", "data.train: expected at least one, got"),
@@ -270,10 +264,7 @@ def test_records_made_directly_are_checked_too():
         ),
         (["batch.examples_per_step=0"], "batch.examples_per_step: expected 1 or more, got 0 (int)"),
         (["data.max_tokens=0"], "data.max_tokens: expected 1 or more, got 0 (int)"),
-        (
-            ["export_to=runs/../runs/a"],
-            "export_to and run_dir are both 'runs/a': name two folders",
-        ),
+        (["export_to=runs/../runs/a"], "export_to and run_dir are both 'runs/a': name two folders"),
     ],
 )
 def test_contradictions_in_supervised_training(overrides, expected):

@@ -8,13 +8,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import (
-    apply_override,
-    find_config,
-    from_tree,
-    load,
-    read_yaml,
-)
+from jaxrl_llm.config.load import apply_override, find_config, from_tree, load, read_yaml
 from jaxrl_llm.config.programs import TrainConfig
 from tests.config.example import Group, Whole
 

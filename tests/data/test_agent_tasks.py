@@ -13,12 +13,7 @@ import pytest
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
-from jaxrl_llm.configs.tasks.agent_task import (
-    AGENT_TASKS,
-    agent_task,
-    agent_task_splits,
-    distances,
-)
+from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.agents.environments import MOVES, grid, guess_number, moved

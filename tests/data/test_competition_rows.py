@@ -81,11 +81,7 @@ def test_code_and_what_it_says_become_turns(tmp_path):
     retool_sft(tmp_path / "out", source=source)
     turns = sft_rows([str(tmp_path / "out/sft.parquet")])
     roles = ["user", "assistant", "tool", "assistant", "tool"]
-    assert [[m["role"] for m in turn["prompt"]] for turn in turns] == [
-        roles[:1],
-        roles[:3],
-        roles,
-    ]
+    assert [[m["role"] for m in turn["prompt"]] for turn in turns] == [roles[:1], roles[:3], roles]
     assert turns[0]["prompt"][0]["content"] == "Square 9."
     assert [m["content"] for m in turns[2]["prompt"] if m["role"] == "tool"] == [
         "n = 9",

@@ -178,8 +178,7 @@ def test_sft_rows_are_checked(tmp_path):
     assert sft_rows([good]) == [example()]
     bad = write_jsonl(tmp_path / "bad.jsonl", [row()])
     with pytest.raises(
-        ValueError,
-        match=r"bad.jsonl, row 0: field 'response': expected a non-empty string or one",
+        ValueError, match=r"bad.jsonl, row 0: field 'response': expected a non-empty string or one"
     ):
         sft_rows([bad])
 

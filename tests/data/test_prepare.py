@@ -100,10 +100,7 @@ def test_seed_decides(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"digits": 1},
-            "200 problems have 1 digits, 2 terms and operators '+-'; expected 201",
-        ),
+        ({"digits": 1}, "200 problems have 1 digits, 2 terms and operators '+-'; expected 201"),
         ({"operators": "/"}, "expected as operators some of '+-*', each once, got '/'"),
         ({"operators": "++"}, "expected as operators some of '+-*', each once, got '++'"),
         ({"operators": ""}, "expected as operators some of '+-*', each once, got ''"),
@@ -185,11 +182,7 @@ def test_math_from_two_files(tmp_path):
         ),
         (gsm8k, {**GSM8K, "answer": "42"}, "train row 1: column 'answer' does not end in '#### N"),
         (gsm8k, {**GSM8K, "answer": "#### x"}, "column 'answer' does not end in '#### NUMBER'"),
-        (
-            math,
-            {**MATH, "level": 3},
-            "train row 1: expected text in column 'level', got columns",
-        ),
+        (math, {**MATH, "level": 3}, "train row 1: expected text in column 'level', got columns"),
         (math, {**MATH, "solution": "5"}, r"train row 1: column 'solution' has no answer in a \b"),
         (math, {**MATH, "solution": r"\boxed{"}, "column 'solution' has no answer"),
     ],

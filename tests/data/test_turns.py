@@ -83,10 +83,7 @@ def kept_and_whole(template, answer, new):
 @example(content='{"a": [1, null], "b": "naïve 東京 🙂"}')
 @example(content="def f(x):\n\treturn '<'\n\n")
 def test_stream_is_what_the_template_writes_in_one_go(template, content):
-    for calls, new in [
-        (CALLS[:1], results(content)),
-        ((), [{"role": "user", "content": content}]),
-    ]:
+    for calls, new in [(CALLS[:1], results(content)), ((), [{"role": "user", "content": content}])]:
         answer = Answer("" if calls else "Sure.", calls)
         kept, whole = kept_and_whole(template, answer, new)
         told = make(template).following(new, calls=calls)

@@ -399,10 +399,7 @@ def test_what_a_function_returns_is_checked(run, workshop):
             "expected one true or false for each answer",
         ),
         (
-            [
-                f"algorithm.group_filter={mine('none_at_all')}",
-                "algorithm.max_generation_batches=2",
-            ],
+            [f"algorithm.group_filter={mine('none_at_all')}", "algorithm.max_generation_batches=2"],
             1,
             "kept 0 of 16 groups",
         ),

@@ -147,10 +147,7 @@ SOFT = {"fn": "forward_kl_divergence", "temperature": 2.0}
             r"teacher\.top_k is set, but no function asks for teacher_ids or teacher_top_logprobs",
         ),
         (
-            {
-                "algorithm": {**FORWARD, "loss": None, "advantage": "rloo"},
-                "teacher": {"path": "t"},
-            },
+            {"algorithm": {**FORWARD, "loss": None, "advantage": "rloo"}, "teacher": {"path": "t"}},
             r"nothing is learned by algorithm\.advantage: remove it",
         ),
         (

@@ -55,10 +55,7 @@ PLANTED = {
         ["algorithm.entropy_coef=10.0", "steps=10", FAST],
         {"entropy_exploded", "score_fell"},
     ),
-    "a learning rate of zero": (
-        ["optim.schedule.value=0.0", "steps=3"],
-        {"learning_rate_zero"},
-    ),
+    "a learning rate of zero": (["optim.schedule.value=0.0", "steps=3"], {"learning_rate_zero"}),
     "a learning rate that is far too high": (
         ["optim.schedule.value=0.3", "steps=3"],
         {"policy_jumps"},

@@ -127,10 +127,7 @@ def without_models(monkeypatch):
         ("reward.function={root}/mine.py:kl", r"'.*:kl' needs a value for logprobs, ref_logprob"),
         ("data.dataset={root}/mine.py:rowss", r"data\.dataset: no function 'rowss' in {root}/min"),
         ("data.prepare.fn=arithmetics", r"data\.prepare: no function 'arithmetics'.*'arithmetic'"),
-        (
-            "data.prepare=null data.train={root}/no.parquet",
-            r"data\.train: .*/no\.parquet: no suc",
-        ),
+        ("data.prepare=null data.train={root}/no.parquet", r"data\.train: .*/no\.parquet: no suc"),
         ("data.train={root}/mine.py data.prepare=null", r"data\.train: .*expected a \.parquet or"),
         ("algorithm.loss={root}/mine.py:loss_of_answers", r"algorithm\.loss: loss 'loss_of_answ"),
         ("algorithm.loss={root}/broken.py:f", r"algorithm\.loss: .*broken\.py:2: SyntaxError: "),

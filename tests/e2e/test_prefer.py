@@ -199,11 +199,7 @@ def prefer_scores(result, workshop):
     )
     model, params = model_of(spec), load_params(folder, spec)
     hidden, _ = model.hidden_states(
-        params,
-        *map(jnp.asarray, packed[:3]),
-        dtype="float32",
-        remat="none",
-        layout=None,
+        params, *map(jnp.asarray, packed[:3]), dtype="float32", remat="none", layout=None
     )
     row, start, size = map(jnp.asarray, packed.places)
     second = jnp.asarray(batch["second_start"])

@@ -17,12 +17,7 @@ from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts
 from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.teachers import (
-    Teacher,
-    TeacherError,
-    Teachers,
-    check_teacher_sources,
-)
+from jaxrl_llm.training.teachers import Teacher, TeacherError, Teachers, check_teacher_sources
 from jaxrl_llm.types import Batch
 from tests.guarded import MODEL, UPDATE
 

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from jaxrl_llm.rewards.runner import Score
-from jaxrl_llm.training.validation import (
-    best_at,
-    interval,
-    majority_at,
-    mean_of_each,
-    read_scores,
-)
+from jaxrl_llm.training.validation import best_at, interval, majority_at, mean_of_each, read_scores
 
 VALUES = arrays(
     float, st.sampled_from([(1, 1), (2, 3), (3, 6)]), elements=st.floats(-2, 2, width=16)

@@ -9,12 +9,7 @@ import torch
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.attention import Attending, attend, attend_cache
 
-SEGMENTS = [
-    [1, 1, 1, 1, 1, 1],
-    [1, 1, 2, 2, 2, 3],
-    [1, 2, 2, 0, 0, 0],
-    [0, 0, 0, 0, 0, 0],
-]
+SEGMENTS = [[1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 2, 3], [1, 2, 2, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
 
 
 def arrays(*shape, kv_heads):

@@ -242,12 +242,7 @@ def test_an_adapter_of_peft_is_ours(family, kind, tmp_path):
             "delta_value",
             marks=pytest.mark.slow,
         ),
-        (
-            "qwen3_next",
-            ("q_proj", "in_proj_*", "shared_expert_gate"),
-            "delta_query",
-            "delta_gate",
-        ),
+        ("qwen3_next", ("q_proj", "in_proj_*", "shared_expert_gate"), "delta_query", "delta_gate"),
         pytest.param(
             "phi3", ("qkv_proj", "gate_up_proj"), "query", "value", marks=pytest.mark.slow
         ),

@@ -19,14 +19,7 @@ ROUNDING = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
 def drawn(
-    heads,
-    kv_heads,
-    width,
-    dtype="float32",
-    *,
-    value_width=None,
-    positions=POSITIONS,
-    is_int8=False,
+    heads, kv_heads, width, dtype="float32", *, value_width=None, positions=POSITIONS, is_int8=False
 ):
     """Return queries, pages, their table and positions."""
     rng = np.random.default_rng(0)

@@ -18,11 +18,7 @@ def test_clock(monkeypatch):
         with clock(stage):
             now[0] += seconds
         now[0] += 0.25  # between the stages
-    assert clock.metrics() == {
-        "timing_s/gen": 2.5,
-        "timing_s/reward": 1.0,
-        "timing_s/step": 4.25,
-    }
+    assert clock.metrics() == {"timing_s/gen": 2.5, "timing_s/reward": 1.0, "timing_s/step": 4.25}
 
 
 def test_compilations_are_counted():

@@ -776,11 +776,7 @@ PUBLISHED = {
         3_880_263_168,
         {"rope_scaling": LinearScaling(factor=8.0), "local_rope_theta": 1e4},
     ),
-    "Qwen3-30B-A3B": (
-        QWEN_3_MOE,
-        30_532_122_624,
-        {"head_dim": 128, "qk_norm": True},
-    ),
+    "Qwen3-30B-A3B": (QWEN_3_MOE, 30_532_122_624, {"head_dim": 128, "qk_norm": True}),
     "Qwen3-235B-A22B": (
         QWEN_3_MOE
         | sized(4096, 12288, 94, 64, 4, max_window_layers=94, moe_intermediate_size=1536),
@@ -1001,11 +997,7 @@ def test_a_published_config_is_read(name, tmp_path):
     [
         ("Llama-3.2-1B", {"sliding_window": 4096}, "'sliding_window': 4096.*supported in a Llama"),
         ("Llama-3.2-1B", {"partial_rotary_factor": 0.5}, "rotates the whole head"),
-        (
-            "Llama-3.2-1B",
-            {"rope_scaling": {"rope_type": "axial"}},
-            "rope_type='axial'; supported",
-        ),
+        ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "axial"}}, "rope_type='axial'; supported"),
         (
             "Llama-3.2-1B",
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 3.0}},
@@ -1023,11 +1015,7 @@ def test_a_published_config_is_read(name, tmp_path):
         ),
         ("Llama-3.2-1B", {"layer_types": ["sliding_attention"] * 16}, "the code of Llama takes"),
         ("Qwen2.5-7B", {"mrope_section": [1, 2]}, "'mrope_section'"),
-        (
-            "Qwen2.5-7B",
-            {"layer_types": ["sliding_attention"] * 28},
-            "there is no sliding_window",
-        ),
+        ("Qwen2.5-7B", {"layer_types": ["sliding_attention"] * 28}, "there is no sliding_window"),
         ("Qwen2.5-7B", {"layer_types": ["full_attention"]}, "expected 28 of 'full_attention' and"),
         (
             "Qwen2.5-7B",
@@ -1065,11 +1053,7 @@ def test_a_published_config_is_read(name, tmp_path):
         ("Qwen3-30B-A3B", {"use_sliding_window": True}, "use_sliding_window"),
         ("Qwen3-30B-A3B", {"num_local_experts": 7}, "must give one number"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "experts_per_token=129 of 128"),
-        (
-            "Qwen3-30B-A3B",
-            {"moe_intermediate_size": None},
-            "'moe_intermediate_size'. are missing",
-        ),
+        ("Qwen3-30B-A3B", {"moe_intermediate_size": None}, "'moe_intermediate_size'. are missing"),
         ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("Mixtral-8x7B-v0.1", {"num_local_experts": None}, "'num_local_experts'. are missing"),
         ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, "first_k_dense_replace=2; supported is 1"),
@@ -1100,11 +1084,7 @@ def test_a_published_config_is_read(name, tmp_path):
             {"layer_types": ["sliding_attention"] * 48},
             "expected 48 of 'full_attention' and 'linear_attention'",
         ),
-        (
-            "Qwen3-Next",
-            {"layer_types": ["linear_attention"] * 48},
-            "both kinds of layers",
-        ),
+        ("Qwen3-Next", {"layer_types": ["linear_attention"] * 48}, "both kinds of layers"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
     ids=str,

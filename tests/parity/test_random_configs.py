@@ -253,9 +253,7 @@ BY_DEFAULT = ("llama", "gemma3_text", "glm4_moe_lite", "phi3")
 SEEDS = 3
 CASES = [
     pytest.param(
-        family,
-        seed,
-        marks=[] if family in BY_DEFAULT and seed == 0 else [pytest.mark.slow],
+        family, seed, marks=[] if family in BY_DEFAULT and seed == 0 else [pytest.mark.slow]
     )
     for family in FAMILIES
     for seed in range(SEEDS)

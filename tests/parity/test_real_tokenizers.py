@@ -439,11 +439,7 @@ def answers(case):
     """Yield answers as token ids without a stop token: texts, calls, and random ids."""
     rng = random.Random(0)
     texts = [*CONTENTS, "  a\n\nb ", "<think>\nHm 東.\n</think>\n\nYes 🙂", '{"a": 1} is JSON']
-    texts += [
-        "[1, 2] list",
-        "a < b | c <tool",
-        "e\u0301 \u200d \ufffd 🇩🇪🇫🇷",
-    ]
+    texts += ["[1, 2] list", "a < b | c <tool", "e\u0301 \u200d \ufffd 🇩🇪🇫🇷"]
     if case.turns.call_format:
         for count in (1, 2):
             texts.append(

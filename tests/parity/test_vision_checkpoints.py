@@ -45,12 +45,7 @@ HYBRID = QWEN3 | dict(
     linear_num_value_heads=4,
 )
 VISION = dict(
-    depth=2,
-    hidden_size=16,
-    intermediate_size=20,
-    num_heads=2,
-    patch_size=4,
-    out_hidden_size=24,
+    depth=2, hidden_size=16, intermediate_size=20, num_heads=2, patch_size=4, out_hidden_size=24
 )
 DEEP = dict(num_position_embeddings=25, deepstack_visual_indexes=[0])
 INTERLEAVED = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}

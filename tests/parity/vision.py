@@ -19,10 +19,7 @@ WORDS = 56
 """Ids of plain tokens are below it."""
 IMAGE, VIDEO, START, END = range(57, 61)
 TOKENS = dict(
-    image_token_id=IMAGE,
-    video_token_id=VIDEO,
-    vision_start_token_id=START,
-    vision_end_token_id=END,
+    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END
 )
 PATCH, FRAMES, MERGE = 4, 2, 2
 

@@ -14,10 +14,7 @@ from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
 from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL, NATIVE, PLANNING
 
-pytestmark = [
-    pytest.mark.gpu_compiler,
-    pytest.mark.guards(*MODEL, *NATIVE, *PLANNING),
-]
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, *NATIVE, *PLANNING)]
 
 OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 LAYERS = 2

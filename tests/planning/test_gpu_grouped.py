@@ -18,10 +18,7 @@ from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL, PLANNING
 from tests.planning.stablehlo import GROUPED, configure, lower, spec_of
 
-pytestmark = [
-    pytest.mark.gpu_compiler,
-    pytest.mark.guards(*MODEL, *PLANNING),
-]
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, *PLANNING)]
 
 OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}

@@ -203,8 +203,7 @@ def test_instructions_know_operands_and_sizes():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["multiply_groups", "jvp(multiply_groups)", "transpose(jvp(vmap(sum_outer_products)))"],
+    "name", ["multiply_groups", "jvp(multiply_groups)", "transpose(jvp(vmap(sum_outer_products)))"]
 )
 def test_rounds_of_experts_after_the_first_are_not_counted_and_their_kernels_are(name):
     kernel = (

@@ -138,10 +138,7 @@ def test_the_plan_of_an_update_is_what_its_executable_says(configure):
     shapes = plan_shapes(config)
     lowered = shapes.trace[UPDATE_STEP]().lower()
     planned = analyze_step(
-        UPDATE_STEP,
-        with_float16(lowered).compile(),
-        workload(shapes, UPDATE_STEP),
-        GPUS["H100"],
+        UPDATE_STEP, with_float16(lowered).compile(), workload(shapes, UPDATE_STEP), GPUS["H100"]
     )
 
     layouts = open_layouts(config.mesh)

@@ -430,10 +430,7 @@ def test_shapes(tokens, length, sequences, multiple_of, shape):
 
 
 @given(
-    st.integers(1, 5000),
-    st.integers(1, 700),
-    st.integers(1, 200),
-    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 5000), st.integers(1, 700), st.integers(1, 200), st.sampled_from([1, 2, 4, 8])
 )
 def test_a_shape_keeps_the_limit_and_divides_evenly(tokens, length, sequences, multiple_of):
     if tokens < length * multiple_of:

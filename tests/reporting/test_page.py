@@ -9,13 +9,7 @@ import pytest
 
 from jaxrl_llm.reporting.page import metric_table
 from tests.reporting.browsing import plot_data, show, until
-from tests.reporting.folders import (
-    kept_answer,
-    step_line,
-    write_lines,
-    write_run,
-    write_sft_run,
-)
+from tests.reporting.folders import kept_answer, step_line, write_lines, write_run, write_sft_run
 
 ENTROPY = "document.querySelector('[data-family=\"actor/entropy\"]')"
 VIEWS = ("overview", "curves", "answers", "time", "config")
@@ -259,11 +253,7 @@ CALL = '<tool_call>\n{"name": "f"}\n</tool_call>'
 
 
 def test_episodes_show_turns_calls_and_what_was_told(open_runs, tmp_path):
-    turns = [
-        f"Look.{CALL}",
-        "<tool_response>ü 7</tool_response>",
-        "It is 7",
-    ]
+    turns = [f"Look.{CALL}", "<tool_response>ü 7</tool_response>", "It is 7"]
     whole = kept_answer("".join(turns))
     sizes = [len(text.encode()) for text in turns]
     ids = [turn for turn, size in zip((0, -1, 1), sizes, strict=True) for _ in range(size)]

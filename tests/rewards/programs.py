@@ -41,18 +41,8 @@ def asserted(code: str, statement: str, *slips: tuple[str, str]) -> Program:
 
 
 READ = [
-    reads(
-        "a, b = map(int, input().split())\nprint(a + b)",
-        "3 4\n",
-        "7\n",
-        ("a + b", "a - b"),
-    ),
-    reads(
-        "print(sum(map(int, sys.stdin.read().split())))",
-        "1 2\n3",
-        "6",
-        ("sum", "max"),
-    ),
+    reads("a, b = map(int, input().split())\nprint(a + b)", "3 4\n", "7\n", ("a + b", "a - b")),
+    reads("print(sum(map(int, sys.stdin.read().split())))", "1 2\n3", "6", ("sum", "max")),
     reads(
         "import sys\nfor line in sys.stdin:\n    print(line.strip()[::-1])",
         "abc\nxyz\n",
@@ -60,17 +50,9 @@ READ = [
         ("[::-1]", "[::1]"),
         ("print(", "print(end=' ', *"),
     ),
+    reads("print(int(input()) * 2)\nexit()\nprint('no')", "4", "8", ("exit()", "exit(3)")),
     reads(
-        "print(int(input()) * 2)\nexit()\nprint('no')",
-        "4",
-        "8",
-        ("exit()", "exit(3)"),
-    ),
-    reads(
-        "if input() == 'q':\n    print('bye')\n    quit()\nprint(1)",
-        "q",
-        "bye",
-        ("quit()", "0"),
+        "if input() == 'q':\n    print('bye')\n    quit()\nprint(1)", "q", "bye", ("quit()", "0")
     ),
     reads(
         "import sys\n\n\n"
@@ -88,38 +70,13 @@ READ = [
         ("sys.exit(0)", "pass"),
         ("sys.exit(0)", "sys.exit('neg')"),
     ),
+    reads("print('x' * int(input()))\nraise SystemExit", "3", "xxx", ("SystemExit", "KeyError")),
     reads(
-        "print('x' * int(input()))\nraise SystemExit",
-        "3",
-        "xxx",
-        ("SystemExit", "KeyError"),
+        "print(10 ** int(input()))", "6000", "1" + "0" * 6000, ("10 **", "10 *"), ("))", ") - 1)")
     ),
-    reads(
-        "print(10 ** int(input()))",
-        "6000",
-        "1" + "0" * 6000,
-        ("10 **", "10 *"),
-        ("))", ") - 1)"),
-    ),
-    reads(
-        "print(factorial(int(input())) % 1_000_007)",
-        "20",
-        "794133",
-        ("factorial", "int"),
-    ),
-    reads(
-        "n = int(input())\nprint(n / 3)",
-        "1",
-        "0.33333333",
-        ("/ 3", "/ 3.001"),
-        ("/ 3", "// 3"),
-    ),
-    reads(
-        "x = float(input())\nprint(f'{x:.2f} {x=}')",
-        "2.5",
-        "2.50 x=2.5",
-        (".2f", ".0f"),
-    ),
+    reads("print(factorial(int(input())) % 1_000_007)", "20", "794133", ("factorial", "int")),
+    reads("n = int(input())\nprint(n / 3)", "1", "0.33333333", ("/ 3", "/ 3.001"), ("/ 3", "// 3")),
+    reads("x = float(input())\nprint(f'{x:.2f} {x=}')", "2.5", "2.50 x=2.5", (".2f", ".0f")),
     reads(
         "q = deque()\n"
         "for _ in range(int(input())):\n"
@@ -227,16 +184,10 @@ READ = [
         ("list", "tuple"),
     ),
     reads(
-        "print(len(list(combinations(range(int(input())), 2))))",
-        "5",
-        "10",
-        (", 2)", ", 3 - 2)"),
+        "print(len(list(combinations(range(int(input())), 2))))", "5", "10", (", 2)", ", 3 - 2)")
     ),
     reads(
-        "print(reduce(operator.mul, map(int, input().split())))",
-        "2 3 4",
-        "24",
-        (".mul", ".add"),
+        "print(reduce(operator.mul, map(int, input().split())))", "2 3 4", "24", (".mul", ".add")
     ),
     reads(
         "@lru_cache(None)\n"
@@ -255,10 +206,7 @@ READ = [
         ("gcd", "lcm"),
     ),
     reads(
-        "print(ascii_lowercase.index(input()) + len(string.digits))",
-        "c",
-        "12",
-        ("lower", "upper"),
+        "print(ascii_lowercase.index(input()) + len(string.digits))", "c", "12", ("lower", "upper")
     ),
     reads(
         "print(re.sub(r'\\d+', '#', input()), *findall('[a-c]', 'abz'))",
@@ -320,12 +268,7 @@ READ = [
         ("except EOFError", "except KeyError"),
         ("total +=", "total ="),
     ),
-    reads(
-        "print(len(open(0).read().split()))",
-        "a b\nc",
-        "3",
-        (".split()", ""),
-    ),
+    reads("print(len(open(0).read().split()))", "a b\nc", "3", (".split()", "")),
     reads(
         "with open('/dev/stdin') as f:\n    print(f.readline().strip().upper())",
         "ab\nc",
@@ -333,10 +276,7 @@ READ = [
         (".upper()", ""),
     ),
     reads(
-        "import sys\nprint(sys.stdin.buffer.read().count(b'a'))",
-        "banana",
-        "3",
-        ("b'a'", "b'n'"),
+        "import sys\nprint(sys.stdin.buffer.read().count(b'a'))", "banana", "3", ("b'a'", "b'n'")
     ),
     reads(
         "stdout.write('\\n'.join(stdin.readline().split()) + '\\n')",
@@ -345,36 +285,12 @@ READ = [
         ("'\\n'.", "' '."),
     ),
     reads(
-        "print(*input().split(), sep=', ', end='.')",
-        "a b",
-        "a, b.",
-        ("', '", "' '"),
-        ("'.'", "''"),
+        "print(*input().split(), sep=', ', end='.')", "a b", "a, b.", ("', '", "' '"), ("'.'", "''")
     ),
-    reads(
-        "for i in range(3):\n    print(i, end='')\nprint()",
-        "",
-        "012",
-        ("end=''", "end=' '"),
-    ),
-    reads(
-        "print(input() == 'ab', int(input()) + 1)",
-        "ab\r\n4\r\n",
-        "True 5",
-        ("'ab'", "'ab\\r'"),
-    ),
-    reads(
-        "print('x ')\nprint()\nprint(' y')",
-        "",
-        "x\n\ny  \n\n",
-        ("' y'", "'xy'"),
-    ),
-    reads(
-        "print(int(input()) + int(input()))",
-        ["1", "2"],
-        ["3"],
-        ("+", "*"),
-    ),
+    reads("for i in range(3):\n    print(i, end='')\nprint()", "", "012", ("end=''", "end=' '")),
+    reads("print(input() == 'ab', int(input()) + 1)", "ab\r\n4\r\n", "True 5", ("'ab'", "'ab\\r'")),
+    reads("print('x ')\nprint()\nprint(' y')", "", "x\n\ny  \n\n", ("' y'", "'xy'")),
+    reads("print(int(input()) + int(input()))", ["1", "2"], ["3"], ("+", "*")),
     reads(
         "s = 'a\u2028b\x0cc\u001cd'\nprint(len(s))\n\x0c\nprint(2)",
         "",
@@ -438,12 +354,7 @@ READ = [
         "9",
         ("    global best", "    best = 1"),
     ),
-    reads(
-        "print('''a\n```\nb''')",
-        "",
-        "a\n```\nb",
-        ("b'''", "c'''"),
-    ),
+    reads("print('''a\n```\nb''')", "", "a\n```\nb", ("b'''", "c'''")),
     reads(
         "xs = input().split()\n"
         "xs.sort(key=cmp_to_key(lambda a, b: (a + b < b + a) - (a + b > b + a)))\n"
@@ -579,10 +490,7 @@ READ = [
         ("inf > int", "inf < int"),
     ),
     reads(
-        "n = 10 ** 18 + int(input())\nprint(n)",
-        "1",
-        "1000000000000000001",
-        ("10 ** 18", "1e18"),
+        "n = 10 ** 18 + int(input())\nprint(n)", "1", "1000000000000000001", ("10 ** 18", "1e18")
     ),
     reads(
         "import builtins\nprint = builtins.print\nprint(sorted({*input()}), max('ab', key=ord))",
@@ -854,13 +762,7 @@ CALLED = [
         "5",
         ("bisect_right", "bisect_left"),
     ),
-    named(
-        "gcd",
-        "from math import gcd",
-        "12\n8",
-        "4",
-        ("import gcd", "import lcm"),
-    ),
+    named("gcd", "from math import gcd", "12\n8", "4", ("import gcd", "import lcm")),
     named(
         "pow",
         "def pow(x: float, n: int) -> float:\n    return x ** n",
@@ -897,9 +799,7 @@ CALLED = [
 
 ASSERTED = [
     asserted(
-        "def f(xs):\n    return sum(x * x for x in xs)",
-        "assert f([1, 2]) == 5",
-        ("x * x", "x"),
+        "def f(xs):\n    return sum(x * x for x in xs)", "assert f([1, 2]) == 5", ("x * x", "x")
     ),
     asserted(
         "def f(s):\n    return Counter(s).most_common(1)[0][0]",
@@ -907,9 +807,7 @@ ASSERTED = [
         ("[0][0]", "[0]"),
     ),
     asserted(
-        "def f(a, b):\n    return set(a) & set(b)",
-        "assert f([1, 2], [2, 3]) == {2}",
-        ("&", "|"),
+        "def f(a, b):\n    return set(a) & set(b)", "assert f([1, 2], [2, 3]) == {2}", ("&", "|")
     ),
     asserted(
         "def f(r):\n    return pi * r ** 2",

@@ -443,10 +443,7 @@ STEPS = {"prompt": "a", "completions": ["b", "c"]}
     [
         (lambda: normalize_preference_row(PAIR | {"margin": HUGE}), "field 'margin'"),
         (lambda: normalize_preference_row(PAIR | {"score_chosen": 1e39}), "field 'score_cho"),
-        (
-            lambda: normalize_preference_row(STEPS | {"labels": [1, HUGE]}),
-            r"field 'labels\[1\]",
-        ),
+        (lambda: normalize_preference_row(STEPS | {"labels": [1, HUGE]}), r"field 'labels\[1\]"),
         (lambda: RewardConfig(on_error=HUGE), "on_error"),
     ],
 )

@@ -98,13 +98,7 @@ def make(functions_file):
     made = []
 
     def build(
-        tasks=2,
-        timeout_s=20.0,
-        retries=1,
-        on_error=-1.0,
-        name="act",
-        calls=(16, 3),
-        **keywords,
+        tasks=2, timeout_s=20.0, retries=1, on_error=-1.0, name="act", calls=(16, 3), **keywords
     ):
         spec = FunctionSpec(f"{functions_file}:{name}", keywords)
         concurrency, again = calls

@@ -209,8 +209,7 @@ def test_weights_change_in_the_middle_of_an_answer(engine, check, weights, recom
 
     pieces = asyncio.run(asyncio.wait_for(interrupted(), 60))
     answer = type(pieces[0])(
-        *(np.concatenate(column) for column in list(zip(*pieces, strict=True))[:3]),
-        *pieces[-1][3:],
+        *(np.concatenate(column) for column in list(zip(*pieces, strict=True))[:3]), *pieces[-1][3:]
     )
     count = int((answer.versions == 0).sum())
     assert answer.versions.tolist() == [0] * count + [1] * (24 - count)

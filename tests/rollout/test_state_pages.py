@@ -108,9 +108,7 @@ OPERATION = st.one_of(
 
 @settings(max_examples=300)
 @given(
-    count=st.integers(5, 14),
-    slots=st.integers(2, 9),
-    operations=st.lists(OPERATION, max_size=60),
+    count=st.integers(5, 14), slots=st.integers(2, 9), operations=st.lists(OPERATION, max_size=60)
 )
 def test_each_sequence_goes_on_from_its_own_state(count, slots, operations):
     pool, version = Pool(count, slots), 0

@@ -240,8 +240,7 @@ def test_weights_in_the_middle_of_an_answer(cramped, weights, next_logits, pause
 
     pieces = asyncio.run(asyncio.wait_for(interrupted(), 60))
     answer = type(whole)(
-        *(np.concatenate(column) for column in list(zip(*pieces, strict=True))[:3]),
-        *pieces[-1][3:],
+        *(np.concatenate(column) for column in list(zip(*pieces, strict=True))[:3]), *pieces[-1][3:]
     )
     assert len(answer.tokens) == 24
     assert answer.versions.tolist() == [10] * 3 + [11] * 21

@@ -145,11 +145,7 @@ def test_a_file_gives_tools_with_schemas_of_their_own(written):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_tool_lives_as_long_as_its_episode(written, tmp_path, workers):
     called, end = run(written(), [3, 100, 7], workers=workers)
-    assert [each.text for each in called] == [
-        "1:False",
-        "error: ValueError: too large",
-        "2:True",
-    ]
+    assert [each.text for each in called] == ["1:False", "error: ValueError: too large", "2:True"]
     assert [result.reward for result in called] == [-0.25, 0.0, -0.25]
     assert (end.reward, end.failure) == (4.0, None)
     assert events(tmp_path) == [("create", 7), ("release", 7)]

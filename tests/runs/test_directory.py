@@ -203,10 +203,7 @@ def test_keys_that_changed_since_the_run_began_are_logged(tmp_path, caplog):
 def test_a_run_with_a_checkpoint_refuses_keys_that_would_mix_two_runs(tmp_path, caplog):
     with recorded(tmp_path, config_of(tmp_path, seed=1)):
         (tmp_path / "checkpoints" / "20").mkdir(parents=True)
-    with (
-        caplog.at_level(logging.WARNING),
-        recorded(tmp_path, config_of(tmp_path, seed=1, steps=9)),
-    ):
+    with caplog.at_level(logging.WARNING), recorded(tmp_path, config_of(tmp_path, seed=1, steps=9)):
         assert caplog.messages == ["config changed since this run began: steps: None -> 9"]
     message = refusal(enter, tmp_path, config_of(tmp_path, seed=2))
     assert message.startswith("seed: 1 -> 2: the run in ")

@@ -11,12 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxrl_llm.rollout.openai_api.client import (
-    SAMPLE,
-    ScoringClient,
-    ScoringError,
-    parse_scores,
-)
+from jaxrl_llm.rollout.openai_api.client import SAMPLE, ScoringClient, ScoringError, parse_scores
 from jaxrl_llm.workers import retries
 
 QUICK = {"concurrency": 4, "timeout_s": 0.3, "retries": 2}

@@ -77,9 +77,7 @@ def sampler_of(engine, **keys):
     tokens = PolicyTokens(Mock(decode=lambda ids, **options: "x"), (0,))
     config = config_of(**keys)
     return Sampler(
-        *(config.rollout, engine, tokens, Mock()),
-        seed=config.seed,
-        folder=Path(config.run_dir),
+        *(config.rollout, engine, tokens, Mock()), seed=config.seed, folder=Path(config.run_dir)
     )
 
 

@@ -196,10 +196,7 @@ OF_ANOTHER_KIND = {
     *("normalized", "mismatch_metrics", "fixed", "adaptive"),
 }
 NEED_A_NUMBER = {"dro", "sequence_mean_token_sum_norm"}
-ASK_FOR_KEYS = {
-    "gdpo": {"reward.components": ["score"]},
-    "reverse_kl": {"teacher.path": "teacher"},
-}
+ASK_FOR_KEYS = {"gdpo": {"reward.components": ["score"]}, "reverse_kl": {"teacher.path": "teacher"}}
 
 
 def test_no_function_of_the_library_is_refused():

@@ -12,9 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms.distillation import (
-    with_tail,
-)
+from jaxrl_llm.algorithms.distillation import with_tail
 from jaxrl_llm.algorithms.divergences import (
     forward_kl_divergence,
     generalized_jsd,
@@ -200,9 +198,7 @@ MESHES = [
 
 @pytest.mark.parametrize("kind", ["whole", "top"])
 @pytest.mark.parametrize(
-    "sizes",
-    [MESHES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[1:])],
-    ids=str,
+    "sizes", [MESHES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[1:])], ids=str
 )
 def test_the_mesh_changes_nothing(sizes, kind):
     divergence = forward_kl_divergence if kind == "top" else generalized_jsd

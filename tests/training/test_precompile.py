@@ -75,9 +75,6 @@ def test_what_can_not_be_compiled_ahead_is_compiled_when_it_is_needed(
     monkeypatch.setattr(compile, "compiles_ahead", lambda devices: False)  # as on GPUs
     config = dataclasses.replace(config_of(tmp_path), model=model)
     wrong = dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3)))
-    with (
-        use_compilation_cache(),
-        compile.compiling_ahead(wrong, tmp_path) as wait,
-    ):
+    with use_compilation_cache(), compile.compiling_ahead(wrong, tmp_path) as wait:
         wait()
     assert "the run's steps were not compiled ahead: mesh.train: " in caplog.text

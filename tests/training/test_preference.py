@@ -132,22 +132,14 @@ def dpo(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
 
 
 def test_a_pair_is_two_segments_that_begin_at_zero():
-    items = [
-        Preference((5, 6), ((7, 0), (8, 9, 0))),
-        Preference((1,), ((2, 0), (3, 0))),
-    ]
+    items = [Preference((5, 6), ((7, 0), (8, 9, 0))), Preference((1,), ((2, 0), (3, 0)))]
     batch = preference_batch(items, 12)
     assert batch["second_start"].tolist() == [4, 3]
     assert batch.tokens[0, :9].tolist() == [5, 6, 7, 0, 5, 6, 8, 9, 0]
     assert np.flatnonzero(batch["mask"][0]).tolist() == [2, 3, 6, 7, 8]
     shape = row_shape(16, 16, sequences=2)
     rows = pack_rows(
-        batch.tokens,
-        batch.sequence_lengths,
-        [[1, 0]],
-        shape,
-        batch["mask"],
-        batch["second_start"],
+        batch.tokens, batch.sequence_lengths, [[1, 0]], shape, batch["mask"], batch["second_start"]
     )
     assert rows.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0]
     assert rows.segment_ids[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 0]

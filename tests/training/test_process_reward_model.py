@@ -122,8 +122,7 @@ def test_loss_and_gradient_are_those_of_torch(model, expected):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tokens"),
-    [({}, WIDTH), ({"fsdp": 2, "context": 2, "tensor": 2}, 2 * WIDTH)],
+    ("sizes", "tokens"), [({}, WIDTH), ({"fsdp": 2, "context": 2, "tensor": 2}, 2 * WIDTH)]
 )
 def test_cuts_and_meshes_change_nothing(model, expected, sizes, tokens):
     gradient, metrics = update(model, make_items()[::-1], one_mesh(**sizes), tokens=tokens)

@@ -19,11 +19,7 @@ from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.teachers import (
-    TeacherPromptError,
-    TeacherPrompts,
-    add_prompted_logprobs,
-)
+from jaxrl_llm.training.teachers import TeacherPromptError, TeacherPrompts, add_prompted_logprobs
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+{2}="}]
 

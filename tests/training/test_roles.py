@@ -19,12 +19,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import make_mesh, shardings
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, value_pass
-from jaxrl_llm.training.roles import (
-    LabelError,
-    Role,
-    check_labels,
-    covariance_marker,
-)
+from jaxrl_llm.training.roles import LabelError, Role, check_labels, covariance_marker
 from jaxrl_llm.training.update import Learner, PolicyObjective, TrainState, ValueObjective
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits

@@ -244,10 +244,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        programs: Programs,
-        max_running_sequences: int,
-        tokenizer: Callable[[], Any] | None,
+        self, programs: Programs, max_running_sequences: int, tokenizer: Callable[[], Any] | None
     ) -> None:
         """Hold nothing."""
         self._programs, self._tokenizer = programs, tokenizer
@@ -842,11 +839,7 @@ class NativeEngine(Engine):
             request,
             max_tokens=self.settings.max_tokens,
             vocab_size=self.model.vocab_size,
-            limits={
-                "top_logprobs": MOST_TOP_LOGPROBS,
-                "stop_ids": STOP_IDS,
-                "logit_bias": BIASES,
-            },
+            limits={"top_logprobs": MOST_TOP_LOGPROBS, "stop_ids": STOP_IDS, "logit_bias": BIASES},
         )
         check_visuals(self.model, request, self.programs.sizes)
 

@@ -8,13 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxrl_llm.models.inputs import (
-    FrameBounds,
-    PatchRows,
-    Visual,
-    VisualFeatures,
-    check_visual,
-)
+from jaxrl_llm.models.inputs import FrameBounds, PatchRows, Visual, VisualFeatures, check_visual
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import placeholders

@@ -75,12 +75,7 @@ class Sizes(NamedTuple):
 
 
 def choose_sizes(
-    *,
-    parts: int,
-    max_running_sequences: int,
-    max_tokens: int,
-    steps: int,
-    pages: int | None = None,
+    *, parts: int, max_running_sequences: int, max_tokens: int, steps: int, pages: int | None = None
 ) -> Sizes:
     """Choose few shapes: parts of the running sequences, and of the longest one.
 

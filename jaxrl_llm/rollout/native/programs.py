@@ -971,9 +971,7 @@ class Programs:
         upto = dict(zip(placed, ends, strict=True))
         table = self.page_table(placed, pages, lambda s: s.pages.pages_to_read(s.table, s.cached))
         targets = self.page_table(
-            placed,
-            touched(length),
-            lambda s: s.pages.pages_to_write(s.table, s.cached, upto[s]),
+            placed, touched(length), lambda s: s.pages.pages_to_write(s.table, s.cached, upto[s])
         )
         slots = self.state_slots(placed, ends)
         features = rotary = None

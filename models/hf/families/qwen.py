@@ -333,8 +333,6 @@ QWEN_VL_FAMILIES: tuple[Family, ...] = (
     _QWEN2_5_VL,
     # published files of Qwen2.5-VL have the language model's keys outside
     dataclasses.replace(
-        _QWEN2_5_VL,
-        text_key=None,
-        unread=frozenset({VISION_KEY, *QWEN2_5_TOWER.tokens}),
+        _QWEN2_5_VL, text_key=None, unread=frozenset({VISION_KEY, *QWEN2_5_TOWER.tokens})
     ),
 )

@@ -42,11 +42,7 @@ def test_an_error_of_the_run_is_the_launchers(workshop, launch):
 
 @pytest.mark.parametrize(
     ("launcher", "signal_sent"),
-    [
-        ("a node", signal.SIGINT),
-        ("a client", signal.SIGKILL),
-        ("a client", signal.SIGTERM),
-    ],
+    [("a node", signal.SIGINT), ("a client", signal.SIGKILL), ("a client", signal.SIGTERM)],
 )
 def test_the_end_of_the_launcher_is_the_end_of_everything(
     launch, launchers, launcher, signal_sent, processes
