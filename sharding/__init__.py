@@ -6,7 +6,6 @@ from jaxrl_llm.lazy import attach
 
 if TYPE_CHECKING:
     from jaxrl_llm.sharding.layout import AXES, DEFAULT_RULES, ROLLOUT_RULES, Layout, make_mesh
-    from jaxrl_llm.sharding.offload import to_device, to_host
-    from jaxrl_llm.sharding.reshard import reshard
+    from jaxrl_llm.sharding.reshard import reshard, to_device, to_host
 
 attach(__name__)

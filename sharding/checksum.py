@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.sharding.reshard import on_device
 
 LARGE = 2**20  # words
 MOST_PARTS = 32

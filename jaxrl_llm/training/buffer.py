@@ -68,8 +68,7 @@ from jaxrl_llm.rollout.rollouts import (
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.checksum import checksum, checksum_of_leaves
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.offload import on_device
-from jaxrl_llm.sharding.reshard import cast_tree
+from jaxrl_llm.sharding.reshard import cast_tree, on_device
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.experience import (
     ScoreError,

@@ -52,7 +52,7 @@ from jaxrl_llm.runs.directory import ending_together, join
 from jaxrl_llm.runs.preemption import Preemption, Watchdog
 from jaxrl_llm.sharding.checksum import checksum_of_leaves
 from jaxrl_llm.sharding.distributed import is_first
-from jaxrl_llm.sharding.offload import on_device
+from jaxrl_llm.sharding.reshard import on_device
 from jaxrl_llm.training.load_model import all_devices
 from jaxrl_llm.training.run_files import opening_lines
 from jaxrl_llm.training.update import Learner, TrainableModel, TrainState

@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.rollouts import Rollouts, sample
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.offload import HOST
+from jaxrl_llm.sharding.reshard import HOST
 from jaxrl_llm.training.export import restore_model
 from jaxrl_llm.training.forward import ForwardConfig, pack_batch, token_fields
 from jaxrl_llm.training.load_model import (

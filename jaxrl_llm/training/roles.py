@@ -26,8 +26,7 @@ from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout, over_batch, replicated
-from jaxrl_llm.sharding.offload import on_device, to_host
-from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.sharding.reshard import on_device, reshard, to_host
 from jaxrl_llm.training.bind import AlgorithmFunctions, abstract_fields, abstract_pairs
 from jaxrl_llm.training.experience import check_marks, with_key
 from jaxrl_llm.training.forward import (

@@ -43,8 +43,7 @@ from jaxrl_llm.rollout.engine import LEAST_LOGPROB, ScoredTokens
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout
-from jaxrl_llm.sharding.offload import on_device, to_host
-from jaxrl_llm.sharding.reshard import reshard
+from jaxrl_llm.sharding.reshard import on_device, reshard, to_host
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.load_model import (

@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.engine import NOT_DRAWN
 from jaxrl_llm.rollout.rollouts import Rollouts
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.sharding.distributed import is_first
-from jaxrl_llm.sharding.offload import copy_on_device, on_device, to_device, to_host
+from jaxrl_llm.sharding.reshard import copy_on_device, on_device, to_device, to_host
 from jaxrl_llm.training import experience
 from jaxrl_llm.training.bind import AlgorithmFunctions
 from jaxrl_llm.training.buffer import Buffer, Sampler, Scorer, needs_canaries, scores_of, states_of

@@ -16,7 +16,7 @@ ALL = ("offload={params: true, optimizer: true, reference: true}",)
 
 
 @pytest.mark.slow
-@pytest.mark.guards("sharding/offload.py", "jaxrl_llm/training")
+@pytest.mark.guards("sharding/reshard.py", "jaxrl_llm/training")
 def test_an_offloaded_run_is_the_same_bit_for_bit(run, workshop, same, monkeypatch):
     """Actor, critic and reference; while the engine samples, one copy is on the device: its own."""
     held = []

@@ -32,7 +32,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated, shardings
-from jaxrl_llm.sharding.offload import to_device, to_host
+from jaxrl_llm.sharding.reshard import to_device, to_host
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch

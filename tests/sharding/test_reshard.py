@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.checksum import checksum, digests
 from jaxrl_llm.sharding.layout import make_mesh, replicated
-from jaxrl_llm.sharding.offload import to_host
-from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard
+from jaxrl_llm.sharding.reshard import cast, moved_bytes, reshard, to_host
 
 pytestmark = pytest.mark.guards("sharding/")
 

@@ -19,7 +19,7 @@ from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
-from jaxrl_llm.sharding.offload import to_host
+from jaxrl_llm.sharding.reshard import to_host
 from jaxrl_llm.training.experience import (
     ScoreError,
     cut_minibatches,
