@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.sharding import reshard
 from jaxrl_llm.sharding.layout import make_mesh, replicated
 from jaxrl_llm.sharding.reshard import to_device, to_host
 
@@ -67,7 +66,7 @@ def test_devices_without_host_memory_are_named(tree, monkeypatch):
         platform="wood",
         addressable_memories=lambda: [SimpleNamespace(kind="beads")],
     )
-    monkeypatch.setattr(reshard, "_a_device", lambda layout: device)
+    monkeypatch.setitem(to_host.__globals__, "_a_device", lambda layout: device)
     expected = r"abacus on platform 'wood' knows the memories \['beads'\], expected 'pinned_host'"
     with pytest.raises(NotImplementedError, match=expected):
         to_host(tree)
