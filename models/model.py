@@ -316,22 +316,13 @@ class Model(Protocol):
         raise ValueError("patches of images, for a model without a vision tower")
 
 
-def model_of(spec: ModelSpec) -> Model:
-    """Return the model that a spec describes.
-
-    >>> model_of(tiny_spec()).declare()["embed"].shape
-    (8, 4)
-    """
-    return Decoder(spec)
-
-
 def decoder_spec(model: Model) -> ModelSpec:
     """Return the spec of a `Decoder`.
 
     Raises:
         TypeError: The model is another one.
 
-    >>> decoder_spec(model_of(tiny_spec())) == tiny_spec()
+    >>> decoder_spec(Decoder(tiny_spec())) == tiny_spec()
     True
     """
     if not isinstance(model, Decoder):
@@ -344,7 +335,7 @@ def for_length(model: Model, longest: int) -> Model:
 
     It logs that the long factors of `LongRopeScaling` are taken.
 
-    >>> for_length(model_of(tiny_spec()), 16) == model_of(tiny_spec())
+    >>> for_length(Decoder(tiny_spec()), 16) == Decoder(tiny_spec())
     True
     """
     if not isinstance(model, Decoder):
@@ -363,7 +354,7 @@ def for_length(model: Model, longest: int) -> Model:
 def base_model(model: Model) -> Model:
     """Return a model without its adapter, if it has one, and with its tower among its parameters.
 
-    >>> base_model(model_of(tiny_spec())) == model_of(tiny_spec())
+    >>> base_model(Decoder(tiny_spec())) == Decoder(tiny_spec())
     True
     """
     if not isinstance(model, Decoder):
@@ -374,7 +365,7 @@ def base_model(model: Model) -> Model:
 def is_adapted(model: Model) -> bool:
     """Tell whether a model has an adapter.
 
-    >>> is_adapted(model_of(tiny_spec()))
+    >>> is_adapted(Decoder(tiny_spec()))
     False
     """
     return isinstance(model, Decoder) and model.spec.lora is not None

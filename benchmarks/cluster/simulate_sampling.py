@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import parameter_count
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning.program import PASSES
@@ -77,7 +77,7 @@ def state_bytes(spec: ModelSpec) -> int:
 
 
 def _cache_of_a_token(spec: ModelSpec) -> Cache:
-    model, dtypes = model_of(spec), {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    model, dtypes = Decoder(spec), {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
     return jax.eval_shape(lambda: model.init_cache(1, 1, **dtypes))
 
 

@@ -31,8 +31,8 @@ from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import AgentConfig
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
 from jaxrl_llm.rollout.engine import Completion, EngineSettings, Request, SamplingParams
@@ -96,7 +96,7 @@ def build(kind: type[NativeEngine], args: argparse.Namespace, *, kept: int | Non
     gigabytes = None if kept is None else 16
     settings = EngineSettings(args.sequences, 256, gigabytes, cached_sequences=kept)
     layout = Layout(make_mesh({"fsdp": -1}, jax.devices()[:1]))
-    engine = kind(model_of(spec), settings, layout=layout)
+    engine = kind(Decoder(spec), settings, layout=layout)
     engine.load(init_params(spec, key=jax.random.key(0)), version=0)
     return engine
 

@@ -22,7 +22,6 @@ from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Completion, EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -46,7 +45,7 @@ def sample_answers(
     longest = len(first.prompt) + first.sampling.max_new_tokens
     settings = EngineSettings(len(requests), longest, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout)
     try:
         engine.load(params, version=0)
         answers = engine.sample(requests)

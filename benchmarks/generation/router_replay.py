@@ -24,7 +24,6 @@ import numpy as np
 from benchmarks.tables import describe_run, markdown_table, parser_of
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import RowInputs
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -82,7 +81,7 @@ def sample_answers(spec: ModelSpec, params: Any, answers: int, dtype: str) -> li
     """Sample answers to random prompts, with the experts of each token."""
     settings = EngineSettings(answers, PROMPT + ANSWER, dtype=dtype, record_routes=True)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout)
     sampling = SamplingParams(ANSWER)
     try:
         engine.load(params, version=0)

@@ -28,6 +28,7 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import model_cost, row_shape
 from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.attention import PLAIN, attend
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import update_flops
 from jaxrl_llm.models.kernels import (
     Heads,
@@ -39,7 +40,6 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped import BLOCKED, grouped_matmul
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
@@ -102,7 +102,7 @@ def build_learner(job: dict[str, Any], layout: Layout, kernel: Any, params_like:
         cost=dataclasses.replace(model_cost(spec), flops=0.0),
     )
     forward = ForwardConfig(
-        model=model_of(spec),
+        model=Decoder(spec),
         dtype="bfloat16",
         remat=job["remat"],
         logprob_chunk=job.get("logprob_chunk", ForwardConfig.logprob_chunk),
@@ -309,7 +309,7 @@ def engine_of(
     )
     if job["engine"] == "pages" and choice.kernel is None and jax.default_backend() == "gpu":
         raise ValueError(f"expected a kernel over pages, got none: {choice.reason}")
-    return NativeEngine(model_of(spec), settings, layout=layout, kernel=choice.kernel)
+    return NativeEngine(Decoder(spec), settings, layout=layout, kernel=choice.kernel)
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:

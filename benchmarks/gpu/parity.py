@@ -27,9 +27,9 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.kernels import choose_kernel, heads_on, this_device
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
@@ -117,7 +117,7 @@ def by_trainer(job: dict[str, Any], tokens: np.ndarray) -> Parity:
     params, (count, length) = weights(job["shape"]), tokens.shape
     heads = heads_on(spec, layout)
     kernel = choose_kernel("auto", heads, job["dtype"], device=this_device()).kernel
-    model = ForwardConfig(model=model_of(spec), dtype=job["dtype"], kernel=kernel)
+    model = ForwardConfig(model=Decoder(spec), dtype=job["dtype"], kernel=kernel)
     shape = row_shape(2 * length, 2 * length, sequences=count)
     mask = np.broadcast_to(np.arange(length) > 0, tokens.shape)
     batch = Batch(tokens.astype(np.int32), np.full(count, length, np.int32), {"mask": mask})

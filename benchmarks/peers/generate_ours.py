@@ -17,9 +17,9 @@ import jax
 import jaxrl_llm
 from jaxrl_llm.cli import take_huge_pages
 from jaxrl_llm.compilation import BACKGROUND
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh
@@ -32,7 +32,7 @@ def build_engine(job: dict[str, Any], longest: int) -> NativeEngine:
     spec = read_spec(job["model"])
     settings = EngineSettings(len(job["lengths"][0]), job["longest_prompt"] + longest)
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout)
     engine.load(load_params(job["model"], spec), version=0)
     return engine
 

@@ -52,8 +52,8 @@ from jaxrl_llm.data.packing import (
     plan_microbatches,
     row_shape,
 )
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.flops import update_flops
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, shardings
@@ -120,7 +120,7 @@ class Case(NamedTuple):
     @property
     def forward(self) -> ForwardConfig:
         """Return how the model is run."""
-        return ForwardConfig(model=model_of(self.spec), dtype=self.dtype, remat=self.size.remat)
+        return ForwardConfig(model=Decoder(self.spec), dtype=self.dtype, remat=self.size.remat)
 
     def shape(self, *, long_rows: bool) -> RowShape:
         """Return the shape of micro-batches."""

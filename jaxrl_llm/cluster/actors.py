@@ -281,7 +281,8 @@ class EngineHost(_Process):
 
     def _open(self) -> tuple[Any, Any]:
         """Return the engine and the spec of its model."""
-        from jaxrl_llm.models.model import base_model, decoder_spec, for_length, model_of
+        from jaxrl_llm.models.decoder import Decoder
+        from jaxrl_llm.models.model import base_model, decoder_spec, for_length
         from jaxrl_llm.monitoring.writer import quiet_libraries
         from jaxrl_llm.rollout.build import local_engine
         from jaxrl_llm.runs.compile_cache import use_compilation_cache
@@ -296,7 +297,7 @@ class EngineHost(_Process):
         if config.compilation_cache:
             self._resources.enter_context(use_compilation_cache(folder.resolve() / "compilation"))
         longest = config.longest_sequence
-        model = for_length(base_model(model_of(model_spec(config.model))), longest)
+        model = for_length(base_model(Decoder(model_spec(config.model))), longest)
         layout = open_layout(config.mesh, "rollout", config.mesh.rollout)
         return local_engine(config, model, layout, folder), decoder_spec(model)
 

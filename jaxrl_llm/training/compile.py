@@ -27,7 +27,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.kernels import DeviceInfo, KernelChoice, device_of
 from jaxrl_llm.models.lora import split_adapter, without_adapter
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_in_turn, choose_paged_kernel
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -132,7 +131,7 @@ def abstract_params(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> 
     >>> abstract_params(spec, Layout(make_mesh({}, jax.devices()[:1])), "bfloat16")["embed"].dtype
     dtype(bfloat16)
     """
-    return abstract_weights(model_of(spec), layout, dtype)
+    return abstract_weights(Decoder(spec), layout, dtype)
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -254,7 +253,7 @@ def abstract_teacher(config: TrainConfig, student: ModelSpec, layout: Layout) ->
         spec = read_spec(config.teacher.path)
     is_same = spec.vocab_size == student.vocab_size
     vocab = None if is_same else min(spec.vocab_size, student.vocab_size)  # but for padding
-    forward = forward_config(config.model, model_of(spec), layout)
+    forward = forward_config(config.model, Decoder(spec), layout)
     return TeacherModel(abstract_params(spec, layout, config.model.dtype), forward, vocab)
 
 
@@ -347,7 +346,7 @@ def plan_engine(
             config.model.dtype,
             is_int8=config.rollout.kv_cache_dtype == "int8",
         )
-    engine = native_engine(config, model_of(spec), layout, choice=choice)
+    engine = native_engine(config, Decoder(spec), layout, choice=choice)
     engine.close()
     trace = {
         StepId(ENGINE, kind): functools.partial(engine.trace, kind.value)

@@ -41,7 +41,7 @@ from jaxrl_llm.models.hf.hub import HUB_ID, repository
 from jaxrl_llm.models.hf.load import load_arrays
 from jaxrl_llm.models.hf.save import save_arrays, save_params
 from jaxrl_llm.models.lora import split_adapter
-from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted, model_of
+from jaxrl_llm.models.model import Model, base_model, decoder_spec, is_adapted
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.monitoring.tables import BEFORE_AND_AFTER, MetricsTable
 from jaxrl_llm.runs.checkpoint import CheckpointError, Checkpoints
@@ -506,15 +506,13 @@ def _model_of_role(folder: Path, role: str, source: str, function_from: str | No
     head = scorer_head(preferences) if preferences and role == "actor" else None
     if head is not None:
         heads = {"value_head": head == "value", "reward_head": head == "reward"}
-        return model_of(dataclasses.replace(spec, **heads))
+        return Decoder(dataclasses.replace(spec, **heads))
     if role == "actor":
         lora = of_policy.get("lora")  # runs of earlier versions have no such key
         lora = lora and from_tree(LoraConfig, lora, "model.lora.")
         spec = adapted_spec(spec, lora, of_policy.get("adapter"))
     # an adapter is merged into a base that has its tower
-    return model_of(
-        dataclasses.replace(spec, vision_apart=vision == "frozen" and spec.lora is None)
-    )
+    return Decoder(dataclasses.replace(spec, vision_apart=vision == "frozen" and spec.lora is None))
 
 
 def _function_of(tree: Mapping[str, Any], function_from: str | None) -> FunctionSpec:

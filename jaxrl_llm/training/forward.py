@@ -709,6 +709,7 @@ def sequence_sizes(batch: Batch) -> Int[np.ndarray, " N"]:
 class ForwardConfig:
     """How the model is run in training: everything static about a forward pass.
 
+    `model` is a `models.decoder.Decoder`, unless it is one of the user's own.
     `router_loss_coef` is that of the experts' load-balance loss, `router_bias_rate` how far an
     update moves the bias of sigmoid routers, `context` how attention sees rows that devices share
     (`sharding.layout.Layout`), `kernel` what computes it (`models.kernels.choose_kernel`; None:

@@ -43,7 +43,7 @@ from jaxrl_llm.models.lora import (
     split_adapter,
     without_adapter,
 )
-from jaxrl_llm.models.model import Model, decoder_spec, for_length, model_of
+from jaxrl_llm.models.model import Model, decoder_spec, for_length
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.nnx import from_module
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
@@ -118,7 +118,7 @@ def open_model(config: ModelConfig, layout: Layout, *, seed: int) -> LoadedModel
         if config.random_init:
             split = layout.of(declare(whole))
             draw = jax.jit(lambda key: init_params(whole, key=key), out_shardings=split)
-            model = laid_out(model_of(whole), draw(jax.random.key(seed)), layout)
+            model = laid_out(Decoder(whole), draw(jax.random.key(seed)), layout)
         else:
             model = read_model(config.path, whole, layout)
         if spec.vision_apart:
@@ -191,7 +191,7 @@ def open_scorer(
             params, spec = with_reward_head(base.params, spec, key=jax.random.key(seed))
         kind = "process reward model" if of_steps else "reward model"
         log.info("a %s starts from %s, with a new head", kind, config.path)
-        return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
+        return laid_out(Decoder(spec), distributed.put(params, layout.of(declare(spec))), layout)
 
 
 def open_own_model(
@@ -255,7 +255,7 @@ def with_adapter(
         dtypes = compute_dtypes(base.spec, config.dtype)
         frozen = reshard(frozen, layout.of(declare(base.spec)), dtype=dtypes)
     like = like_of(adapter, split)
-    return LoadedModel(model_of(spec), adapter, like, frozen, base.tower)
+    return LoadedModel(Decoder(spec), adapter, like, frozen, base.tower)
 
 
 def adapted_spec(base: ModelSpec, lora: LoraConfig | None, adapter: str | None) -> ModelSpec:
@@ -301,13 +301,13 @@ def merged_into_base(
     def run(base: Any, adapter: Any) -> Any:
         return merge_adapter(combine_params(adapter, base), spec)[0]
 
-    return run(base, adapter), model_of(alone)
+    return run(base, adapter), Decoder(alone)
 
 
 def read_model(path: str, spec: ModelSpec, layout: Layout) -> LoadedModel:
     """Load the weights of a Hugging Face directory in a layout."""
     params = load_params(path, spec, shardings=layout.of(declare(spec)))
-    return laid_out(model_of(spec), params, layout)
+    return laid_out(Decoder(spec), params, layout)
 
 
 def laid_out(model: Model, params: Any, layout: Layout) -> LoadedModel:

@@ -535,7 +535,7 @@ def open_files(
     frozen: Mapping[str, Any] | None = None,
     extra_states: Mapping[str, TrainState] | None = None,
 ) -> tuple[OpenFiles, Saved]:
-    """Open a run's data, checkpoints and metrics, and return where it stands, too.
+    """Open a run's data, checkpoints and metrics: all that a trainer needs besides its models.
 
     Args:
         config: of the run.
@@ -546,6 +546,9 @@ def open_files(
         best: metric by which the best checkpoint is kept besides the newest.
         frozen: parameters of models that the run does not train, by their config key.
         extra_states: that checkpoints hold besides those of `models`, as the run starts.
+
+    Returns:
+        The files, and where the run stands: at its start, or at the newest checkpoint.
     """
     title, size = _title_and_size(config)
     folder = Path(config.run_dir)

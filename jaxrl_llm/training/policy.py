@@ -24,7 +24,7 @@ from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import Model, base_model, for_length, is_adapted, model_of
+from jaxrl_llm.models.model import Model, base_model, for_length, is_adapted
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.monitoring.activity import activity
@@ -316,7 +316,7 @@ def _of_directory(
         homes = layout.of(declare(spec))
         if on_host:
             homes = jax.tree.map(lambda s: s.with_memory_kind(HOST), homes)
-        return load_params(path, spec, shardings=homes), model_of(spec)
+        return load_params(path, spec, shardings=homes), Decoder(spec)
 
 
 def _check_factors(model: Model, longest: int) -> None:

@@ -18,9 +18,10 @@ from jaxrl_llm.data.dataset import check_ids, encode_steps, last_tokens, split_s
 from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.data.token_bytes import text_decoder
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_scoring, read_spec
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.model import Model, model_of
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rewards.scoring import ModelScores
@@ -258,7 +259,7 @@ def open_reward_model(
         params = read_model(path, spec, layout).params
     if dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
-    forward = ForwardConfig(model=model_of(spec), dtype=dtype)
+    forward = ForwardConfig(model=Decoder(spec), dtype=dtype)
     shape = microbatch_shape(
         *(config.batch, forward, layout), longest=longest, sequences=config.sequences_per_minibatch
     )

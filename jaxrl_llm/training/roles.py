@@ -21,7 +21,7 @@ from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.arrays import Params
 from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.model import Model, is_adapted, model_of
+from jaxrl_llm.models.model import Model, is_adapted
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.activity import activity
 from jaxrl_llm.sharding import distributed
@@ -439,7 +439,7 @@ def as_critic(model: LoadedModel, key: str, layout: Layout) -> LoadedModel:
         return model
     log.info("the critic starts from %s, with a new value head of zeros", key)
     params, spec = with_value_head(model.params, model.spec)
-    return laid_out(model_of(spec), distributed.put(params, layout.of(declare(spec))), layout)
+    return laid_out(Decoder(spec), distributed.put(params, layout.of(declare(spec))), layout)
 
 
 class LabelError(RunError):

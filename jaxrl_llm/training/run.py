@@ -309,7 +309,11 @@ def run_training(config: TrainConfig) -> None:
 def _claim(
     config: TrainConfig, stack: contextlib.ExitStack
 ) -> tuple[AlgorithmFunctions, Callable[[], None]]:
-    """Check what needs no model, and hold the run's folder; see `run_folder`."""
+    """Check what needs no model, and hold the run's folder.
+
+    Returns:
+        The functions of the config, and what writes the run's record into its folder.
+    """
     loop.enter_process(config, stack, processes_can_train)
     with activity("checking the config"):
         functions = resolve_functions(config)  # wrong names fail before anything is loaded

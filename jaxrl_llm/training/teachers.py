@@ -32,9 +32,10 @@ from jaxrl_llm.data.token_bytes import (
 )
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.hub import resolve
-from jaxrl_llm.models.model import Model, model_of
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.activity import activity
@@ -293,7 +294,7 @@ def open_teacher_model(
     if config.dtype != "float32":
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, config.dtype))
     plain = dataclasses.replace(config, router_loss_coef=0.0)
-    return TeacherModel(params, forward_config(plain, model_of(spec), layout), vocab)
+    return TeacherModel(params, forward_config(plain, Decoder(spec), layout), vocab)
 
 
 def shared_tokens(path: str, spec: ModelSpec, tokenizer: Any, student: Model) -> int | None:

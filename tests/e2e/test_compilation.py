@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.build import native_engine
 from jaxrl_llm.training import load_model
 from jaxrl_llm.training.compile import compile_steps, plan_shapes
@@ -78,7 +78,7 @@ def test_what_is_compiled_ahead_is_what_the_run_needs(workshop, tmp_path, monkey
         patch.setattr("jax.devices", lambda: one)
         compile_steps(config, Event())
         shapes = plan_shapes(config)
-        engine = native_engine(config, model_of(shapes.spec), shapes.layouts.rollout)
+        engine = native_engine(config, Decoder(shapes.spec), shapes.layouts.rollout)
         engine.close()
     buckets = len(shapes.roles["actor"].shape.buckets)
     assert buckets > 1

@@ -179,8 +179,8 @@ def prefer_scores(result, workshop):
     from jaxrl_llm.data.dataset import preference_batch, tokenize_preferences
     from jaxrl_llm.data.packing import pack_rows, row_shape
     from jaxrl_llm.data.rows import normalize_preference_row
+    from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.hf.load import load_params
-    from jaxrl_llm.models.model import model_of
 
     folder = f"{result.run_dir}.out"
     spec = read_spec(folder)
@@ -197,7 +197,7 @@ def prefer_scores(result, workshop):
         None,
         batch["second_start"],
     )
-    model, params = model_of(spec), load_params(folder, spec)
+    model, params = Decoder(spec), load_params(folder, spec)
     hidden, _ = model.hidden_states(
         params, *map(jnp.asarray, packed[:3]), dtype="float32", remat="none", layout=None
     )

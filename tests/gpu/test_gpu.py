@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.sections import CACHE_TOLERANCE
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import Attending
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import (
     TOLERANCE,
     Heads,
@@ -23,7 +24,6 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import choose_paged_kernel, paged_difference
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
@@ -62,7 +62,7 @@ def _sequences(device, dtype, kernel=None, kv_cache_dtype="auto"):
         init_params(SPEC, key=jax.random.key(0)), shardings(declare(SPEC), mesh)
     )
     settings = EngineSettings(32, LENGTH, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    engine = NativeEngine(model_of(SPEC), settings, layout=Layout(mesh), kernel=kernel)
+    engine = NativeEngine(Decoder(SPEC), settings, layout=Layout(mesh), kernel=kernel)
     engine.load(params, version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 512, size).tolist()) for size in rng.integers(3, 40, 16)]
@@ -79,7 +79,7 @@ def _sequences(device, dtype, kernel=None, kv_cache_dtype="auto"):
         tokens[i, : sizes[i]] = [*prompt, *answer.tokens]
         mask[i, start : sizes[i]], reported[i, start : sizes[i]] = True, answer.logprobs
     batch = Batch(tokens, sizes, {"mask": mask, "lengths": mask.sum(1)})
-    settings = ForwardConfig(model=model_of(SPEC), dtype=dtype, temperature=0.8)
+    settings = ForwardConfig(model=Decoder(SPEC), dtype=dtype, temperature=0.8)
     shape = row_shape(2048, LENGTH, sequences=64)
     logprobs = logprob_pass(settings, shape, mesh)(params, batch)["logprobs"]
     return mesh, params, batch, reported, logprobs
@@ -140,7 +140,7 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         batch = batch.add(old_logprobs=logprobs, advantages=advantages)
         learner = Learner(
             PolicyObjective(loss=ppo_clip),
-            dataclasses.replace(ForwardConfig(model=model_of(SPEC)), temperature=0.8),
+            dataclasses.replace(ForwardConfig(model=Decoder(SPEC)), temperature=0.8),
             optax.sgd(1e-2),
             reduce=token_mean,
             shape=row_shape(2048, LENGTH, sequences=64),
@@ -247,7 +247,7 @@ def test_log_probs_with_the_packed_kernel_equal_those_without():
     mesh, params, batch, _, logprobs = _sequences(jax.devices("gpu")[0], "bfloat16")
     choice = choose_kernel("cudnn", heads_on(SPEC, Layout(mesh)), "bfloat16", device=this_device())
     settings = ForwardConfig(
-        model=model_of(SPEC), dtype="bfloat16", temperature=0.8, kernel=choice.kernel
+        model=Decoder(SPEC), dtype="bfloat16", temperature=0.8, kernel=choice.kernel
     )
     again = logprob_pass(settings, row_shape(2048, LENGTH, sequences=64), mesh)(params, batch)
     assert np.abs(again["logprobs"] - logprobs)[batch["mask"]].mean() < 5e-3

@@ -13,8 +13,8 @@ import pytest
 from jaxrl_llm import kernel_choice
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import DeviceInfo, GroupedKernels
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe import grouped, grouped_triton
 from jaxrl_llm.models.moe.grouped import (
     BLOCKED,
@@ -173,7 +173,7 @@ def test_a_run_says_once_what_multiplies_and_refuses_what_can_not(undecided, cap
     layout, config = layout_on({"data": 1}), ModelConfig(path="-", dtype="bfloat16")
     with caplog.at_level(logging.DEBUG, "jaxrl_llm"):
         for _ in range(2):
-            settings = load_model.forward_config(config, model_of(SPEC), layout)
+            settings = load_model.forward_config(config, Decoder(SPEC), layout)
     assert settings.grouped_kernels is None
     assert [r.message for r in caplog.records] == [
         "attention by xla: the devices are cpu, not cuda",

@@ -15,6 +15,7 @@ from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.packing import MAX_SEQUENCES_PER_ROW
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
 from jaxrl_llm.models.context import attend_pieces
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import (
     MOST_SEGMENTS,
     DeviceInfo,
@@ -25,7 +26,6 @@ from jaxrl_llm.models.kernels import (
     heads_on,
     objection,
 )
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.models.vision.spec import VisionSpec
 from jaxrl_llm.models.vision.tower import tower_heads_on, tower_layout
@@ -284,10 +284,10 @@ def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, capl
     layout = one_device()
     with caplog.at_level(logging.DEBUG, "jaxrl_llm"):
         for _ in range(2):
-            settings = load_model.forward_config(ModelConfig(path="-"), model_of(SPEC), layout)
+            settings = load_model.forward_config(ModelConfig(path="-"), Decoder(SPEC), layout)
     assert settings.kernel is None
     assert [r.message for r in caplog.records] == [
         "attention by xla: the devices are cpu, not cuda"
     ]
     with pytest.raises(ConfigError, match=r"^model\.attention=cudnn: .* are cpu, not cuda"):
-        load_model.forward_config(ModelConfig(path="-", attention="cudnn"), model_of(SPEC), layout)
+        load_model.forward_config(ModelConfig(path="-", attention="cudnn"), Decoder(SPEC), layout)

@@ -16,6 +16,7 @@ import transformers
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.adapter import load_adapter, read_adapter_spec, save_adapter
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -27,7 +28,6 @@ from jaxrl_llm.models.lora import (
     without_adapter,
 )
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
@@ -577,7 +577,7 @@ def place(tree, spec, mesh):
 def learn(spec, adapter, frozen, mesh, optimizer):
     return Learner(
         PolicyObjective(loss=reinforce),
-        ForwardConfig(model=model_of(spec)),
+        ForwardConfig(model=Decoder(spec)),
         optimizer,
         reduce=token_mean,
         shape=SHAPE,
@@ -645,7 +645,7 @@ def test_the_mesh_makes_no_difference(whole, one_device, sizes):
         adapter, frozen = place(params, spec, mesh)
         learner = learn(spec, adapter, frozen, mesh, optax.sgd(0.1))
         state, metrics = learner.update(learner.init(adapter), make_batch(), {})
-        infer = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, mesh, frozen=frozen)
+        infer = logprob_pass(ForwardConfig(model=Decoder(spec)), SHAPE, mesh, frozen=frozen)
         return jax.device_get(state.params), metrics, infer(state.params, make_batch())
 
     actual, expected = trained(make_mesh(sizes)), trained(one_device)
@@ -657,9 +657,9 @@ def test_zeros_are_the_base(whole, one_device):
     """The reference of a run with an adapter: the same arrays, without a second program."""
     spec, params = whole
     adapter, frozen = place(params, spec, one_device)
-    infer = logprob_pass(ForwardConfig(model=model_of(spec)), SHAPE, one_device, frozen=frozen)
+    infer = logprob_pass(ForwardConfig(model=Decoder(spec)), SHAPE, one_device, frozen=frozen)
     actual = infer(jax.tree.map(jnp.zeros_like, adapter), make_batch())
-    alone = logprob_pass(ForwardConfig(model=model_of(without_adapter(spec))), SHAPE, one_device)
+    alone = logprob_pass(ForwardConfig(model=Decoder(without_adapter(spec))), SHAPE, one_device)
     expected = alone(frozen, make_batch())
     np.testing.assert_allclose(actual["logprobs"], expected["logprobs"], atol=5e-6)
     assert np.abs(infer(adapter, make_batch())["logprobs"] - expected["logprobs"]).max() > 0.01

@@ -14,10 +14,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.cache import init_cache
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import config_to_save, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import RouterStats, load_balance_loss
 from jaxrl_llm.models.moe.spec import ClippedSwiglu
 from jaxrl_llm.models.paged_attention import attend_gathered
@@ -289,7 +289,7 @@ def test_the_engine_answers_as_transformers(case, kernel):
     prompts, new = [[5, 1, 4, 9, 7, 30, 2], [7, 11]], 8
     settings = dataclasses.replace(EngineSettings(2, 16), dtype="float32")
     layout = Layout(make_mesh({}, jax.devices()[:1]))
-    engine = NativeEngine(model_of(spec), settings, layout=layout, steps=4, kernel=kernel)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout, steps=4, kernel=kernel)
     try:
         engine.load(params, version=0)
         asked = SamplingParams(new, temperature=0.0)

@@ -16,11 +16,10 @@ import torch
 import transformers
 
 from jaxrl_llm.models.arrays import Params
-from jaxrl_llm.models.decoder import with_value_head
+from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.native.programs import (
     DecodeState,
@@ -322,11 +321,11 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
     count, width = prompts.shape
     size = -(-(width + new) // 2)
     table = jnp.arange(2 * count).reshape(count, 2)
-    pool = make_pool(model_of(spec), 1, 2 * count, size, slots=count, dtype=dtype)
+    pool = make_pool(Decoder(spec), 1, 2 * count, size, slots=count, dtype=dtype)
     none, off, own = jnp.zeros(count, jnp.int32), jnp.zeros(count), jnp.arange(count)
     slots = (own, own) if pool.states else None
     chunk = PrefillChunk(table, prompts, none, lengths, table, slots)
-    pool = prefill(params, model_of(spec), pool, chunk)
+    pool = prefill(params, Decoder(spec), pool, chunk)
     rows = DecodeState(
         tokens=last,
         positions=lengths,
@@ -338,7 +337,7 @@ def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32
         ),
     )
     cache = gather_pages(pool, table, own if pool.states else None)
-    _, drawn = decode(params, model_of(spec), cache, rows, steps=new)
+    _, drawn = decode(params, Decoder(spec), cache, rows, steps=new)
     return drawn.tokens, drawn.logprobs
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.attention import Attending, LayerCache
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.planning.program import parse_program
 from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
@@ -91,7 +91,7 @@ def compile_kernel(q, keys, values, dtype, options, value_width=None, *, is_int8
 def test_decoding_holds_the_cache_once(devices, axes, kv_cache_dtype):
     layout = Layout(make_mesh(axes, gpu_devices("H200", devices)), rules=ROLLOUT_RULES)
     settings = EngineSettings(64 * devices, 2048, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
-    engine = NativeEngine(model_of(SPEC), settings, layout=layout, kernel=attend_pages)
+    engine = NativeEngine(Decoder(SPEC), settings, layout=layout, kernel=attend_pages)
     engine.close()
     _, (pool,) = engine.shapes()
     compiled = engine.trace("decode").lower().compile(compiler_options=OPTIONS)

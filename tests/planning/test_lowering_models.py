@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import FAMILIES, make_config
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.grouped_triton import TRITON
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -98,7 +98,7 @@ def test_the_engine_with_every_bucket(family):
     mesh = make_mesh({"data": 4, "tensor": 2})
     settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
     layout = Layout(mesh, rules=ROLLOUT_RULES, grouped_kernels=TRITON)
-    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout)
     engine.close()
     keys = list(engine.programs._keys(8))
     assert {key[0] for key in keys} == {"pool", "gather", "prefill", "decode"}
@@ -133,7 +133,7 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
     mesh = make_mesh({"data": 4, "tensor": 2})
     settings = EngineSettings(16, 256, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     layout = Layout(mesh, rules=ROLLOUT_RULES)
-    engine = NativeEngine(model_of(spec), settings, layout=layout, kernel=attend_pages)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout, kernel=attend_pages)
     engine.close()
     keys = list(engine.programs._keys(8))
     assert {key[0] for key in keys} == {"pool", "copy", "prefill", "decode"}
@@ -151,7 +151,7 @@ def test_the_engine_with_images():
     spec = spec_of("Qwen3VL")
     settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
     layout = Layout(make_mesh({"data": 4, "tensor": 2}), rules=ROLLOUT_RULES)
-    engine = NativeEngine(model_of(spec), settings, layout=layout)
+    engine = NativeEngine(Decoder(spec), settings, layout=layout)
     engine.close()
     keys = [key for key in engine.programs._keys(8) if key[0] in ("features", "encode")]
     assert keys == [("features",), ("encode", 256, 256), ("encode", 1024, 1024)]

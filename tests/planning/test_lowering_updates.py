@@ -14,9 +14,9 @@ from jaxrl_llm import kernel_choice
 from jaxrl_llm.algorithms.losses import negative_log_likelihood
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.models import kernels
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.lora import split_adapter
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated
 from jaxrl_llm.training import load_model
@@ -184,7 +184,7 @@ def test_passes_and_updates_that_no_plan_has(tmp_path, jitted):
     scorer = dataclasses.replace(spec, reward_head=True)
     config = configure(tmp_path, spec, model__router_loss_coef=0.1)
     layout = open_layouts(config.mesh).train
-    settings = load_model.forward_config(config.model, model_of(spec), layout)
+    settings = load_model.forward_config(config.model, Decoder(spec), layout)
     shape = row_shapes(config, settings, layout)[0]
     settings = settings.over(shape)
     micro = abstract_microbatch({"mask"}, config, shape, layout.mesh)
@@ -222,7 +222,7 @@ def test_an_adapter_is_merged_for_the_engine(jitted):
     spec = spec_of(lora=LoraSpec(rank=4, alpha=8.0, targets=("query", "up")))
     adapter, _ = split_adapter(abstract_params(spec, layout))
     frozen = abstract_params(spec_of(), layout, "bfloat16")
-    merge_for_engine(load_model.LoadedModel(model_of(spec), adapter, adapter, frozen), "bfloat16")
+    merge_for_engine(load_model.LoadedModel(Decoder(spec), adapter, adapter, frozen), "bfloat16")
     program = lower(jitted[0].trace(adapter, frozen))
     assert not program.calls
     assert {dtype for product in program.products for dtype, _ in product} == {"f32"}

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm import plan as planner
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.kernels import cuda_device
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.models.spec import ModelSpec
@@ -177,7 +177,7 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure, kv_cache_dtype, spec
     config = configure(f"rollout.kv_cache_dtype={kv_cache_dtype}", spec=spec)
     shapes = plan_shapes(config)
     settings = EngineSettings(16, 32, kv_cache_dtype=kv_cache_dtype)
-    engine = NativeEngine(model_of(spec), settings, layout=shapes.layouts.rollout)
+    engine = NativeEngine(Decoder(spec), settings, layout=shapes.layouts.rollout)
     weights, cache = engine.shapes()
     pool, (rows, width) = engine._runner._take_pool(), engine.programs.sizes.largest
     assert (rows, width) == (16, 32)

@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.functions import public_functions
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
@@ -200,7 +200,7 @@ def build(
     placed = place(params, mesh)
     learner = Learner(
         objective,
-        ForwardConfig(model=model_of(SPEC), temperature=TEMPERATURE, **model),
+        ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE, **model),
         KEEP_GRADIENT,
         reduce=reduce,
         shape=row_shape(tokens, length, sequences=len(SIZES), multiple_of=batch_shards(mesh)),
@@ -300,7 +300,7 @@ def test_one_sequence_is_a_batch(params, in_pairs):
 def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params, sizes):
     mesh = make_mesh(sizes, jax.devices()[: 1 if sizes is ONE else 8])
     shape = row_shape(16 * 4, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
-    model = ForwardConfig(model=model_of(SPEC), temperature=TEMPERATURE)
+    model = ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE)
     batch = make_batch(SIZES, 16)
     fields = logprob_pass(model, shape, mesh)(place(params, mesh), batch)
     for i, n in enumerate(batch.sequence_lengths):
@@ -514,7 +514,7 @@ def test_what_a_model_says_of_chains_lies_where_their_tokens_do(params, one_devi
     batch = make_batch(SIZES, 16)
     shape = row_shape(32, 16, sequences=len(SIZES))
     infer = logprob_pass(
-        ForwardConfig(model=model_of(SPEC), temperature=TEMPERATURE), shape, one_device
+        ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE), shape, one_device
     )
     apart = infer(params, batch)["logprobs"]
     episodes = as_episodes(batch)

@@ -18,8 +18,8 @@ import pytest
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
@@ -185,7 +185,7 @@ def test_the_mesh_changes_nothing(name, sizes):
     )
     coef = BALANCE if spec.moe else 0.0
     model = ForwardConfig(
-        model=model_of(spec),
+        model=Decoder(spec),
         context=next((a.split()[-1] for a in sizes if a in CONTEXTS), "heads"),
         router_loss_coef=coef,
         logprob_chunk=24,
@@ -371,7 +371,7 @@ def test_fsdp_divides_the_optimizer_s_state():
         )
         learner = Learner(
             PolicyObjective(loss=plain),
-            ForwardConfig(model=model_of(DENSE)),
+            ForwardConfig(model=Decoder(DENSE)),
             optax.adamw(1e-3),
             reduce=token_mean,
             shape=row_shape(128, 16, sequences=8, multiple_of=8),
@@ -473,7 +473,7 @@ def test_logits_stay_split_over_the_vocabulary():
     """With a head split over `tensor`, no device ever holds the logits of all words."""
     spec = dataclasses.replace(DENSE, vocab_size=96, tied_embeddings=False)
     mesh = make_mesh({"tensor": 8})
-    model = ForwardConfig(model=model_of(spec), logprob_chunk=64)
+    model = ForwardConfig(model=Decoder(spec), logprob_chunk=64)
     params = jax.tree.map(
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
         declare(spec),

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -103,7 +103,7 @@ def build():
             if field.name in options:
                 settings[field.name] = options.pop(field.name)
         return NativeEngine(
-            model_of(spec_of(model)), EngineSettings(**settings), layout=Layout(mesh), **options
+            Decoder(spec_of(model)), EngineSettings(**settings), layout=Layout(mesh), **options
         )
 
     return make

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -55,7 +55,7 @@ def build():
     def make(sequences):
         if sequences not in made:
             made[sequences] = NativeEngine(
-                model_of(SPEC),
+                Decoder(SPEC),
                 EngineSettings(sequences, LONGEST),
                 layout=Layout(make_mesh({"fsdp": -1}, jax.devices()[:1])),
                 steps=4,

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm.models import decoder, linear
 from jaxrl_llm.models import layers as layer_functions
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.quantization import QuantizedMatrix, declare_quantized
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rollout.engine import Request, SamplingParams
@@ -158,7 +158,7 @@ def test_the_trainer_knows_the_checksum(make, params):
     engine = make(dtype="bfloat16")
     receipt = engine.load(params, version=0)
     sent = [
-        engine_checksum(model_of(SPECS["dense"]), "bfloat16", quantized=q)(params)
+        engine_checksum(Decoder(SPECS["dense"]), "bfloat16", quantized=q)(params)
         for q in (True, False)
     ]
     assert receipt.checksum == int(sent[0]) != int(sent[1])
@@ -207,7 +207,7 @@ def test_gpus_without_float8_are_refused(capability):
     refused = float(capability) < 8.9
     message = rf"capability 8.9 or more .*; GPU X has {capability}"
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
-        check_fp8(model_of(SPECS["dense"]), gpu)
+        check_fp8(Decoder(SPECS["dense"]), gpu)
 
 
 def test_a_cpu_says_that_it_is_slow(make, caplog):

@@ -12,7 +12,6 @@ import pytest
 
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import RowInputs, Visual, VisualTokens, patch_rows
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.vision.tower import encode, placeholders, rotary_positions
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, EngineError, Request, SamplingParams, Stop
@@ -376,14 +375,14 @@ def test_programs_of_text_are_given_nothing_of_images(shared_engine):
 
 def test_times_of_a_video_tell_its_pages(weights):
     slow = draw_visual(2, 2, 4, seed=3, seconds=(0.0, 3.0))
-    model = model_of(SPECS["deep"])
+    model = Decoder(SPECS["deep"])
     keys = [read_prompt(model, ask(3, film, 5)).keys for film in (FILM, FILM, slow)]
     assert keys[0] == keys[1] != keys[2]
     assert {key for key in keys[0] if key >= 0} == {3, 0, 1, 5, START, END}
 
 
 def test_a_piece_holds_images_whole():
-    where = read_prompt(model_of(SPECS["deep"]), ask(3, LARGE, 4, SMALL, 5))
+    where = read_prompt(Decoder(SPECS["deep"]), ask(3, LARGE, 4, SMALL, 5))
     assert where.whole_until(0, 4) == 4
     where = dataclasses.replace(where, whole=True)
     assert where.number.tolist() == [-1, -1, *[0] * 6, -1, -1, -1, 1, 1, -1, -1]

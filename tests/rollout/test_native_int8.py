@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_llm.models import decoder
 from jaxrl_llm.models.attention import attend
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
@@ -80,7 +80,7 @@ def engine_of(spec, patched, *, devices=1, axes=None, dtype="float32", kernel=No
     with pytest.MonkeyPatch.context() as patch:
         for name, value in patched.items():
             patch.setattr(page_pool, name, value)
-        engine = NativeEngine(model_of(spec), settings, layout=layout, steps=7, kernel=kernel)
+        engine = NativeEngine(Decoder(spec), settings, layout=layout, steps=7, kernel=kernel)
     engine.load(drawn(spec), version=0)
     return engine
 
@@ -217,7 +217,7 @@ def test_as_many_bytes_hold_about_twice_the_tokens(dtype, times, kernel):
     def engine(kv_cache_dtype):
         settings = EngineSettings(512, 2048, 4e-3, dtype, kv_cache_dtype=kv_cache_dtype)
         layout = Layout(make_mesh({}, jax.devices()[:1]))
-        made = NativeEngine(model_of(spec), settings, layout=layout, kernel=kernel)
+        made = NativeEngine(Decoder(spec), settings, layout=layout, kernel=kernel)
         made.close()
         return made
 

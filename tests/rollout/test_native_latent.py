@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
@@ -51,7 +51,7 @@ def test_answers_and_cache(kernel):
     ]
     layout = Layout(make_mesh({}, jax.devices()[:1]))
     settings = EngineSettings(SLOTS, LENGTH)
-    engine = NativeEngine(model_of(SPEC), settings, layout=layout, kernel=kernel)
+    engine = NativeEngine(Decoder(SPEC), settings, layout=layout, kernel=kernel)
     try:
         engine.load(params, version=0)
         answers = engine.sample(requests)

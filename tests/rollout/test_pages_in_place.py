@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_llm import kernel_choice
 from jaxrl_llm.kernel_choice import choose_cache_kernel
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import KernelChoice
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare
@@ -55,7 +55,7 @@ def answers(devices, axes, kernel, dtype="float32"):
         declare(SPEC),
     )
     settings = dataclasses.replace(EngineSettings(4, 40), dtype=dtype)
-    engine = NativeEngine(model_of(SPEC), settings, layout=layout, steps=5, kernel=kernel)
+    engine = NativeEngine(Decoder(SPEC), settings, layout=layout, steps=5, kernel=kernel)
     try:
         engine.load(params, version=0)
         return [engine.sample(REQUESTS) for _ in range(2)]  # at the second time prompts are cached

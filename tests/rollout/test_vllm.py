@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.sections import VllmConfig
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import (
@@ -218,7 +218,7 @@ def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, options):
     """One at a time: of both, vLLM adds the bias first, and transformers applies the penalty."""
     options = options | {"temperature": 0.0, "top_logprobs": 3}
     native = NativeEngine(
-        model_of(SPEC),
+        Decoder(SPEC),
         EngineSettings(4, 64),
         layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])),
     )

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from jaxrl_llm.config.load import load, to_yaml
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.data.rows import write_rows
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.training.export import TrainedModel, make_card
 from tests.specs import tiny_spec
 
@@ -59,7 +59,7 @@ OWN = SimpleNamespace()  # a model of a user's own
 
 
 def make(run_dir, name, source, step, *, role="actor", model=None, **keywords):
-    model = model_of(tiny_spec()) if model is None else model
+    model = Decoder(tiny_spec()) if model is None else model
     return make_card(run_dir, name, TrainedModel(None, model, source, step, role), **keywords)
 
 
@@ -145,7 +145,7 @@ def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):
 
 def test_other_roles_are_called_what_they_are(run_dir):
     critic = make(
-        run_dir, "v", SOURCE, 4, role="critic", model=model_of(tiny_spec(value_head=True))
+        run_dir, "v", SOURCE, 4, role="critic", model=Decoder(tiny_spec(value_head=True))
     )["README.md"]
     assert "AutoModelForTokenClassification.from_pretrained" in critic
     assert "\nThe critic after step 4" in critic

@@ -20,8 +20,8 @@ from jaxrl_llm.algorithms.divergences import (
 )
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import combine_params, split_adapter
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import LoraSpec, ModelSpec
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
@@ -152,12 +152,12 @@ def learner_on(
     shape = row_shape(
         rows * LENGTH * batch_shards(mesh), LENGTH, sequences=12, multiple_of=batch_shards(mesh)
     )
-    run = ForwardConfig(model=model_of(teacher), logprob_chunk=chunk)
+    run = ForwardConfig(model=Decoder(teacher), logprob_chunk=chunk)
     how = Distillation(divergence=divergence, of_top=kind == "top", teacher=run, vocab=VOCAB)
     objective = {"loss": policy_gradient, "distillation": how} | changed
     return Learner(
         PolicyObjective(**objective),
-        ForwardConfig(model=model_of(spec), logprob_chunk=chunk),
+        ForwardConfig(model=Decoder(spec), logprob_chunk=chunk),
         optax.trace(decay=0.0),
         reduce=token_mean,
         shape=shape,
@@ -258,7 +258,7 @@ def test_a_teachers_likeliest_tokens_are_those_of_its_distributions(sizes):
     shape = row_shape(
         2 * LENGTH * batch_shards(mesh), LENGTH, sequences=12, multiple_of=batch_shards(mesh)
     )
-    model = ForwardConfig(model=model_of(TEACHER), logprob_chunk=24)
+    model = ForwardConfig(model=Decoder(TEACHER), logprob_chunk=24)
     params = jax.device_put(draw(TEACHER, 7), shardings(declare(TEACHER), mesh))
     batch = make_batch()
     mask, expected = batch["mask"], np.sort(teacher_logprobs(), axis=-1)[..., ::-1][..., :K]

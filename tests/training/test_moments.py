@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.runs.checkpoint import Checkpoints
@@ -66,7 +66,7 @@ def test_the_first_moment_may_be_bfloat16(tmp_path):
     params = jax.device_put(drawn(), Layout(mesh).of(declare(SPEC)))
     learner = Learner(
         PolicyObjective(loss=lambda logprobs: -logprobs),
-        ForwardConfig(model=model_of(SPEC)),
+        ForwardConfig(model=Decoder(SPEC)),
         optimizer_of(declare(SPEC), params),
         reduce=token_mean,
         shape=RowShape(rows=8, length=8, sequences=8),

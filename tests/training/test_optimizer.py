@@ -16,7 +16,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import OptimConfig
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.spec import LoraSpec
@@ -226,7 +226,7 @@ def test_a_mesh_changes_no_update():
         config = OptimConfig(optimizer=FunctionSpec(name), schedule=RATES)
         learner = Learner(
             PolicyObjective(loss=ppo_clip),
-            ForwardConfig(model=model_of(spec)),
+            ForwardConfig(model=Decoder(spec)),
             make_optimizer(config)[0](declared, placed[0]),
             reduce=token_mean,
             shape=row_shape(8, 8, sequences=1),

@@ -16,9 +16,9 @@ from jaxrl_llm.algorithms import preferences
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.dataset import Preference, preference_batch, rotate_answers
 from jaxrl_llm.data.packing import pack_rows, row_shape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
@@ -94,7 +94,7 @@ def build(model, mesh, *, loss, tokens=4 * 2 * MOST):
     shape = row_shape(tokens, 2 * MOST, sequences=PAIRS, multiple_of=batch_shards(mesh))
     learner = Learner(
         PreferenceObjective(loss=loss),
-        ForwardConfig(model=model_of(model.spec)),
+        ForwardConfig(model=Decoder(model.spec)),
         KEEP_GRADIENT,
         reduce=sequence_mean_token_mean,
         shape=shape,
@@ -112,7 +112,7 @@ def build(model, mesh, *, loss, tokens=4 * 2 * MOST):
 def pass_of(models, name):
     """Return a model's pass, and its parameters."""
     mesh, shape = one_mesh(), row_shape(4 * 2 * MOST, 2 * MOST, sequences=PAIRS)
-    forward = ForwardConfig(model=model_of(models[name].spec))
+    forward = ForwardConfig(model=Decoder(models[name].spec))
     return logprob_pass(forward, shape, mesh, ("logprobs",)), models[name].params
 
 

@@ -25,9 +25,9 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.data.rows import normalize_preference_row
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rewards.scoring import ModelScores, combine_scores
 from jaxrl_llm.rollout.engine import Completion
@@ -75,7 +75,7 @@ def update(model, items, mesh, *, tokens=4 * WIDTH):
     shape = row_shape(tokens, WIDTH, sequences=ROWS, multiple_of=batch_shards(mesh))
     learner = Learner(
         StepObjective(loss=step_cross_entropy),
-        ForwardConfig(model=model_of(model.spec)),
+        ForwardConfig(model=Decoder(model.spec)),
         KEEP_GRADIENT,
         reduce=token_mean,
         shape=shape,

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.losses import ppo_clip, select_clip_cov, select_kl_cov
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import clipped_value_loss
 from jaxrl_llm.data.packing import RowShape
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.sharding.layout import make_mesh, shardings
@@ -86,7 +86,7 @@ def values_of(params, tokens):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_belong_to_the_state_before_each_token(mesh, shape):
     params, batch = draw(SPEC), make_batch()
-    values = value_pass(ForwardConfig(model=model_of(SPEC)), shape, mesh)(params, batch)["values"]
+    values = value_pass(ForwardConfig(model=Decoder(SPEC)), shape, mesh)(params, batch)["values"]
     for row, tokens, size in zip(values, batch.tokens, SIZES, strict=True):
         np.testing.assert_allclose(row[:size], values_of(params, tokens[:size]), atol=1e-5)
         assert not row[size:].any()
@@ -122,7 +122,7 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
     placed = jax.device_put(params, shardings(declare(SPEC), mesh))
     learner = Learner(
         ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP)),
-        ForwardConfig(model=model_of(SPEC)),
+        ForwardConfig(model=Decoder(SPEC)),
         KEEP_GRADIENT,
         reduce=token_mean,
         shape=shape,
@@ -137,7 +137,7 @@ def test_the_critic_s_update_is_the_same_however_it_is_cut(mesh, shape, by_hand)
         jax.device_get(state.opt_state[0].trace),
         gradient,
     )
-    values = value_pass(ForwardConfig(model=model_of(SPEC)), shape, mesh)(params, batch)["values"]
+    values = value_pass(ForwardConfig(model=Decoder(SPEC)), shape, mesh)(params, batch)["values"]
     np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)
 
 
@@ -155,7 +155,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
                 kl=lambda logprobs: 0 * logprobs + 3.0,
                 corrected=corrected,
             ),
-            ForwardConfig(model=model_of(POLICY)),
+            ForwardConfig(model=Decoder(POLICY)),
             KEEP_GRADIENT,
             reduce=token_mean,
             shape=SHAPES[0],
@@ -174,7 +174,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl(mesh):
 def test_the_sum_of_squared_probabilities(mesh):
     params, batch = draw(POLICY), make_batch()
     names = ("logprobs", "sum_pi_squared")
-    inferred = logprob_pass(ForwardConfig(model=model_of(POLICY)), SHAPES[1], mesh, names)(
+    inferred = logprob_pass(ForwardConfig(model=Decoder(POLICY)), SHAPES[1], mesh, names)(
         params, batch
     )
     assert set(inferred) == set(names)

@@ -12,8 +12,7 @@ import pytest
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import squared_value_loss
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import with_value_head
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder, with_value_head
 from jaxrl_llm.models.moe.routing import RouterStats, SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
@@ -88,7 +87,7 @@ def build(spec, params, *, tokens, mesh=None, coef=COEF, objective=None):
     """Return a learner whose optimizer remembers the gradient, and the state it starts from."""
     mesh = mesh or one_device()
     placed = jax.device_put(params, shardings(declare(spec), mesh))
-    forward = ForwardConfig(model=model_of(spec), router_loss_coef=coef, router_bias_rate=RATE)
+    forward = ForwardConfig(model=Decoder(spec), router_loss_coef=coef, router_bias_rate=RATE)
     shape = row_shape(tokens, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
     learner = Learner(
         objective or PolicyObjective(loss=plain),

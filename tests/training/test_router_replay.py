@@ -15,8 +15,8 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import row_shape
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import RowInputs
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare
@@ -111,7 +111,7 @@ differentiate = jax.jit(jax.value_and_grad(by_rows, has_aux=True))
 
 def forward(replay, **changes):
     return ForwardConfig(
-        model=model_of(SPEC), router_loss_coef=COEF, router_replay=replay, **changes
+        model=Decoder(SPEC), router_loss_coef=COEF, router_replay=replay, **changes
     )
 
 
@@ -303,6 +303,6 @@ def test_what_can_not_be_replayed_is_refused(keys, message):
 
 def test_a_model_without_experts_replays_nothing():
     config = load(TrainConfig, "quickstart", {"model.router_replay": "rollout"})
-    dense = ForwardConfig(model=model_of(dataclasses.replace(SPEC, moe=None)))
+    dense = ForwardConfig(model=Decoder(dataclasses.replace(SPEC, moe=None)))
     with pytest.raises(ConfigError, match=r"router_replay=rollout, but .* has no experts"):
         replaying(dense, config)

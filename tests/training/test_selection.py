@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.dataset import Preference, preference_batch
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
 from jaxrl_llm.sharding.reshard import to_host
@@ -96,7 +96,7 @@ def build(params, objective, reduce, *, width, rows=16, mesh=None):
     placed = jax.device_put(params, shardings(declare(SPEC), mesh))
     learner = Learner(
         objective,
-        ForwardConfig(model=model_of(SPEC)),
+        ForwardConfig(model=Decoder(SPEC)),
         KEEP_GRADIENT,
         reduce=reduce,
         shape=row_shape(rows * width, width, sequences=16, multiple_of=batch_shards(mesh)),

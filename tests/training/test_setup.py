@@ -27,8 +27,8 @@ from jaxrl_llm.config.sections import (
 from jaxrl_llm.files import write_text
 from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.model import model_of
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import LongRopeScaling
@@ -476,11 +476,11 @@ def test_a_mesh_has_devices_of_every_process(sizes, expected, monkeypatch):
 
 def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
     layout = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
-    shape = packed_shape(layout, model_of(SPEC), tokens=8, longest=13, sequences=10)
+    shape = packed_shape(layout, Decoder(SPEC), tokens=8, longest=13, sequences=10)
     assert (shape.length, shape.rows) == (16, 4)
     expected = r"^batch\.max_tokens_per_device=3 can't hold .* context=4 share: expected 4 or more"
     with pytest.raises(ConfigError, match=expected):
-        packed_shape(layout, model_of(SPEC), tokens=3, longest=13, sequences=10)
+        packed_shape(layout, Decoder(SPEC), tokens=3, longest=13, sequences=10)
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def test_rows_may_be_longer_than_sequences_where_attention_is_cheap(
 ):
     layout = open_layout(MeshConfig(), "train", MeshSizes(**mesh))
     spec = dataclasses.replace(SPEC, ff_width=256, **changed)
-    forward = ForwardConfig(model=model_of(spec))
+    forward = ForwardConfig(model=Decoder(spec))
     assert takes_long_rows(forward, layout, longest) is expected
     kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
     assert not takes_long_rows(kernel, layout, longest)
@@ -528,10 +528,10 @@ def test_longrope_is_chosen_by_the_longest_sequence():
         attention_factor=1.1,
     )
     spec = dataclasses.replace(SPEC, rope_scaling=scaling)
-    loaded = LoadedModel(model_of(spec), params=None, like=None)
+    loaded = LoadedModel(Decoder(spec), params=None, like=None)
     assert loaded.for_length(32).model == loaded.model
     assert loaded.for_length(33).spec.rope_scaling.long
-    plain = LoadedModel(model_of(SPEC), params=None, like=None)
+    plain = LoadedModel(Decoder(SPEC), params=None, like=None)
     assert plain.for_length(1000).model == plain.model
 
 

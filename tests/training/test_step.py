@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, Cost, RowShape, choose_rows, row_shape
-from jaxrl_llm.models.model import model_of
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.monitoring.clock import CompileCounter
@@ -81,7 +81,7 @@ def scaled(logprobs, advantages):
 def learn(mesh, params, loss, optimizer=None, shape=SHAPE):
     return Learner(
         PolicyObjective(loss=loss),
-        ForwardConfig(model=model_of(SPEC)),
+        ForwardConfig(model=Decoder(SPEC)),
         optimizer or optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
         reduce=sequence_mean_token_mean,
         shape=shape,
@@ -101,7 +101,7 @@ def bits(tree):
 
 def test_an_update_on_policy_finds_the_old_logprobs(mesh, params):
     """It is that with the log-probs of a pass before it, and says what the pass says."""
-    batch, model = make_batch(), ForwardConfig(model=model_of(SPEC))
+    batch, model = make_batch(), ForwardConfig(model=Decoder(SPEC))
     inferred = logprob_pass(model, SHAPE, mesh)(params, batch)
     updated = {}
     for on_policy in (True, False):
@@ -136,7 +136,7 @@ def test_rows_longer_than_sequences_change_no_number(mesh, params, shape, sizes,
     batch, results = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes)), []
     assert (choose_rows(batch.sequence_lengths, shape).longest is not None) is is_long
     for rows, where in ((SHAPE, mesh), (shape, on)):
-        model = ForwardConfig(model=model_of(SPEC)).over(rows)
+        model = ForwardConfig(model=Decoder(SPEC)).over(rows)
         weights = jax.device_put(params, replicated(where))
         learner = dataclasses.replace(
             learn(where, weights, ppo_clip, optax.sgd(1.0), rows), model=model
@@ -387,7 +387,7 @@ def test_nothing_compiles_after_the_first_update(learner, params):
 
 def test_every_bucket_is_compiled_with_the_first_update(mesh, params, compile_rest):
     """Later ones have other lengths, and so other shapes."""
-    model, names = ForwardConfig(model=model_of(SPEC)), ("logprobs",)
+    model, names = ForwardConfig(model=Decoder(SPEC)), ("logprobs",)
     shape = SHAPE._replace(cost=Cost(24576.0, flops=MIN_BUCKET_FLOPS / 8))
     assert [bucket[:2] for bucket in shape.buckets] == [(1, 8), (2, 8)]
     infer, plain = (logprob_pass(model, s, mesh, names) for s in (shape, SHAPE))
@@ -449,7 +449,7 @@ def test_moments_lie_where_their_parameters_do():
 def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
     """Rows stay split over the devices: no device ever holds the hidden states of all rows."""
     mesh = make_mesh({"fsdp": 8})
-    model = ForwardConfig(model=model_of(SPEC))
+    model = ForwardConfig(model=Decoder(SPEC))
     params = jax.tree.map(
         lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s),
         declare(SPEC),

@@ -155,8 +155,8 @@ def gather_pages(
         table: page numbers within the row's part; a number past the pages gives zeros.
         slots: of the rows' states, as `gather_states`; None: the rows have none.
 
-    >>> from jaxrl_llm.models.model import model_of
-    >>> model = model_of(tiny_spec())
+    >>> from jaxrl_llm.models.decoder import Decoder
+    >>> model = Decoder(tiny_spec())
     >>> gather_pages(make_pool(model, 1, 5, 16), jnp.array([[3, 1], [2, 5]])).keys[0].shape
     (2, 1, 2, 32)
     """
