@@ -133,7 +133,7 @@ def test_markers_are_read_as_text_where_they_are_no_tokens(name):
     assert tokenizer.get_added_vocab().keys().isdisjoint(FORMATS[name].markers)
     text = f"So: {FORMATS[name].write([ToolCall('now', {})])}"
     answer = FORMATS[name].parse(encode(tokenizer, text), tokenizer)
-    assert answer == ("So:", (ToolCall("now", {}, FORMATS[name].call_id(0)),), "")
+    assert answer[:3] == ("So:", (ToolCall("now", {}, FORMATS[name].call_id(0)),), "")
 
 
 GOOD = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -208,7 +208,7 @@ def test_good_calls_remain_beside_bad_ones():
     "text", ["", " 4", '{"answer": 4}', "[1, 2]", "f(a=1)", "a [f] {x}", "naïve\n"]
 )
 def test_plain_answers_stay_as_they_are(name, text):
-    assert parse(name, text) == (text, (), "")
+    assert parse(name, text)[:3] == (text, (), "")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_the_last_call_needs_no_end(name):
     else:
         whole = FORMATS[name].write(calls)
     end = whole.rindex("<")
-    assert parse(name, f"I look.{whole[:end]}", SCHEMA) == ("I look.", tuple(calls), "")
+    assert parse(name, f"I look.{whole[:end]}", SCHEMA)[:3] == ("I look.", tuple(calls), "")
     cut = parse(name, f"I look.{whole[: end - 2]}", SCHEMA).calls[-1]
     assert cut.error is not None
 
@@ -324,7 +324,7 @@ CALL = "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
     ],
 )
 def test_harmony_s_channels_are_told_apart(drawn, text, calls, reasoning):
-    assert parse("harmony", drawn, SCHEMA) == (text, calls, reasoning)
+    assert parse("harmony", drawn, SCHEMA)[:3] == (text, calls, reasoning)
 
 
 @pytest.mark.parametrize(
