@@ -343,7 +343,7 @@ def _allowed(
     q: Array,
     segment_ids: Int[Array, "R S"],
     window: Int[Array, ""],
-    ahead: Int[Array, "R Q"] | None,
+    ahead: Int[Array, "R tokens"] | None,
 ) -> Bool[Array, "R 1 Q S"]:
     own = slice(scoring.first, scoring.first + scoring.queries)
     allowed = segment_ids[:, own, None] == segment_ids[:, None, :]
@@ -364,7 +364,7 @@ def _attend(
     v: Float[Array, "R K S V"],
     segment_ids: Int[Array, "R S"],
     window: Int[Array, ""],
-    ahead: Int[Array, "R Q"] | None,
+    ahead: Int[Array, "R tokens"] | None,
     sinks: Float32[Array, "1 K Q 1"] | None,
 ) -> Float[Array, "R K Q V"]:
     """Attend with some queries of a row, those of all heads that share keys as one axis Q.

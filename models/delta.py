@@ -490,8 +490,9 @@ def delta_mix(
     return out.astype(h.dtype), state
 
 
-_Inputs = tuple[Float[Array, "R L N C"], Float[Array, "R L N values"], Float[Array, "R L N values"]]
-"""Of each key head queries, keys and values, joined, and of its value heads log-decays and beta."""
+_Inputs = tuple[Array, Array, Array]
+"""Of each key head queries, keys and values, joined, [R L N C], and of its value heads log-decays
+and beta, [R L N values]; of R whole rows, or of a device's pieces."""
 
 
 def _along_rows(

@@ -18,7 +18,6 @@ from jaxrl_llm.config import functions
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import FunctionSpec, closest, load_function, signature_of
 from jaxrl_llm.config.sections import (
-    MESH_AXES,
     BatchConfig,
     LoraConfig,
     MeshConfig,
@@ -526,10 +525,18 @@ def open_layouts(
     """Lay the devices out as the config says, for each model; by default all that jax has."""
     place = functools.partial(open_layout, config, devices=devices, has_own_axes=has_own_axes)
 
+    def other(name: str, sizes: MeshSizes | None) -> Layout:
+        return train if sizes is None else place(name, sizes)
+
     train = place("train", config.train)
-    sizes = {name: getattr(config, name) for name in Layouts._fields if name != "train"}
-    others = {name: train if own is None else place(name, own) for name, own in sizes.items()}
-    return Layouts(train, **others)
+    return Layouts(
+        train,
+        rollout=other("rollout", config.rollout),
+        critic=other("critic", config.critic),
+        reference=other("reference", config.reference),
+        reward_model=other("reward_model", config.reward_model),
+        teacher=other("teacher", config.teacher),
+    )
 
 
 def open_layout(
@@ -566,7 +573,15 @@ def open_layout(
             f"device of process {min(left_out)}: name devices of every process, or start one"
         )
     with config_errors_at(f"mesh.{name}"):
-        mesh = make_mesh({axis: getattr(sizes, axis) for axis in MESH_AXES}, chosen)
+        along = {
+            "stage": sizes.stage,
+            "expert": sizes.expert,
+            "data": sizes.data,
+            "fsdp": sizes.fsdp,
+            "context": sizes.context,
+            "tensor": sizes.tensor,
+        }
+        mesh = make_mesh(along, chosen)
     defaults = ROLLOUT_RULES if name == "rollout" else DEFAULT_RULES
     rules = own_rules(config.rules, defaults, has_own_axes=has_own_axes)
     return Layout(mesh, config.context_by, rules)

@@ -3,6 +3,7 @@
 A program is a module with `__name__ == "__main__"`; `test_gpu.py` has those of `benchmarks/gpu`.
 """
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -16,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from benchmarks.code import same_results
+from benchmarks.code import mutants, same_results
 from benchmarks.learning.recipes import make_base, place_configs
 from benchmarks.peers import meter
 from benchmarks.training import workloads
@@ -259,6 +260,33 @@ def test_structure(program):
     rows = program("code.structure", ROOT, ROOT)
     assert all(one == other for _, one, other in rows)
     assert numbers([cells[1] for cells in rows if cells[0] == "modules, lines of code"])[0] > 100
+
+
+def test_mutants(program):
+    """Those that are drawn are programs, and differ from the library and from each other."""
+    drawn = mutants.drawn(ROOT)
+    assert len({mutant.place for mutant in drawn}) == len(drawn) >= 150
+    for mutant in drawn:
+        source = (ROOT / mutant.path).read_bytes()
+        changed = source[: mutant.start] + mutant.text.encode() + source[mutant.end :]
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
+    assert program("code.mutants", "list") == []
+
+
+@pytest.mark.slow
+@pytest.mark.guards("benchmarks/code/")
+def test_mutants_are_caught(tmp_path, monkeypatch):
+    pytest.importorskip("pytest_cov")
+    monkeypatch.setattr(mutants, "CORE", {"algorithms/reduce.py": 2})
+    monkeypatch.setattr(mutants, "FIRST_S", 30)
+    database, record = tmp_path / "coverage.db", tmp_path / "record.json"
+    mutants.cover(ROOT, database, ["tests/algorithms/test_reduce.py"])
+    mutants.run(ROOT, database, record, 1)
+    caught = json.loads(record.read_text())
+    assert len(caught) == 2 and all("test_reduce" in test for test in caught.values())
+    missed = tmp_path / "missed.json"
+    missed.write_text(json.dumps(dict.fromkeys(caught)))
+    assert (mutants.compare(record, missed), mutants.compare(missed, record)) == (2, 0)
 
 
 # ------------------------------------------------------------------------------------- generation

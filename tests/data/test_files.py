@@ -10,9 +10,9 @@ import pytest
 
 from jaxrl_llm import files
 from jaxrl_llm.config.functions import FunctionSpec
+from jaxrl_llm.data.prepare import arithmetic
 from jaxrl_llm.data.rows import read_rows, write_rows
 from jaxrl_llm.files import PARTIAL_SUFFIX, atomic_write, remove_partials
-from jaxrl_llm.rewards.functions import arithmetic
 from jaxrl_llm.runs.directory import build_once, prepare_files
 
 SIZES = {"train_rows": 40, "validation_rows": 10, "sft_rows": 20}

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 from jaxrl_llm.configs.tasks import _sources
-from jaxrl_llm.configs.tasks.geo3k import BOX_INSTRUCTION
+from jaxrl_llm.configs.tasks.geo3k import BOX_INSTRUCTION, geo3k
 from jaxrl_llm.data.rows import read_rows, verl_rows, write_rows
-from jaxrl_llm.rewards.functions import geo3k
 
 DRAWING = Image.new("RGB", (9, 7), (10, 200, 30))
 

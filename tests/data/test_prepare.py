@@ -11,9 +11,12 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
+from jaxrl_llm.configs.tasks.arithmetic import arithmetic
+from jaxrl_llm.configs.tasks.gsm8k import gsm8k
+from jaxrl_llm.configs.tasks.math import math
 from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows, write_rows
-from jaxrl_llm.rewards.functions import arithmetic, by_source, gsm8k, math
+from jaxrl_llm.rewards.functions import by_source
 
 
 def texts(path):

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from jaxrl_llm.configs.tasks.reasoning_gym import reasoning_gym, task_dataset
 from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
-from jaxrl_llm.rewards.functions import by_source, reasoning_gym, task_dataset
+from jaxrl_llm.rewards.functions import by_source
 from jaxrl_llm.rewards.functions import reasoning_gym as score
 
 MANY = [

@@ -1,4 +1,5 @@
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -66,7 +67,8 @@ def test_devices_without_host_memory_are_named(tree, monkeypatch):
         platform="wood",
         addressable_memories=lambda: [SimpleNamespace(kind="beads")],
     )
-    monkeypatch.setitem(to_host.__globals__, "_a_device", lambda layout: device)
+    module = sys.modules["jaxrl_llm.sharding.reshard"]  # the package has a function of its name
+    monkeypatch.setattr(module, "_a_device", lambda layout: device)
     expected = r"abacus on platform 'wood' knows the memories \['beads'\], expected 'pinned_host'"
     with pytest.raises(NotImplementedError, match=expected):
         to_host(tree)
