@@ -58,7 +58,8 @@ class Model(Protocol):
     model that is never sampled by the native engine needs no cache.
 
     What a model may lack has a value here that says so: `extend_pages`, `route_shape` and `vision`
-    are None. A class derives from `Model` and leaves these out; it must have the others.
+    are None. A class derives from `Model` and leaves these out, as the heads that it does not end
+    in and, where the native engine never samples it, the cache; it must have the others.
     """
 
     @property
@@ -160,23 +161,22 @@ class Model(Protocol):
             ValueError: The model ends in another head.
         """
 
-    @abstractmethod
     def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Return the logits of hidden states, capped, in float32; as `head_matrix` gives them.
 
         Raises:
             ValueError: The model ends in another head.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no logits")
 
-    @abstractmethod
     def token_values(self, params: Params, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B"]:
         """Return a critic's value of each state, in float32.
 
         Raises:
             KeyError: The model ends in another head.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no token_values")
 
-    @abstractmethod
     def sequence_scores(
         self,
         params: Params,
@@ -197,8 +197,8 @@ class Model(Protocol):
         Raises:
             KeyError: The model ends in another head.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no sequence_scores")
 
-    @abstractmethod
     def init_cache(
         self, batch: int, length: int, *, dtype: DTypeLike, kv_cache_dtype: str
     ) -> Cache:
@@ -216,8 +216,8 @@ class Model(Protocol):
         Raises:
             ValueError: Keys and values can't be kept so.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no init_cache")
 
-    @abstractmethod
     def extend(
         self,
         params: Params,
@@ -248,6 +248,7 @@ class Model(Protocol):
             The hidden states that `hidden_states` gives for the same tokens, and the cache with
             these tokens.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no extend")
 
     @property
     def extend_pages(self) -> Callable[..., tuple[Float[Array, "B D"], Cache]] | None:

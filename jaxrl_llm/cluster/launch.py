@@ -102,13 +102,16 @@ def _connected(host: str, port: int, until: float) -> socket.socket:
     for left, (family, kind, protocol, _, address) in zip(
         range(len(addresses), 0, -1), addresses, strict=True
     ):
-        connection = socket.socket(family, kind, protocol)
-        try:  # each has its share of the time
-            connection.settimeout(_left(until) / left)
-            connection.connect(address)
-            return connection
+        try:
+            connection = socket.socket(family, kind, protocol)  # fails without IPv6, say
+            try:
+                connection.settimeout(_left(until) / left)  # each has its share of the time
+                connection.connect(address)
+                return connection
+            except OSError:
+                connection.close()
+                raise
         except OSError:
-            connection.close()
             if left == 1:
                 raise
     raise OSError(f"{host} has no address")

@@ -246,12 +246,16 @@ def find_positional(spec: FunctionSpec, home: str, key: str, expected: tuple[str
 
 
 def find_divergence(spec: FunctionSpec, key: str) -> Function:
-    """Return a divergence of a student from its teacher, which an update could differentiate.
+    """Return a divergence of a student from its teacher."""
+    return find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
+
+
+def check_divergence(key: str, divergence: Function) -> None:
+    """Call a divergence as an update does, and differentiate it.
 
     Raises:
         ConfigError: it raises, or returns something else than a number per token.
     """
-    divergence = find_positional(spec, DIVERGENCES, key, ("student_logprobs", "teacher_logprobs"))
     both = (jax.ShapeDtypeStruct((2, 8), jnp.float32),) * 2
     distillation = Distillation(divergence=divergence)
 
@@ -259,7 +263,6 @@ def find_divergence(spec: FunctionSpec, key: str) -> Function:
         return jnp.sum(distillation.checked(student, teacher))
 
     check_function(key, divergence, lambda: jax.eval_shape(jax.grad(total), *both))
-    return divergence
 
 
 def find_advantage(spec: FunctionSpec | Sequence[FunctionSpec]) -> Function:
@@ -516,7 +519,11 @@ def beta_of(function: Function) -> float | None:
 def check_needs(
     config: TrainConfig, updates: Mapping[str, UpdateSpec], needs: frozenset[str]
 ) -> None:
-    """Refuse fields that no key produces, and keys that produce what nothing asks for."""
+    """Refuse fields that no key produces, and keys that produce what nothing asks for.
+
+    So to skip the pass for the old log-probs where a function needs what it computes, and to
+    refresh a reference that there is not.
+    """
     defaults = {"critic": CriticConfig(), "implicit_reward_model": ImplicitRewardModelConfig()}
     for name, default in defaults.items():
         if name not in updates and getattr(config, name) != default:
@@ -823,6 +830,9 @@ def check_functions(config: TrainConfig, functions: AlgorithmFunctions) -> None:
     for key, function, run in trials(config, functions):
         trial = functools.partial(run, function)
         check_function(key, function, functools.partial(jax.eval_shape, trial, fields))
+    actor = functions.updates["actor"].objective
+    if isinstance(actor, PolicyObjective) and actor.distillation:
+        check_divergence("algorithm.distillation", actor.distillation.divergence)
     if functions.kl:
         controller, coef = functions.controller, config.algorithm.kl_coef
         control = functools.partial(experience.checked_controller(controller), coef, 0.01, size)

@@ -41,7 +41,7 @@ from jaxrl_llm.runs.directory import check_same_data, ending_together, prepare_f
 from jaxrl_llm.runs.preemption import Watchdog
 from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training import loop
-from jaxrl_llm.training.bind import find_divergence
+from jaxrl_llm.training.bind import check_divergence, find_divergence
 from jaxrl_llm.training.export import check_export, save_model, scoring_of
 from jaxrl_llm.training.forward import (
     Fields,
@@ -258,6 +258,7 @@ def _load_imitation(config: SftConfig) -> UpdateSpec:
     objective = PolicyObjective(loss=negative_log_likelihood)
     if config.teacher.path is not None:
         divergence = find_divergence(config.teacher.divergence, "teacher.divergence")
+        check_divergence("teacher.divergence", divergence)
         objective = PolicyObjective(
             loss=negative_log_likelihood,
             share=1 - config.teacher.share,

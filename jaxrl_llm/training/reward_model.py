@@ -70,7 +70,7 @@ def policy_tokens(rollouts: Rollouts, row: int) -> ScorerInput:
 
 
 def answer_input(template: ChatTemplate, rollouts: Rollouts, row: int) -> ScorerInput:
-    """Encode as `data.preferences` does: the prompt, and the answer to its closing token."""
+    """Encode the prompt, and the answer to its closing token, as `tokenize_preferences` does."""
     messages = _shown(template, whole_chat(rollouts, row))
     with unreadable():
         prompt, answer = template.answer(messages, rollouts.prompts[row].tools)
@@ -104,6 +104,8 @@ def steps_input(
     decode: Callable[[Sequence[int]], str],
 ) -> ScorerInput:
     """Encode the prompt, and each step of an answer with a separator behind it.
+
+    As `data.dataset` encodes the steps of rows that a process reward model is trained on.
 
     Args:
         template: of a process reward model.
@@ -277,7 +279,7 @@ def open_reward_model(
         batch, inputs, failures = scorer_batch(rollouts, read, shape.width)
         values = run(params, batch)["scores"]
         if not spec.value_head:
-            return ModelScores(values[:, 0], failures)
+            return ModelScores(values[:, 0].copy(), failures)  # not all of `values`
         ends = [given.step_ends if given else () for given in inputs]
         logits = [values[row, list(places)] for row, places in enumerate(ends)]
         drawn = [given.drawn_ends if given else () for given in inputs]

@@ -421,15 +421,15 @@ def test_images_whose_tokens_attend_to_each_other(build_small, draw_params):
 def test_features_have_room(build, gb, tokens):
     engine = build(model=SPECS["deep"], cache_gb=gb)
     engine.close()
-    page_pool = engine.programs.sizes
-    assert page_pool.visual_tokens == tokens
+    sizes = engine.programs.sizes
+    assert sizes.visual_tokens == tokens
     assert engine.programs.feature_bytes() == 16 * 3 * 4
     keys = [key for key in engine.programs._keys(4) if key[0] in ("features", "encode")]
     assert keys == [("features",), ("encode", PATCHES, PATCHES)]
     held = jax.tree.leaves(engine.shapes()[1][-1])
     assert sum(x.size * x.dtype.itemsize for x in held) == tokens * 16 * 3 * 4
     if gb is not None:
-        pages = 2 * page_pool.pages * engine.programs.page_bytes()
+        pages = 2 * sizes.pages * engine.programs.page_bytes()
         assert pages + tokens * 16 * 3 * 4 <= gb * 1e9
         with pytest.raises(ValueError, match=r"0.00768 MB of features of images"):
             build(model=SPECS["deep"], cache_gb=1e-6)

@@ -224,18 +224,18 @@ def test_a_stop_text_is_read_after_the_prompt(texts, monkeypatch):
 
 
 def test_stop_texts_cost_each_token_a_window(texts, monkeypatch):
-    decode, page_pool = Letters.decode, []
+    decode, sizes = Letters.decode, []
 
     def counted(self, ids, **options):
-        page_pool.append(len(ids))
+        sizes.append(len(ids))
         return decode(self, ids, **options)
 
     monkeypatch.setattr(Letters, "decode", counted)
     ask(texts, 3, new=30)
-    assert page_pool == []  # nothing is decoded where no text stops the answer
+    assert sizes == []  # nothing is decoded where no text stops the answer
     ask(texts, 3, new=30, stop=("never there",))
-    assert max(page_pool) <= CONTEXT_TOKENS + 2 * 3
-    assert len(page_pool) <= 2 * 10 + 4  # of ten chunks
+    assert max(sizes) <= CONTEXT_TOKENS + 2 * 3
+    assert len(sizes) <= 2 * 10 + 4  # of ten chunks
 
 
 def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts, params, next_logits):

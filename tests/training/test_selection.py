@@ -158,6 +158,8 @@ def test_ties_and_unusable_answers_make_no_pair(batch):
 
 
 def test_pairs_go_to_the_mini_batch_of_their_prompts(batch):
+    without, _ = pairs_of(batch.take(np.arange(4, 8)))  # all of the second group's are tied
+    assert not any(minibatch["mask"].any() for minibatch in without)
     cut, _ = pairs_of(batch, size=GROUP)
     assert [int((m.sequence_lengths > 0).sum()) for m in cut] == [1, 0, 1]
     assert [m["mask"].any() for m in cut] == [True, False, True]

@@ -89,9 +89,9 @@ def trainer_of(
     )
 
 
-def answered():
-    """Return rollouts of two answers to a prompt, of one token each."""
-    drawn = Completion(np.array([5]), np.zeros(1, np.float32), np.zeros(1, int), "length")
+def answered(version=0):
+    """Return rollouts of two answers to a prompt, of one token each, drawn by these weights."""
+    drawn = Completion(np.array([5]), np.zeros(1, np.float32), np.array([version]), "length")
     return Rollouts([PROMPT] * 2, [Episode.of(PROMPT.tokens, drawn)] * 2, [*ANSWERS])
 
 
@@ -175,10 +175,16 @@ def test_answers_are_scored_while_the_devices_compute(tmp_path):
     assert batch["scores"].tolist() == [0.5, 0.25]
 
 
-def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, monkeypatch):
-    """The engine gets the weights that the update has made, of the advantages of the scores."""
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(
+    is_stale, tmp_path, monkeypatch
+):
+    """The engine gets the weights that the update has made, of the advantages of the scores.
+
+    Where no answer is of the newest weights, some are drawn that are, before the engine goes on.
+    """
     calls, updated = Mock(), STATE._replace(updates=jnp.int32(1))
-    scores, given = [Score(1.0, {}, None), Score(0.0, {}, None)], answered()
+    scores, given = [Score(1.0, {}, None), Score(0.0, {}, None)], answered(7 * is_stale)
     group = Mock(spec=Group, states=[], result=calls.taken)
     calls.taken.return_value = scores
     learner = Mock(spec=Learner, shape=None, **{"update.return_value": (updated, {"skipped": 0})})
@@ -208,7 +214,8 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
         models={"reference": calls.reference},
         **{name: attached[name] for name in ("buffer", "scorer", "sampler")},
     )
-    trainer._add_advantages = calls.advantages
+    trainer._add_advantages, trainer.check_canaries = calls.advantages, calls.check_canaries
+    calls.check_canaries.return_value = {}
     trainer.step(Clock())
     trainer.close()
     step = trainer.finished
@@ -216,8 +223,10 @@ def test_a_step_goes_from_sampling_to_the_next_weights_in_this_order(tmp_path, m
         "buffer.take",
         "sampler.gather",
         "sampler.examine",
+        *["sampler.sample_canaries"] * is_stale,
         "buffer.go_on",
         "scorer.lay_out",
+        *["check_canaries"] * is_stale,
         "reference.logprobs",
         "taken",
         "scorer.add_scores",

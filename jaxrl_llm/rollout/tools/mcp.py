@@ -325,4 +325,4 @@ _HOLDERS: set[asyncio.Task[None]] = set()
 
 
 def _wait_for(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, background_loop()).result()
+    return asyncio.run_coroutine_threadsafe(work, background_loop("mcp_tools")).result()

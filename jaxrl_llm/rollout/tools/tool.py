@@ -553,10 +553,13 @@ def load_tool(spec: FunctionSpec) -> LoadedTool:
 
 
 @functools.cache
-def background_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which this process runs what tools await, in a thread of its own."""
+def background_loop(name: str) -> asyncio.AbstractEventLoop:
+    """Return the loop in which this process runs what tools of a kind await, in its own thread.
+
+    Kinds share none: a coroutine that blocks would hold up sessions of other tools.
+    """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="tools_loop", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
 
 

@@ -188,4 +188,4 @@ def awaited(value: Any) -> Any:
     """Return what a method has returned, or its coroutine returns."""
     if not inspect.iscoroutine(value):
         return value
-    return asyncio.run_coroutine_threadsafe(value, background_loop()).result()
+    return asyncio.run_coroutine_threadsafe(value, background_loop("verl_tools")).result()
