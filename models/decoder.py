@@ -247,7 +247,7 @@ def embed(
     [[2.0, 2.0, 2.0, 2.0]]
     """
     if layout is None:
-        x = params["embed"][tokens].astype(dtype)  # ids are compared before: `data.check_ids`
+        x = params["embed"][tokens].astype(dtype)  # ids are known: `data.dataset.check_ids`
     else:
         x = lookup(split_matrix(params, spec, "embed", layout), tokens, layout, dtype=dtype)
     return x * jnp.asarray(spec.hidden_size**0.5, dtype) if spec.scaled_embeddings else x
