@@ -245,8 +245,7 @@ def _attend_parts(
         scoring = _Scoring(scale, options.softcap, first, size, options.causal)
         ahead = None if options.ahead is None else options.ahead[:, start : start + size]
         mixed: Any = _attend(
-            *(scoring, block, k[..., keys], v[:, :, keys]),
-            *(segment_ids[:, keys], window, ahead, sinks),
+            scoring, block, k[..., keys], v[:, :, keys], segment_ids[:, keys], window, ahead, sinks
         )
         outputs.append(mixed.reshape(parts, -1, size, shared, v.shape[3]))
     joined = jnp.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]

@@ -223,8 +223,12 @@ def no_signal(run: RunHistory) -> Iterator[Finding]:
     same score. The mean score is not within a tenth of the highest one that an answer ever had.
     """
     score, lowest, highest, below, above, equal = run.together(
-        *("critic/score/mean", "critic/score/min", "critic/score/max"),
-        *("critic/advantages/min", "critic/advantages/max", "critic/groups_without_spread"),
+        "critic/score/mean",
+        "critic/score/min",
+        "critic/score/max",
+        "critic/advantages/min",
+        "critic/advantages/max",
+        "critic/groups_without_spread",
     )
     columns = (score, lowest, highest, below, above, equal)
     flat = [

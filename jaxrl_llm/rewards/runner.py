@@ -97,8 +97,7 @@ class RewardRunner(ABC):
     def __init__(self, spec: FunctionSpec, config: "ScoringConfig") -> None:
         self._spec, self._function = spec, check_reward_function(spec)
         self._job = RewardJob(
-            *(spec, config.timeout_s, is_async(self._function)),
-            *(config.concurrency, config.retries),
+            spec, config.timeout_s, is_async(self._function), config.concurrency, config.retries
         )
         limits = Limits(config.memory_gb, config.max_processes, config.pass_env)
         self._program = PROGRAM._replace(limits=limits)
@@ -169,7 +168,9 @@ class RewardRunner(ABC):
         described = [self._described(n, items[n], failures[n]) for n in [*ways.values()][:2]]
         log.warning(
             message,
-            *(self._spec.fn, len(failures), len(items)),
+            self._spec.fn,
+            len(failures),
+            len(items),
             ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
             "; another: ".join(described),
         )
@@ -453,7 +454,8 @@ class RewardTasks(RewardRunner):
             rows = ", ".join(str(self._rows[number]) for number in retried)
             log.warning(
                 "reward %r lost its process, Ray worker or node; tried again: row %s",
-                *(self._spec.fn, rows),
+                self._spec.fn,
+                rows,
             )
 
 

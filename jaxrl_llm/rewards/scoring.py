@@ -83,7 +83,8 @@ def make_scoring(
     """
     by_function = reward.function and stopping(
         with_components(make_function_scoring(reward, reward.function, stack, folder), reward),
-        *(reward, reward.function),
+        reward,
+        reward.function,
     )
     if score_by_model is None:
         assert by_function is not None, "keys.check_reward refuses a run without either"

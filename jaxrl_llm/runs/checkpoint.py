@@ -235,7 +235,8 @@ class Checkpoints:
         except (_Damaged, OSError) as error:
             log.warning(
                 "the checkpoint %s is damaged (%s): it does not count as the best",
-                *(self.directory / str(step), _reason(error)),
+                self.directory / str(step),
+                _reason(error),
             )
             return
         if metrics:

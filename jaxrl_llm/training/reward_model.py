@@ -249,10 +249,12 @@ def open_reward_model(
                 "reward model, a …ForTokenClassification"
             )
         encode = choose_encoder(
-            *(reward, path, spec, tokenizer, actor), has_episodes=config.rollout.has_episodes
+            reward, path, spec, tokenizer, actor, has_episodes=config.rollout.has_episodes
         )
         longest = longest_input(
-            *(reward, path, spec),
+            reward,
+            path,
+            spec,
             longest=config.longest_sequence,
             row_tokens=config.batch.max_tokens_per_device,
             reads_text=encode is not policy_tokens,
@@ -263,7 +265,7 @@ def open_reward_model(
         params = reshard(params, layout.of(declare(spec)), dtype=compute_dtypes(spec, dtype))
     forward = ForwardConfig(model=Decoder(spec), dtype=dtype)
     shape = microbatch_shape(
-        *(config.batch, forward, layout), longest=longest, sequences=config.sequences_per_minibatch
+        config.batch, forward, layout, longest=longest, sequences=config.sequences_per_minibatch
     )
     run = score_pass(forward.over(shape), shape, layout, of_tokens=spec.value_head)
 

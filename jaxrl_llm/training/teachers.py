@@ -607,7 +607,7 @@ def pass_of(
     plain = dataclasses.replace(config.model, router_loss_coef=0.0)
     forward = forward_config(plain, model.model, layout, 1.0, model.tower, config.data.max_pixels)
     shape_for = functools.partial(
-        microbatch_shape, *(config.batch, forward, layout), sequences=config.sequences_per_minibatch
+        microbatch_shape, config.batch, forward, layout, sequences=config.sequences_per_minibatch
     )
     shape = shape_for(longest=longest)
     if layout is layouts.train and shape == shape_for(longest=config.longest_sequence):
@@ -754,7 +754,7 @@ def open_teachers(
             longest = config.longest_teacher_sequence
             with config_errors_at("teacher.path"):
                 loaded = open_teacher_model(
-                    *(where, config.model, tokens.tokenizer, actor, layout), longest=longest
+                    where, config.model, tokens.tokenizer, actor, layout, longest=longest
                 )
             teacher = as_teacher(config, where, loaded, layout, longest)
             inside = teacher.model if functions.runs_teacher_in_update else None
@@ -802,7 +802,9 @@ def as_teacher(
     if config.offload.teacher:
         model = model._replace(params=to_host(model.params))
     shape = microbatch_shape(
-        *(config.batch, model.forward, layout),
+        config.batch,
+        model.forward,
+        layout,
         longest=longest,
         sequences=config.sequences_per_minibatch,
     )

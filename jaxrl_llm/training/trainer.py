@@ -499,7 +499,9 @@ class RLTrainer(Trainer):
         log.warning(
             "step %d: algorithm.%s left nothing to train on, so the policy stays as it is; %d "
             "steps in a row stop the run",
-            *(step, key, limit),
+            step,
+            key,
+            limit,
         )
 
 
@@ -828,8 +830,11 @@ class StepWarnings:
                 log.warning(
                     "step %d: %d update(s) skipped, for the %s's gradient was not finite; more "
                     "than %s.max_skipped=%d in a row stop the run",
-                    *(step, skipped, role.replace("_", " ")),
-                    *("optim" if role == "actor" else f"{role}.optim", optim.max_skipped),
+                    step,
+                    skipped,
+                    role.replace("_", " "),
+                    "optim" if role == "actor" else f"{role}.optim",
+                    optim.max_skipped,
                 )
 
     def _warn_of_no_spread(self, metrics: Mapping[str, float]) -> None:
@@ -842,5 +847,7 @@ class StepWarnings:
                 "all advantages of the last %d step(s) are zero, so nothing was learned from them: "
                 "the answers to each prompt have equal scores (from %g to %g in this step). Look "
                 "at reward.function, take other prompts, or raise rollout.samples_per_prompt",
-                *(self._without_spread, low, high),
+                self._without_spread,
+                low,
+                high,
             )

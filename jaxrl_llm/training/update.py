@@ -886,7 +886,10 @@ class Learner:
     @functools.cached_property
     def _accumulate(self) -> MicroBatchStep:
         return MicroBatchStep(
-            *("update", self.accumulate, self.shape, self.mesh),
+            "update",
+            self.accumulate,
+            self.shape,
+            self.mesh,
             place=3,
             params=1,
             visuals=self.model.visuals,

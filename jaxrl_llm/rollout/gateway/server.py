@@ -571,7 +571,9 @@ class GatewaySession:
                     "unmatched",
                     "a program has rewritten its history: message %d was %s and is %s. What "
                     "follows is a chain of its own (docs/gateway.md)",
-                    *(place, shown(one), shown(other)),
+                    place,
+                    shown(one),
+                    shown(other),
                 )
                 return
 

@@ -134,7 +134,9 @@ class Journal:
         log.warning(
             "%s: call %d of episode %d is another one than before; its results from there on are"
             " dropped",
-            *(self._path, call, episode),
+            self._path,
+            call,
+            episode,
         )
         self._append({"drop": [episode, call]})
         self._drop(episode, call)
