@@ -108,6 +108,24 @@ def test_what_takes_no_connection_is_refused_in_time(monkeypatch):
             check_answers(f"127.0.0.1:{server.getsockname()[1]}", 60.0)
 
 
+def test_the_next_address_of_a_host_is_tried_where_there_is_no_ipv6(listen, monkeypatch):
+    port = listen(lambda connection: connection.sendall(SETTINGS))
+    found = [
+        (family, socket.SOCK_STREAM, 6, "", (host, port))
+        for family, host in ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1"))
+    ]
+
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family=socket.AF_INET, *given, **keywords):
+            if family == socket.AF_INET6:
+                raise OSError(97, "Address family not supported by protocol")
+            super().__init__(family, *given, **keywords)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **keywords: found)
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    check_answers(f"somewhere:{port}")
+
+
 def test_an_encrypted_server_is_not_greeted(listen, monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     check_answers(f"127.0.0.1:{listen(lambda connection: None)}", 0.5)
