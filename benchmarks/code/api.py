@@ -2,8 +2,8 @@
 
     python -m benchmarks.code.api
 
-`tests/test_api.py` fails where the page and the library differ: a public name that changes is a
-promise that changes.
+`tests/repository/test_api.py` fails where the page and the library differ: a public name that
+changes is a promise that changes.
 """
 
 import importlib

@@ -3,10 +3,10 @@
     git worktree add ../before c5337bd
     python -m benchmarks.code.structure ../before .
 
-One column for each directory. `tests/test_style.py` holds the limits by the same functions.
-A file's lines of code are those that are neither blank nor comment nor docstring; a function's
-lines are all from its `def` to its end, and nested functions count for themselves too. Imports
-inside functions and under `if TYPE_CHECKING:` count as any other.
+One column for each directory. `tests/repository/test_style.py` holds the limits by the same
+functions. A file's lines of code are those that are neither blank nor comment nor docstring; a
+function's lines are all from its `def` to its end, and nested functions count for themselves too.
+Imports inside functions and under `if TYPE_CHECKING:` count as any other.
 """
 
 import ast

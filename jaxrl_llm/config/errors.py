@@ -1,15 +1,31 @@
 """The errors that a user sees as one line, without a traceback."""
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator
 
 RELATIVE = "a run's paths hold in the folder in which it was begun: call this there"
 """What is said where there is no file of a relative path that a run's config has."""
 
+KEY = re.compile(
+    r"unknown key '([\w.]+)'|(-{0,2}[a-z_][\w-]*)(?=[:=]| is (?:missing|set|not set)\b)"
+    r"|([a-z_]\w*(?:\.\w+)+)"
+)
+
 
 class ConfigError(ValueError):
     """A config that can't be run; each argument is a line that names the key and the fix."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys with which the lines begin, for code that reacts to some.
+
+        >>> ConfigError("steps: expected 1 or more, got 0", "unknown key 'evry'").keys
+        ('steps', 'evry')
+        """
+        matches = [KEY.match(str(line)) for line in self.args]
+        return tuple(next(filter(None, match.groups())) for match in matches if match)
 
     def __str__(self) -> str:
         """Return the lines."""

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.code import api
 from jaxrl_llm import algorithms
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jaxrl_llm", *(f"jaxrl_llm.{part}" for part in api.PARTS))
 
 

@@ -23,18 +23,18 @@ from benchmarks.peers import meter
 from benchmarks.training import workloads
 from tests.guarded import EVALUATION, MODEL, NATIVE, PLANNING, RUN, UPDATE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAINER = (*MODEL, *UPDATE, *NATIVE, "jaxrl_llm/train.py", "jaxrl_llm/sft.py", *RUN)
 ENGINE = (*MODEL, *NATIVE, "jaxrl_llm/rollout/engine.py")
 
 TESTED_ELSEWHERE = {
-    "code.api": "tests/test_api.py",
+    "code.api": "tests/repository/test_api.py",
     "code.metrics": "tests/reporting/test_data.py",
-    "code.release": "tests/test_release.py",
-    "figures": "tests/benchmarks/test_figures.py",
+    "code.release": "tests/repository/test_release.py",
+    "figures": "tests/repository/benchmarks/test_figures.py",
     "planning.costs": "tests/planning/test_costs.py",
     "sandbox.run_attacks": "tests/sandbox/test_attacks.py",
-    "training.train_step": "tests/benchmarks/test_train_step.py",
+    "training.train_step": "tests/repository/benchmarks/test_train_step.py",
 }
 LACKING = {
     "cluster.vllm_weights": ([], "vLLM"),

@@ -17,7 +17,7 @@ from benchmarks.code.structure import (
     read_imports,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
     "sharding": {"sharding"},
     "models": {"models", "sharding"},

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import figures
 from benchmarks.figures import age_of, measured_lines, read_figures
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TABLE = read_figures(ROOT / "benchmarks/figures.yaml")
 SHOWN = [one for figure in TABLE for one in figure.figures]
 

@@ -16,7 +16,7 @@ from packaging.metadata import Metadata
 import jaxrl_llm
 from jaxrl_llm.config.load import read_config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("algorithms", "configs", "models", "sharding")
 """Folders at the root that are packages in `jaxrl_llm/`, by links."""
 

@@ -17,7 +17,7 @@ from benchmarks.code.structure import (
     list_functions,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MANY_PARAMETERS = {
     ("configs/tasks/arithmetic.py", "arithmetic"): "each is a key of a config",
     ("configs/tasks/pictures.py", "pictures"): "each is a key of a config",

@@ -56,7 +56,7 @@ from jaxrl_llm.training.update import PolicyObjective, as_token_loss
 from jaxrl_llm.training.validation import validation_metrics
 from jaxrl_llm.types import VISUALS, Batch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GSM8K = ROOT / "configs/gsm8k_qwen3_1.7b_grpo.yaml"
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs/recipes").glob("*.yaml"))}

@@ -10,7 +10,7 @@ import jaxrl_llm
 from benchmarks.code.release import main, read_notes
 from jaxrl_llm.runs.directory import collect_versions
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 CHANGELOG = "# Changes\n\n## Unreleased\n\n- New.\n\n## 1.2.0 (2030-01-31)\n\n- A.\n\n### Fixed\n\n"
 CHANGELOG += "- B.\n\n## 1.1.0 (2029-01-31)\n\n- Old.\n"
@@ -65,7 +65,12 @@ def test_a_tag_is_published_once_it_is_built_and_tested():
     assert release[True] == {"push": {"tags": ["v*"]}}
     jobs = release["jobs"]
     steps = "\n".join(step.get("run", "") for step in jobs["build"]["steps"])
-    for part in ("benchmarks.code.release", "build --outdir", "twine check", "tests/test_wheel.py"):
+    for part in (
+        "benchmarks.code.release",
+        "build --outdir",
+        "twine check",
+        "tests/repository/test_wheel.py",
+    ):
         assert part in steps
     assert (jobs["pypi"]["needs"], jobs["github"]["needs"]) == ("build", "pypi")
     assert jobs["pypi"]["permissions"] == {"id-token": "write"}

@@ -1,0 +1,13 @@
+"""Checks of docs, API, style, releases and benchmarks: `pytest -m repository`."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.repository)
