@@ -9,7 +9,7 @@ RELATIVE = "a run's paths hold in the folder in which it was begun: call this th
 """What is said where there is no file of a relative path that a run's config has."""
 
 KEY = re.compile(
-    r"unknown key '([\w.]+)'|(-{0,2}[a-z_][\w-]*)(?=[:=]| is (?:missing|set|not set)\b)"
+    r"unknown key '([\w.]+)'|(--[a-z][\w-]*)|([a-z_]\w*)(?=[:=]| is (?:missing|set|not set)\b)"
     r"|([a-z_]\w*(?:\.\w+)+)"
 )
 

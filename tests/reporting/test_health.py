@@ -5,6 +5,7 @@ The metrics of broken runs are simulated here: an ordinary run, of which a few m
 """
 
 import gzip
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import read_run
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import to_yaml
 from jaxrl_llm.config.programs import load_config
 from jaxrl_llm.reporting import health
@@ -26,6 +26,7 @@ from jaxrl_llm.reporting.health import (
     check_run,
     health_text,
 )
+from tests.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 WELL = Path(__file__).with_name("runs_that_are_well.json.gz")
@@ -157,24 +158,12 @@ def test_an_ordinary_run_has_no_findings_at_any_step():
         assert found(rows[:n], is_open=True) == set(), n
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_nothing_else(name):
-    stale = {"staleness": 2} if name == "answers_too_old" else {}
-    config = CONFIG | {"rollout": CONFIG["rollout"] | stale}
-    assert found(simulated(FAULTS[name]), config) == {name}
-
-
 def test_every_check_is_tried():
     tried = {*FAULTS, "stopped_early", "loss_does_not_fall"}
     assert tried == {check.__name__ for check in CHECKS.values()}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_in_the_steps_that_have_it(name):
-    stale = {"staleness": 2} if name == "answers_too_old" else {}
-    config = CONFIG | {"rollout": CONFIG["rollout"] | stale}
-    (finding,) = check_history(RunHistory(simulated(FAULTS[name]), config))
-    assert set(finding.steps) <= set(range(1, STEPS + 1)) and "nan" not in finding.detail
+def test_a_fault_is_found_in_the_steps_that_have_it_and_nothing_else(subtests):
     expected = {
         "policy_jumps": (20, 30),
         "gradient_spikes": (42,),
@@ -184,8 +173,15 @@ def test_a_fault_is_found_in_the_steps_that_have_it(name):
         "learning_rate_zero": tuple(range(40, 61)),
         "no_learning": (),
     }
-    assert finding.steps == expected.get(name, finding.steps)
-    assert finding.steps or name == "no_learning"
+    for name, fault in FAULTS.items():
+        stale = {"staleness": 2} if name == "answers_too_old" else {}
+        config = CONFIG | {"rollout": CONFIG["rollout"] | stale}
+        with subtests.test(name):
+            (finding,) = check_history(RunHistory(simulated(fault), config))
+            assert finding.name == name and "nan" not in finding.detail
+            assert set(finding.steps) <= set(range(1, STEPS + 1))
+            assert finding.steps == expected.get(name, finding.steps)
+            assert finding.steps or name == "no_learning"
 
 
 @pytest.mark.parametrize("on_error", [0.0, "unscored"])
@@ -213,38 +209,31 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(RIGHT, id="all answers have become right"),
-        pytest.param({"actor/entropy": curve(0.3, 2.0)}, id="more entropy, and better"),
-        pytest.param({"response_length/mean": curve(200, 2000)}, id="longer, and better"),
-        pytest.param({"response_length/mean": curve(200, 20)}, id="shorter, and better"),
-        pytest.param({"actor/kl": curve(0.0, 4.0)}, id="far away, and better"),
-        pytest.param({"critic/score/mean": curve(0.3, 0.7, noise=0.2)}, id="noisy scores"),
-        pytest.param({"actor/lr": lambda s: 1e-6 * (s > 2)}, id="a warm-up"),
-        pytest.param({"reward/errors": lambda s: 5.0 if s == 55 else 0.0}, id="few errors"),
-        pytest.param({"tools/x/calls": 100.0, "tools/x/failed": 30.0}, id="calls that fail"),
-        pytest.param(
-            {"actor/skipped": 0.0, "reward/style/mean": math.nan}, id="a metric now and then"
-        ),
-        pytest.param(
-            {"perf/compile_wait_s": lambda s: 300.0 if s == 30 else 0.0}, id="one late shape"
-        ),
-        pytest.param(
-            {"val-core/math/acc/mean@1": lambda s: {10: 0.7, 60: 0.5}.get(s, math.nan)},
-            id="one low validation",
-        ),
-        pytest.param(
-            {f"critic/score/{end}": 0.0 for end in ("mean", "min", "max")},
-            id="rewards of turns alone",
-        ),
-        pytest.param({"async/age/mean": 0.99}, id="K = 1 with an engine of its own"),
-    ],
-)
-def test_what_is_no_fault(changes):
+NO_FAULTS = {
+    "all answers have become right": RIGHT,
+    "more entropy, and better": {"actor/entropy": curve(0.3, 2.0)},
+    "longer, and better": {"response_length/mean": curve(200, 2000)},
+    "shorter, and better": {"response_length/mean": curve(200, 20)},
+    "far away, and better": {"actor/kl": curve(0.0, 4.0)},
+    "noisy scores": {"critic/score/mean": curve(0.3, 0.7, noise=0.2)},
+    "a warm-up": {"actor/lr": lambda s: 1e-6 * (s > 2)},
+    "few errors": {"reward/errors": lambda s: 5.0 if s == 55 else 0.0},
+    "calls that fail": {"tools/x/calls": 100.0, "tools/x/failed": 30.0},
+    "a metric now and then": {"actor/skipped": 0.0, "reward/style/mean": math.nan},
+    "one late shape": {"perf/compile_wait_s": lambda s: 300.0 if s == 30 else 0.0},
+    "one low validation": {
+        "val-core/math/acc/mean@1": lambda s: {10: 0.7, 60: 0.5}.get(s, math.nan)
+    },
+    "rewards of turns alone": {f"critic/score/{end}": 0.0 for end in ("mean", "min", "max")},
+    "K = 1 with an engine of its own": {"async/age/mean": 0.99},
+}
+
+
+def test_what_is_no_fault(subtests):
     config = CONFIG | {"rollout": CONFIG["rollout"] | {"staleness": 1}}
-    assert found(simulated(changes), config) == set()
+    for name, changes in NO_FAULTS.items():
+        with subtests.test(name):
+            assert found(simulated(changes), config) == set()
 
 
 def test_a_run_that_is_not_at_its_end():
@@ -267,20 +256,19 @@ def test_supervised_training_that_gets_no_better():
     assert found(supervised(rises[:10]), {"steps": 10}) == set()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_missing_metrics_and_nulls_stop_no_check(steps, left):
+def test_missing_metrics_and_nulls_stop_no_check():
     """A third of the metrics is missing and another null, in turn; constants are of one value."""
-    rows = simulated(steps=steps)
-    for row in rows[1:]:
-        for at, name in enumerate(ORDINARY):
-            if at % 3 == left:
-                row.pop(name, None)
-            elif at % 3 == (left + 1) % 3:
-                row[name] = (None, math.nan, math.inf)[row["step"] % 3]
-    assert found(rows, {}) <= {"not_finite"}
-    bare = [{"step": step} for step in range(steps)]
-    assert found(bare, {"steps": steps - 1}) == set()
+    for steps, left in itertools.product((1, 2, 3, 6), range(3)):
+        rows = simulated(steps=steps)
+        for row in rows[1:]:
+            for at, name in enumerate(ORDINARY):
+                if at % 3 == left:
+                    row.pop(name, None)
+                elif at % 3 == (left + 1) % 3:
+                    row[name] = (None, math.nan, math.inf)[row["step"] % 3]
+        assert found(rows, {}) <= {"not_finite"}, (steps, left)
+        bare = [{"step": step} for step in range(steps)]
+        assert found(bare, {"steps": steps - 1}) == set(), steps
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -math.inf])
@@ -334,7 +322,7 @@ def test_a_fault_in_a_run_that_was_well_is_found():
 
 
 def test_a_runs_folder(tmp_path):
-    with pytest.raises(ConfigError, match="is not a run"):
+    with refuses():
         read_run(tmp_path)
     config = load_config("quickstart", {"run_dir": str(tmp_path), "steps": STEPS})
     (tmp_path / "config.yaml").write_text(to_yaml(config))

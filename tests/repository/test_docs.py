@@ -141,19 +141,17 @@ def test_additions_take_three_files_at_most():
         assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_paths_in_the_text_exist(page):
+def test_links_and_paths_lead_somewhere():
     folders = "tests|configs|docs|algorithms|models|sharding|benchmarks|notebooks|jaxrl_llm"
-    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    missing = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+        paths = [page.parent / link.partition("#")[0] for link in links]
+        named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
+        paths += [ROOT / path for path in named]
+        missing += [f"{page.name}: {path}" for path in paths if not path.exists()]
+    assert missing == []
 
 
 def test_every_recipe_is_in_the_readmes_table():
@@ -250,18 +248,15 @@ LIBRARIES = {"verl": 120, "trl": 60, "tunix": 55}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_table_of_keys_is_read(library):
-    assert len(twins(library)) > LIBRARIES[library]
-    known = {"seed", "batch.prompts_per_minibatch", "algorithm.loss.clip_high"}
-    assert known <= {key for _, pairs in twins(library) for key, _ in pairs}
-
-
-@pytest.mark.parametrize(("cell", "pairs"), [pair for name in LIBRARIES for pair in twins(name)])
-def test_our_keys_exist_and_take_the_values_shown(cell, pairs):
-    assert {key for key, _ in pairs} <= known_keys(), cell
-    shown = [f"{key}={value}" for key, value in pairs if value is not None]
-    if shown:
-        find_functions(*shown)
+def test_our_keys_exist_and_take_the_values_shown(library, subtests):
+    table, known = twins(library), known_keys()
+    assert len(table) > LIBRARIES[library]
+    for cell, shown_keys in table:
+        with subtests.test(cell):
+            assert {key for key, _ in shown_keys} <= known
+            shown = [f"{key}={value}" for key, value in shown_keys if value is not None]
+            if shown:
+                find_functions(*shown)
 
 
 def test_verls_estimators_losses_and_aggregations_all_have_a_row():
@@ -397,13 +392,12 @@ def test_every_function_has_its_line():
     assert set(lines_of_functions()) == expected
 
 
-CONFIGURED = {name: setting for (_, name), setting in lines_of_functions().items() if setting}
-
-
-@pytest.mark.parametrize("name", CONFIGURED)
-def test_what_a_line_says_can_be_configured(name):
-    key, value = CONFIGURED[name]
-    find_functions(f"{key if '.' in key else f'algorithm.{key}'}={value}")
+def test_what_a_line_says_can_be_configured(subtests):
+    for (_, name), setting in lines_of_functions().items():
+        if setting:
+            with subtests.test(name):
+                key, value = setting
+                find_functions(f"{key if '.' in key else f'algorithm.{key}'}={value}")
 
 
 @pytest.mark.parametrize(
@@ -433,15 +427,18 @@ def within(part, whole):
     return part == whole
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_resolves_and_the_page_shows_its_lines(name):
-    resolve_functions(load(TrainConfig, RECIPES[name]))
+def test_recipes_resolve_and_the_page_shows_their_lines(subtests):
     told = sections(3, sections(2, read("docs/algorithms.md"))["Recipes"])
-    (text,) = (text for text in told.values() if f"(../configs/recipes/{name}.yaml)" in text)
-    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    recipe = read_config(RECIPES[name])
-    assert within(yaml.safe_load(shown), recipe)
-    assert yaml.safe_load(shown)["algorithm"] == recipe["algorithm"]
+    for name, path in RECIPES.items():
+        with subtests.test(name):
+            resolve_functions(load(TrainConfig, path))
+            (text,) = (
+                text for text in told.values() if f"(../configs/recipes/{name}.yaml)" in text
+            )
+            (shown,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+            recipe = read_config(path)
+            assert within(yaml.safe_load(shown), recipe)
+            assert yaml.safe_load(shown)["algorithm"] == recipe["algorithm"]
 
 
 def test_algorithms_without_a_recipe_resolve_too():
@@ -494,7 +491,6 @@ def refused(key, field):
             unseen = "which nothing produces there|needs a value"
             assert is_seen or re.search(unseen, str(error)), error
             return not is_seen
-            return True
     return False
 
 

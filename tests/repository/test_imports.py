@@ -140,50 +140,43 @@ def test_circles_are_found():
     assert find_circles(import_graph(sources)) == [["jaxrl_llm.a", "jaxrl_llm.b", "jaxrl_llm.c"]]
 
 
-@pytest.mark.parametrize(
-    ("path", "source", "wrong"),
-    [
-        ("sharding/layout.py", "from jaxrl_llm.sharding import reshard", ""),
-        (
-            "sharding/layout.py",
-            "def f():\n    from jaxrl_llm.models.spec import x",
-            "a wrong arrow",
-        ),
-        ("models/decoder.py", "from jaxrl_llm.sharding.layout import AXES", ""),
-        ("models/decoder.py", "from jaxrl_llm import algorithms", "a wrong arrow"),
-        ("models/decoder.py", "from jaxrl_llm import types", "a wrong arrow"),
-        ("models/decoder.py", "from . import spec", ""),
-        ("models/decoder.py", "from ..algorithms.losses import gspo", "a wrong arrow"),
-        ("algorithms/kl.py", "import jaxrl_llm.types", "a wrong arrow"),
-        ("algorithms/kl.py", "import jaxrl_llm", "a wrong arrow"),
-        ("algorithms/__init__.py", "from jaxrl_llm.lazy import attach", ""),
-        ("algorithms/kl.py", "def f():\n    import optax", "algorithms use"),
-        ("jaxrl_llm/training/loop.py", "from jaxrl_llm.algorithms import kl", ""),
-        ("jaxrl_llm/training/loop.py", "def f():\n    import models.hf", "bare"),
-        ("jaxrl_llm/data/rows.py", "from sharding import mesh", "bare"),
-        ("tests/test_x.py", "import configs", "bare"),
-        ("tests/test_x.py", "import torch", ""),
-        ("jaxrl_llm/training/loop.py", "import rich", ""),
-        ("jaxrl_llm/training/update.py", "import rich", "outside a function"),
-        ("jaxrl_llm/training/update.py", "async def f():\n    import rich", ""),
-        ("jaxrl_llm/rollout/native/engine.py", "class A:\n    import yaml", "outside a function"),
-        (
-            "jaxrl_llm/training/loop.py",
-            "try:\n    import torch.nn\nexcept Exception: ...",
-            "outside",
-        ),
-        ("jaxrl_llm/training/loop.py", "def f():\n    import torch", ""),
-        ("jaxrl_llm/cluster/launch.py", "import ray", ""),
-        ("jaxrl_llm/cluster/actors.py", "import ray", "outside a"),
-        ("models/hf/load.py", "import json, safetensors.numpy, ml_dtypes", ""),
-        (f"{SIDECAR}a.py", "import json, torch, vllm.inputs, jaxrl_temporary", ""),
-        (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch, vllm and PIL"),
-    ],
-)
-def test_a_wrong_import_is_found(path, source, wrong):
-    messages = complaints(path, source)
-    assert len(messages) == bool(wrong)
-    assert wrong in "".join(messages)
+WRONG = [
+    ("sharding/layout.py", "from jaxrl_llm.sharding import reshard", ""),
+    ("sharding/layout.py", "def f():\n    from jaxrl_llm.models.spec import x", "a wrong arrow"),
+    ("models/decoder.py", "from jaxrl_llm.sharding.layout import AXES", ""),
+    ("models/decoder.py", "from jaxrl_llm import algorithms", "a wrong arrow"),
+    ("models/decoder.py", "from jaxrl_llm import types", "a wrong arrow"),
+    ("models/decoder.py", "from . import spec", ""),
+    ("models/decoder.py", "from ..algorithms.losses import gspo", "a wrong arrow"),
+    ("algorithms/kl.py", "import jaxrl_llm.types", "a wrong arrow"),
+    ("algorithms/kl.py", "import jaxrl_llm", "a wrong arrow"),
+    ("algorithms/__init__.py", "from jaxrl_llm.lazy import attach", ""),
+    ("algorithms/kl.py", "def f():\n    import optax", "algorithms use"),
+    ("jaxrl_llm/training/loop.py", "from jaxrl_llm.algorithms import kl", ""),
+    ("jaxrl_llm/training/loop.py", "def f():\n    import models.hf", "bare"),
+    ("jaxrl_llm/data/rows.py", "from sharding import mesh", "bare"),
+    ("tests/test_x.py", "import configs", "bare"),
+    ("tests/test_x.py", "import torch", ""),
+    ("jaxrl_llm/training/loop.py", "import rich", ""),
+    ("jaxrl_llm/training/update.py", "import rich", "outside a function"),
+    ("jaxrl_llm/training/update.py", "async def f():\n    import rich", ""),
+    ("jaxrl_llm/rollout/native/engine.py", "class A:\n    import yaml", "outside a function"),
+    ("jaxrl_llm/training/loop.py", "try:\n    import torch.nn\nexcept Exception: ...", "outside"),
+    ("jaxrl_llm/training/loop.py", "def f():\n    import torch", ""),
+    ("jaxrl_llm/cluster/launch.py", "import ray", ""),
+    ("jaxrl_llm/cluster/actors.py", "import ray", "outside a"),
+    ("models/hf/load.py", "import json, safetensors.numpy, ml_dtypes", ""),
+    (f"{SIDECAR}a.py", "import json, torch, vllm.inputs, jaxrl_temporary", ""),
+    (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch, vllm and PIL"),
+]
+
+
+def test_a_wrong_import_is_found(subtests):
+    for path, source, wrong in WRONG:
+        with subtests.test(f"{path}: {source}"):
+            messages = complaints(path, source)
+            assert len(messages) == bool(wrong)
+            assert wrong in "".join(messages)
 
 
 def test_the_core_imports_where_nothing_else_is_installed():

@@ -23,20 +23,21 @@ def test_every_picture_and_its_numbers_are_in_the_table():
     assert len(SHOWN) == len(set(SHOWN)), "a figure has two commands"
 
 
-@pytest.mark.parametrize("figure", TABLE, ids=lambda figure: figure.name)
-def test_what_the_table_names_exists(figure):
-    for one in figure.figures:
-        path, _, anchor = one.partition("#")
-        assert (ROOT / path).is_file(), path
-        assert not anchor or measured_lines((ROOT / path).read_text(), anchor), one
-    assert [path for path in figure.code if not (ROOT / path).exists()] == []
-    for command in figure.commands:
-        words = shlex.split(command)
-        module = importlib.util.find_spec(words[words.index("-m") + 1])
-        options = known_options(module)
-        assert {word for word in words if word.startswith("--")} <= options, command
-        configs = [word for word in words if word.startswith("configs/")]
-        assert [path for path in configs if not (ROOT / path).exists()] == []
+def test_what_the_table_names_exists(subtests):
+    for figure in TABLE:
+        with subtests.test(figure.name):
+            for one in figure.figures:
+                path, _, anchor = one.partition("#")
+                assert (ROOT / path).is_file(), path
+                assert not anchor or measured_lines((ROOT / path).read_text(), anchor), one
+            assert [path for path in figure.code if not (ROOT / path).exists()] == []
+            for command in figure.commands:
+                words = shlex.split(command)
+                module = importlib.util.find_spec(words[words.index("-m") + 1])
+                options = known_options(module)
+                assert {word for word in words if word.startswith("--")} <= options, command
+                configs = [word for word in words if word.startswith("configs/")]
+                assert [path for path in configs if not (ROOT / path).exists()] == []
 
 
 def known_options(module):
@@ -154,37 +155,3 @@ def test_a_figure_is_old_once_its_code_has_changed(repository, capsys):
     repository.git("commit", "-q", "-a", "-m", "Measure again")
     age = age_of(repository.root, table)
     assert (age.made > age.changed, age.since) == (True, ())
-
-
-def test_a_change_of_another_branch_makes_a_figure_old(repository):
-    """It is not in the commit of the figure, though it is of an earlier day."""
-    repository.git("switch", "-q", "-c", "side")
-    repository.commit("code/a.py", "2", "Do it faster")
-    repository.git("switch", "-q", "main")
-    repository.commit("plot.png", "2")
-    repository.git("merge", "-q", "side", "-m", "merge")
-    age = age_of(repository.root, read_figures(repository.root / "benchmarks/figures.yaml")[0])
-    assert age.made > age.changed and len(age.since) == 1
-
-
-def test_figures_are_made_again(repository, capfd):
-    assert figures.main(["--remake"], repository.root) == 0
-    assert capfd.readouterr().out == "", "nothing is older"
-    repository.commit("code/a.py", "2")
-    assert figures.main(["--remake"], repository.root) == 0
-    printed = capfd.readouterr().out
-    assert (repository.root / "plot.png").read_text() == "2"
-    assert "plot: plot.png (a second)\n" in printed and "$ python -c pass\n" in printed
-    assert "put what is printed above into the page" in printed and "far" not in printed
-    assert figures.main(["--check", "plot"], repository.root) == 0
-    assert figures.main(["--remake", "far", "table"], repository.root) == 1
-    assert "ZeroDivisionError" in capfd.readouterr().err
-
-
-def test_unknown_figures_and_missing_files(repository, capsys):
-    with pytest.raises(SystemExit):
-        figures.main(["--check", "plott"], repository.root)
-    assert "no figures plott; expected some of plot, table, far" in capsys.readouterr().err
-    (repository.root / "plot.png").unlink()
-    with pytest.raises(SystemExit, match=r"figures\.yaml names plot\.png: no such file"):
-        figures.main(["--check"], repository.root)

@@ -156,13 +156,6 @@ def check_pip(words):
             assert extra in extras or not extra, f"no extra {extra}"
 
 
-def test_a_checked_program_leaves_no_bytecode(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.dont_write_bytecode", False)
-    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
-    check_python(["-m", "jaxrl_llm.report", "runs/one"])
-    assert not list(tmp_path.rglob("report.cpython-*.pyc"))
-
-
 def write_files(page, folder):
     """Write the files that a page has its reader write, and those of the tutorial before it."""
     for each in [*TUTORIAL, page] if page in TUTORIAL else [page]:
@@ -172,19 +165,12 @@ def write_files(page, folder):
                 (folder / block.file).write_text(block.text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_taken(page, folder, capsys):
-    write_files(page, folder)
+def commands_of(page):
+    """Yield the commands of a page: words of its blocks, and of those that its text calls."""
     for block in blocks_of(page):
         if block.language in ("sh", "bash"):
             for line in block.commands:
-                for words in simple_commands(line):
-                    check(words)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_the_text_are_taken(page, folder, capsys):
-    write_files(page, folder)
+                yield from simple_commands(line)
     called = r"`((?:python -m (?:jaxrl_llm|benchmarks)\.|jaxrl-llm )[^`]*)`"
     for line in re.findall(called, page.read_text(encoding="utf-8")):
         (words,) = simple_commands(line)
@@ -194,7 +180,15 @@ def test_commands_in_the_text_are_taken(page, folder, capsys):
         elif arguments[0] == "jaxrl-llm" and len(arguments) < 3:
             assert not arguments[1:] or arguments[1] in {*PROGRAMS, "PROGRAM"}, line
         else:
-            check(arguments)
+            yield arguments
+
+
+def test_commands_are_taken(folder, capsys, subtests):
+    for page in PAGES:
+        with subtests.test(page.name):
+            write_files(page, folder)
+            for words in commands_of(page):
+                check(words)
 
 
 def test_wrong_commands_are_found(folder, capsys):
