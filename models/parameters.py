@@ -6,9 +6,10 @@ Arrays that every layer has are stacked on a leading axis `layers`, so that a mo
 """
 
 import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -83,15 +84,15 @@ def declare_lora(declarations: Declarations, spec: ModelSpec) -> Declarations:
     if missing := sorted(name for name in able.keys() - set(targets) if able[name] in modules):
         raise ValueError(f"{missing} are parts of matrices that have an adapter; expected them too")
 
-    def add(group: Declarations) -> Declarations:
-        added: Declarations = {}
-        for target, first in first_parts(group).items():
-            if target in targets:
-                pair = _declare_pair(target, group[target], rank)
-                added |= pair if target == first else {target + B: pair[target + B]}
-        return group | added
-
-    return {k: add(v) if isinstance(v, dict) else v for k, v in declarations.items()}
+    added: Declarations = {}
+    for name, group in declarations.items():
+        if isinstance(group, dict):
+            added[name] = dict(group)
+            for target, first in first_parts(group).items():
+                if target in targets:
+                    pair = _declare_pair(target, group[target], rank)
+                    added[name] |= pair if target == first else {target + B: pair[target + B]}
+    return declarations | added
 
 
 def _is_adaptable(decl: ArrayDecl) -> bool:
@@ -137,10 +138,13 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
     bound = 1 / math.sqrt(math.prod(sizes[axis] for axis in inputs))
     module = PEFT_PREFIX + decl.hf_name.removesuffix(".weight")
 
-    def array(
-        kind: str, axes: tuple[str, ...], initializer: Initializer, hf_axes: Any
-    ) -> ArrayDecl:
-        return dataclasses.replace(
+    uniform = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    arrays: dict[str, tuple[str, tuple[str, ...], Initializer, Any]] = {
+        A: ("A", (*inputs, "rank"), uniform, (("rank",), inputs)),
+        B: ("B", ("rank", *outputs), ZEROS, (outputs, ("rank",))),
+    }
+    return {
+        name + suffix: dataclasses.replace(
             decl,
             shape=tuple(sizes[axis] for axis in decl.stacked + axes),
             axes=decl.stacked + axes,
@@ -149,19 +153,8 @@ def _declare_pair(name: str, decl: ArrayDecl, rank: int) -> Declarations:
             hf_axes=hf_axes,
             hf_part=decl.hf_part if kind == "B" else None,
         )
-
-    first, second = (*inputs, "rank"), ("rank", *outputs)
-    return {
-        name + A: array("A", first, _uniform(bound), (("rank",), inputs)),
-        name + B: array("B", second, ZEROS, (outputs, ("rank",))),
+        for suffix, (kind, axes, initializer, hf_axes) in arrays.items()
     }
-
-
-def _uniform(bound: float) -> Initializer:
-    def draw(key: Any, shape: Sequence[int], dtype: Any) -> Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return draw
 
 
 PRNGKey: TypeAlias = Key[Array, ""] | UInt32[Array, " 2"]
