@@ -150,6 +150,14 @@ def patient(monkeypatch, compile_rest):
     monkeypatch.setattr(BACKGROUND, "release", compile_rest)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    """Looks for examples in the library alone: to look through the tests takes seconds."""
+    found = yield
+    is_test = "tests" in file_path.relative_to(parent.config.rootpath).parts
+    return [c for c in found if not (is_test and type(c).__name__ == "DoctestModule")]
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--changed-since",

@@ -53,7 +53,7 @@ FILES = {
     "short.yaml": "steps: 1\n",
     "mine.py": "def asking(logprobs, moon):\n    return logprobs\n",
     "torn.py": "def score(:\n",
-    "rows.jsonl": '{"prompt": "2+2", "reward_model": {"ground_truth": "4"}}\n{"prompt": 3}\n{"answer": "4"}\n',
+    "rows.jsonl": '{"prompt": "2+2"}\n{"prompt": 3}\n{"answer": "4"}\n',
 }
 
 

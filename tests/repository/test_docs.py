@@ -154,6 +154,18 @@ def test_links_and_paths_lead_somewhere():
     assert missing == []
 
 
+def test_each_promise_is_held_by_tests():
+    table = sections(2, read("docs/architecture.md"))["Promises, and what holds them"]
+    promises = re.findall(r"^\| (.+?) \| (.*`.*) \|$", table, re.MULTILINE)
+    assert len(promises) > 70
+    for promise, holders in promises:
+        paths = [ROOT / path for path in re.findall(r"`(tests/[\w./]+)`", holders)]
+        assert paths, promise
+        for path in paths:
+            files = [*path.rglob("test_*.py")] if path.is_dir() else [path]
+            assert any("def test_" in file.read_text() for file in files), f"{promise}: {path}"
+
+
 def test_every_recipe_is_in_the_readmes_table():
     (table,) = re.findall(
         r"^\| algorithm \| recipes \|\n(.*?)\n\n", read("README.md"), re.DOTALL | re.M

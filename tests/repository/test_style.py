@@ -1,6 +1,8 @@
 """The limits of docs/architecture.md on the length of functions and files, and on names."""
 
+import ast
 import doctest
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,19 @@ def test_no_public_name_is_defined_twice():
         n: paths for n, paths in defined.items() if not NAMED_IN_CONFIGS.issuperset(paths)
     }
     assert duplicates == {}
+
+
+def test_errors_are_matched_by_a_name_and_not_by_their_words():
+    """So that a sentence can be mended: `tests/messages.txt` has those that are kept."""
+    spoken = [
+        f"{path}:{node.value.lineno}"
+        for path, source in list_files(ROOT, ("tests",)).items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.keyword) and node.arg == "match"
+        for text in ast.walk(node.value)
+        if isinstance(text, ast.Constant) and re.search(r"[a-z],? [a-z]", str(text.value))
+    ]
+    assert spoken == []
 
 
 def test_what_is_too_long_or_defined_twice_is_found():
