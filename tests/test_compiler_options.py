@@ -100,7 +100,7 @@ def test_the_steps_of_a_run_get_the_flags_of_their_tasks(monkeypatch, tmp_path):
 def test_options_reach_the_compiler():
     """Those of `jax.jit` hold for programs that are lowered and compiled apart, too."""
     program = jax.jit(abs, compiler_options={"xla_gpu_none": True}).lower(jnp.ones(2))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_gpu_none'"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_none"):
         program.compile()
 
 

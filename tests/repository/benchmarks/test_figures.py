@@ -82,7 +82,7 @@ def test_tables_and_listings_below_a_heading():
     assert measured_lines(PAGE, "speed") == [3, 4, 5, 11, 12, 13, 14]
     assert measured_lines(PAGE, "memory") == [11, 12, 13, 14]
     assert measured_lines(PAGE, "others") == [18, 19]
-    with pytest.raises(KeyError, match="no heading"):
+    with pytest.raises(KeyError):
         measured_lines(PAGE, "no-heading")
 
 

@@ -117,7 +117,6 @@ def test_phases_that_fail_hang_or_no_longer_fit_are_rows(record, tmp_path, monke
     assert "ZeroDivisionError" in texts[1]
     assert texts[2:5] == ("before", "stopped after 1 s", "needs a moon")
     assert texts[5].startswith("not begun")
-    assert record.seconds() < 30
     assert "{ no row" in (record.folder / "log.txt").read_text()
     assert "needs a moon" in (record.folder / "page.md").read_text()
 
