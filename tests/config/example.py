@@ -1,4 +1,7 @@
-"""A small config with every kind of key."""
+"""A small config with every kind of key, and the names of a config's keys."""
+
+import dataclasses
+import typing
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -48,3 +51,16 @@ class Whole(Section):
     project: str | None = None
     """a text or nothing"""
     group: Group = Field(default_factory=Group)
+
+
+def leaves(cls, prefix=""):
+    """List the dotted names of a config class's keys."""
+    names = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
+            names += leaves(hint, f"{prefix}{field.name}.")
+        else:
+            names.append(prefix + field.name)
+    return names

@@ -13,6 +13,7 @@ from jaxrl_llm.config.functions import LOSSES, FunctionSpec, load_function, rena
 from jaxrl_llm.config.load import as_tree, from_tree, load, read_yaml, to_yaml
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.runs.directory import source_of, user_functions
+from tests.refusals import refuses
 
 NOTEBOOK = """
 import functools
@@ -52,25 +53,24 @@ def capped(monkeypatch):
     return cells["capped"]
 
 
-# ------------------------------------------------------------------------------------- the config
-
-
 def test_a_function_stands_where_a_config_names_one(capped):
     keys = {"steps": 20, "algorithm.loss": functools.partial(capped, cap=1.5)}
     config = load(TrainConfig, "quickstart", keys | {"algorithm": {"correction": [capped]}})
     assert config.steps == 20
     assert config.algorithm.loss == FunctionSpec("__main__:capped", {"cap": 1.5}, capped)
     assert config.algorithm.correction[0].given is capped
+    assert list(user_functions(config)) == ["algorithm.loss", "algorithm.correction.0"]
     bound = load_function(config.algorithm.loss, LOSSES, passed=None)
     assert bound(0.0, 0.0, 0.0) == 1.5
     assert load_function(config.algorithm.loss, "math", passed=None).func is capped
-
-
-def test_keywords_come_on_top_of_a_function(capped):
-    keys = {"algorithm.loss": capped, "algorithm.loss.cap": 2.0}
-    assert load(TrainConfig, "quickstart", keys).algorithm.loss.kwargs == {"cap": 2.0}
-    keys = {"algorithm.loss": {"fn": capped, "cap": 2.5}}
-    assert load(TrainConfig, "quickstart", keys).algorithm.loss.kwargs == {"cap": 2.5}
+    for keys in (  # keywords come on top
+        {"algorithm.loss": capped, "algorithm.loss.cap": 2.0},
+        {"algorithm.loss": {"fn": capped, "cap": 2.0}},
+    ):
+        assert load(TrainConfig, "quickstart", keys).algorithm.loss.kwargs == {"cap": 2.0}
+    for keys in ({"algorithm.loss": 3}, {"algorithm.losss": len}):
+        with refuses(*keys):
+            load(TrainConfig, "quickstart", keys)
 
 
 def test_a_function_that_can_be_imported_is_named(capped):
@@ -79,12 +79,6 @@ def test_a_function_that_can_be_imported_is_named(capped):
     assert load_function(spec, "math", passed=None).func is ppo_clip
     assert FunctionSpec.of(lambda x: x).given is not None
     assert FunctionSpec.of(capped).given is capped
-
-
-@pytest.mark.parametrize("keys", [{"algorithm.loss": 3}, {"algorithm.losss": len}])
-def test_wrong_keys_are_refused_as_on_the_command_line(keys):
-    with pytest.raises(ConfigError, match=next(iter(keys))):
-        load(TrainConfig, "quickstart", keys)
 
 
 def test_the_file_of_a_config_has_the_names(capped):
@@ -100,15 +94,12 @@ def test_a_command_line_has_no_functions_of_a_notebook(capped, tmp_path):
         to_yaml(load(TrainConfig, "quickstart", {"algorithm.loss": {"fn": capped, "cap": 1.25}}))
     )
     tree = read_yaml(tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match=r"algorithm.loss: 'capped' was given .*--function-from"):
+    with pytest.raises(ConfigError, match="--function-from"):
         load_function(from_tree(TrainConfig, tree).algorithm.loss, LOSSES, key="algorithm.loss")
     (tmp_path / "mine.py").write_text(NOTEBOOK)
     tree = renamed_functions(tree, str(tmp_path / "mine.py"))
     loss = load_function(from_tree(TrainConfig, tree).algorithm.loss, LOSSES, passed=None)
     assert loss(0.0, 0.0, 0.0) == 1.25
-
-
-# ------------------------------------------------------------------------------- other processes
 
 
 def test_another_process_gets_the_function_by_value(capped, tmp_path):
@@ -137,28 +128,20 @@ def test_a_source_is_all_that_a_function_uses_of_its_module(capped, tmp_path):
     assert source_of(FunctionSpec(f"{tmp_path}/mine.py:capped")) == source
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "same"),
-    [
-        ("LIMIT = 3", "LIMIT = 4", False),
-        ("min(x", "max(x", False),
-        ("cap * math", "-cap * math", False),
-        ("UNUSED = 4", "UNUSED = 5", True),
-        ("# a comment", "# another comment", True),
-        ("        cap *", "      cap *", True),
-    ],
-)
-def test_a_source_is_another_one_only_if_something_that_counts_has_changed(
-    tmp_path, old, new, same
-):
-    assert old in NOTEBOOK
-    (tmp_path / "mine.py").write_text(NOTEBOOK)
-    spec = FunctionSpec(f"{tmp_path}/mine.py:capped")
-    before = source_of(spec)
-    (tmp_path / "mine.py").write_text(NOTEBOOK.replace(old, new))
-    assert (source_of(spec) == before) == same
-    given = source_of(FunctionSpec.of(notebook(NOTEBOOK.replace(old, new))["capped"]))
-    assert (given == before) == same
+def test_a_source_is_another_one_only_if_something_that_counts_has_changed(tmp_path):
+    for old, new, same in [
+        *(("LIMIT = 3", "LIMIT = 4", False), ("min(x", "max(x", False)),
+        *(("cap * math", "-cap * math", False), ("UNUSED = 4", "UNUSED = 5", True)),
+        *(("# a comment", "# another comment", True), ("        cap *", "      cap *", True)),
+    ]:
+        assert old in NOTEBOOK
+        (tmp_path / "mine.py").write_text(NOTEBOOK)
+        spec = FunctionSpec(f"{tmp_path}/mine.py:capped")
+        before = source_of(spec)
+        (tmp_path / "mine.py").write_text(NOTEBOOK.replace(old, new))
+        assert (source_of(spec) == before) == same, new
+        given = source_of(FunctionSpec.of(notebook(NOTEBOOK.replace(old, new))["capped"]))
+        assert (given == before) == same, new
 
 
 MODULE = """
@@ -178,13 +161,12 @@ class Whole(Block):
 """
 
 
-@pytest.mark.parametrize("changed", ["WIDTH = 4", "x + WIDTH", "Block(), 1"])
-def test_a_class_of_a_notebook_has_a_source_and_so_has_what_it_uses(changed):
+def test_a_class_of_a_notebook_has_a_source_and_so_has_what_it_uses():
     source = source_of(FunctionSpec.of(notebook(MODULE)["Whole"]))
     assert all(part in source for part in ("class Block:", "WIDTH = 3", "class Whole(Block):"))
-    old = {"WIDTH = 4": "WIDTH = 3", "x + WIDTH": "x * WIDTH", "Block(), 1": "Block()"}[changed]
-    other = notebook(MODULE.replace(old, changed))["Whole"]
-    assert source_of(FunctionSpec.of(other)) != source
+    for old, new in {"WIDTH = 3": "WIDTH = 4", "x * W": "x + W", "Block()": "Block(), 1"}.items():
+        other = notebook(MODULE.replace(old, new))["Whole"]
+        assert source_of(FunctionSpec.of(other)) != source, new
 
 
 def test_lambdas_partials_and_imported_names_have_sources_too(tmp_path):
@@ -204,5 +186,5 @@ def test_functions_of_packages_are_no_users(capped):
     assert list(user_functions(config)) == ["algorithm.loss"]
     config = load(TrainConfig, "quickstart", {"algorithm.correction": [capped, "icepop"]})
     assert list(user_functions(config)) == ["algorithm.correction.0"]
-    assert source_of(FunctionSpec("optax:adamw")) is None
-    assert source_of(FunctionSpec("no.such.module:f")) is None
+    for name in ("optax:adamw", "no.such.module:f"):
+        assert source_of(FunctionSpec(name)) is None

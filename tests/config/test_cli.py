@@ -20,8 +20,11 @@ FILES = {
     "train": "run_dir: runs/a\nmodel: {path: m}\ndata: {train: t.parquet}\n",
     "sft": "run_dir: runs/a\nexport_to: out\nmodel: {path: m}\ndata: {train: t.parquet}\n",
 }
+
 MAINS = {"train": train_main, "sft": sft_main}
+
 CLASSES = {"train": TrainConfig, "sft": SftConfig}
+
 BOTH = pytest.mark.parametrize("name", ["train", "sft"])
 
 
@@ -39,9 +42,6 @@ def call(run, *arguments):
     return config_main("jaxrl_llm.train", "About.", TrainConfig, run, arguments)
 
 
-# --------------------------------------------------------------------------------- --help
-
-
 @BOTH
 def test_help_prints_every_key_with_its_default_and_meaning(name, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -53,17 +53,6 @@ def test_help_prints_every_key_with_its_default_and_meaning(name, capsys):
     for key, default, meaning in describe(CLASSES[name]):
         shown = default if default == "(required)" else f"(default {default})"
         assert f"\n  {key}  {shown}\n      {meaning}" in printed
-
-
-@BOTH
-def test_without_a_config_argparse_says_so(name, capsys):
-    with pytest.raises(SystemExit) as caught:
-        MAINS[name](["seed=1"])
-    assert caught.value.code == 2
-    assert "--config" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------- --print-config
 
 
 @BOTH
@@ -92,26 +81,18 @@ def test_options_of_keys_win_over_the_file_and_overrides_over_both(tmp_path, cap
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["model"], shown["data"]) == ("b", ["b.parquet", "c.parquet"])
     assert (shown["samples"], shown["k"]) == (4, [2])
-    assert evaluate_main(["--model", "c"]) == 2
-    assert "error: data is missing: parquet or jsonl files" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------------- running
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        ["--config", "FILE", "seed=5", "batch.prompts_per_step=8"],
-        ["seed=5", "--config", "FILE", "batch.prompts_per_step=8"],
-        ["seed=5", "batch.prompts_per_step=8", "--config=FILE"],
-    ],
-)
-def test_the_config_goes_to_the_run_whatever_the_order(order, config_file):
-    seen = []
-    path = config_file("train")
-    assert call(seen.append, *[word.replace("FILE", path) for word in order]) == 0
-    assert [(c.seed, c.batch.prompts_per_step, c.run_dir) for c in seen] == [(5, 8, "runs/a")]
+def test_the_config_goes_to_the_run_whatever_the_order(config_file):
+    seen, path = [], config_file("train")
+    for words in (
+        ["--config", path, "seed=5", "batch.prompts_per_step=8"],
+        ["seed=5", "--config", path, "batch.prompts_per_step=8"],
+        ["seed=5", "batch.prompts_per_step=8", f"--config={path}"],
+    ):
+        assert call(seen.append, *words) == 0
+    known = [(c.seed, c.batch.prompts_per_step, c.run_dir) for c in seen]
+    assert known == [(5, 8, "runs/a")] * 3
 
 
 @BOTH
@@ -128,57 +109,38 @@ def test_main_runs_what_it_should(name, config_file, monkeypatch):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["sed=1"], "error: unknown key 'sed'; did you mean 'seed'?"),
-        (["seed=one"], "error: seed: expected a whole number, got 'one' (str)"),
-        (["seed"], "error: override 'seed': expected key=value, as in seed=1"),
-        (["checkpoint.keep=0"], "error: checkpoint.keep: expected 1 or more, got 0 (int)"),
-    ],
-)
-def test_errors_of_the_user_are_one_line_and_status_2(
-    name, overrides, expected, config_file, capsys
-):
-    assert MAINS[name](["--config", config_file(name), *overrides]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(expected)
-    assert printed.err.count("\n") == 1
+def test_errors_of_the_user_are_one_line_and_status_2(name, config_file, tmp_path, capsys):
+    for words, key in [
+        *((["sed=1"], "'sed'"), (["seed=one"], "seed: "), (["seed"], "'seed'")),
+        (["checkpoint.keep=0"], "checkpoint.keep: "),
+        (["--config", config_file("sft" if name == "train" else "train")], ""),
+        (["--config", str(tmp_path / "no.yaml")], "no.yaml"),
+    ]:
+        assert MAINS[name](["--config", config_file(name), *words]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.startswith("error: ") and key in printed.err
+        assert printed.err.count("\n") == 1, words
+    with pytest.raises(SystemExit) as caught:
+        MAINS[name](["seed=1"])
+    assert caught.value.code == 2
+    assert "--config" in capsys.readouterr().err
+    assert evaluate_main(["--model", "c"]) == 2
+    assert capsys.readouterr().err.startswith("error: data is missing")
 
 
-def test_a_config_of_the_other_program_is_refused(config_file, capsys):
-    assert train_main(["--config", config_file("sft")]) == 2
-    assert "unknown key 'export_to'" in capsys.readouterr().err
+def test_how_a_run_ends_is_the_status(config_file, capsys):
+    def ending(error):
+        def run(config):
+            raise error
 
+        return call(run, "--config", config_file("train"))
 
-def test_no_such_file(tmp_path, capsys):
-    assert train_main(["--config", str(tmp_path / "no.yaml")]) == 2
-    assert "error: can't read " in capsys.readouterr().err
-
-
-def test_errors_of_the_config_found_while_running(config_file, capsys):
-    def run(config):
-        raise ConfigError("data.train: no such file\nas this one")
-
-    assert call(run, "--config", config_file("train")) == 2
+    assert ending(ConfigError("data.train: no such file\nas this one")) == 2
     assert capsys.readouterr().err == "error: data.train: no such file as this one\n"
-
-
-def test_interrupted(config_file, capsys):
-    def run(config):
-        raise KeyboardInterrupt
-
-    assert call(run, "--config", config_file("train")) == 130
-    assert capsys.readouterr().err.startswith("interrupted: the same command begins again")
-
-
-def test_other_errors_keep_their_traceback(config_file):
-    def run(config):
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        call(run, "--config", config_file("train"))
+    assert ending(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err.startswith("interrupted")
+    with pytest.raises(RuntimeError):  # others keep their traceback
+        ending(RuntimeError("a bug"))
 
 
 def test_as_a_program_without_importing_jax(config_file):
@@ -190,39 +152,33 @@ def test_as_a_program_without_importing_jax(config_file):
         "except SystemExit as end:\n"
         "    print(end.code, 'jax' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
-    assert done.stderr.startswith("error: unknown key 'seeed'; did you mean 'seed'?")
+    assert done.stderr.startswith("error: unknown key 'seeed'")
 
 
-@pytest.mark.parametrize(
-    ("pages", "glibc", "tunables", "expected"),
-    [
-        ("always [madvise] never", "2.36", None, True),
-        ("[always] madvise never", "2.36", None, False),
-        ("always madvise [never]", "2.36", None, False),
-        ("always [madvise] never", "2.34", None, False),
-        ("always [madvise] never", "", None, False),
-        ("always [madvise] never", "2.36", "glibc.malloc.check=1", False),
-        (None, "2.36", None, False),
-    ],
-)
-def test_a_program_starts_again_once_to_ask_for_huge_pages(
-    monkeypatch, tmp_path, pages, glibc, tunables, expected
-):
-    started = []
-    if pages:
-        (tmp_path / "enabled").write_text(pages)
+def test_a_program_starts_again_once_to_ask_for_huge_pages(monkeypatch, tmp_path, subtests):
     monkeypatch.setattr(cli, "HUGE_PAGES", tmp_path / "enabled")
-    monkeypatch.setattr(os, "confstr", lambda name: f"glibc {glibc}" if glibc else None)
-    monkeypatch.setattr(os, "execv", lambda *program: started.append(program))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jaxrl_llm.train", "--config", "x"])
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if tunables:
-        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
-    cli.take_huge_pages()
-    cli.take_huge_pages()  # as the program does that was started
-    again = [sys.executable, "-m", "jaxrl_llm.train", "--config", "x"]
-    assert started == ([(sys.executable, again)] if expected else [])
+    offered = "always [madvise] never"
+    for pages, glibc, tunables, expected in [
+        (offered, "2.36", None, True),
+        *(("[always] madvise never", "2.36", None, False), (None, "2.36", None, False)),
+        *((offered, "2.34", None, False), (offered, "", None, False)),
+        (offered, "2.36", "glibc.malloc.check=1", False),
+    ]:
+        started = []
+        (tmp_path / "enabled").unlink(missing_ok=True)
+        if pages:
+            (tmp_path / "enabled").write_text(pages)
+        monkeypatch.setattr(os, "confstr", lambda _, v=glibc: f"glibc {v}" if v else None)
+        monkeypatch.setattr(os, "execv", lambda *program, to=started: to.append(program))
+        monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+        if tunables:
+            monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+        cli.take_huge_pages()
+        cli.take_huge_pages()  # as the program does that was started
+        again = [sys.executable, "-m", "jaxrl_llm.train", "--config", "x"]
+        with subtests.test(f"{pages} {glibc} {tunables}"):
+            assert started == ([(sys.executable, again)] if expected else [])

@@ -6,8 +6,6 @@ import dataclasses
 import typing
 from pathlib import Path
 
-import pytest
-
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.programs import (
     EvaluateConfig,
@@ -16,6 +14,7 @@ from jaxrl_llm.config.programs import (
     SftConfig,
     TrainConfig,
 )
+from tests.config.example import Whole, leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +30,9 @@ def sections(cls):
 
 
 CONFIGS = [TrainConfig, SftConfig, PreferConfig, EvaluateConfig, ServeConfig]
+
 SECTIONS = {name: section for cls in CONFIGS for name, section in sections(cls).items()}
+
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -141,19 +142,6 @@ def names_in(expression):
     return [node.id for node in nodes if isinstance(node, ast.Name)] + quoted
 
 
-def leaves(cls, prefix=""):
-    """List the dotted names of a config class's keys."""
-    names = []
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and hint is not FunctionSpec:
-            names += leaves(hint, f"{prefix}{field.name}.")
-        else:
-            names.append(prefix + field.name)
-    return names
-
-
 def unread(cls, names_read):
     """Return the keys of a config that no function reads, from it or from a group passed to it."""
     missing = []
@@ -169,71 +157,9 @@ def unread(cls, names_read):
     return missing
 
 
-def test_the_search_for_reads_sees_what_is_read_and_what_is_not():
-    source = """
-class Job:
-    config: TrainConfig
-
-class LongJob(Job):
-    async def run(self):
-        return self.config.log.trackers
-
-class OtherJob:
-    def __init__(self, config: SftConfig):
-        self.config, self.name = config, None
-
-    def run(self):
-        return self.config.data, self.name
-
-def one(config: TrainConfig | SftConfig):
-    def inside():
-        return config.seed
-    groups, model = config.batch, config.model
-    two(config.optim)
-    return groups.max_tokens_per_device, other.epochs, model.nothing
-
-def two(config: OptimConfig):
-    return config.grad_clip
-
-def three(job: Job):
-    config = job.config
-    return config.rollout.top_p, OtherJob().config.mesh
-
-def four(config):
-    return config.steps
-"""
-    assert Reads([source]).names == {
-        "TrainConfig.seed",
-        "SftConfig.seed",
-        "TrainConfig.batch",
-        "SftConfig.batch",
-        "TrainConfig.model",
-        "SftConfig.model",
-        "TrainConfig.optim",
-        "SftConfig.optim",
-        "TrainConfig.batch.max_tokens_per_device",
-        "SftConfig.batch.max_tokens_per_device",
-        "OptimConfig.grad_clip",
-        "TrainConfig.rollout",
-        "TrainConfig.rollout.top_p",
-        "TrainConfig.log",
-        "TrainConfig.log.trackers",
-        "SftConfig.data",
-        "SftConfig.mesh",
-    }
-    missing = unread(TrainConfig, Reads([source]).names)
-    assert "optim.grad_clip" not in missing
-    assert {"steps", "epochs", "validation.top_p", "optim.schedule"} <= set(missing)
-
-
-@pytest.fixture(scope="module")
-def names_read():
+def test_every_key_is_read_outside_its_declaration():
     source = ROOT / "jaxrl_llm"
     files = [p for p in source.rglob("*.py") if source / "config" not in p.parents]
-    assert len(files) > 20
-    return Reads([path.read_text() for path in files]).names
-
-
-@pytest.mark.parametrize("cls", CONFIGS)
-def test_every_key_is_read_outside_its_declaration(cls, names_read):
-    assert unread(cls, names_read) == []
+    names = Reads([path.read_text() for path in files]).names
+    assert [key for cls in CONFIGS for key in unread(cls, names)] == []
+    assert unread(Whole, names) == leaves(Whole), "of a config that nothing reads"

@@ -1,5 +1,3 @@
-"""The agents' tasks: their teachers succeed as often as theory says, their rules and their rows."""
-
 import contextlib
 import io
 import math
@@ -16,13 +14,14 @@ from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught
 from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits, distances
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.rows import sft_rows, verl_rows
-from jaxrl_llm.rollout.agents.environments import MOVES, grid, guess_number, moved
+from jaxrl_llm.rollout.agents.environments import grid, guess_number
 from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
 from jaxrl_llm.rollout.tools.builtin import look_up, search, told_result
 from jaxrl_llm.sandbox.interpreter import open_interpreter
 from tests.sandboxes import needs_landlock
 
 TASKS = sorted(AGENT_TASKS)
+
 FEW = {"people": 60, "cities": 50, "lands": 50}
 
 
@@ -45,28 +44,6 @@ def found(numbers, guesses):
     ) / (numbers * numbers)
 
 
-def arrivals(rows, careful, steps, slip):
-    """Return the mean chance to have reached the goal by each step, over all ways it can go."""
-    total = [0.0] * steps
-    for row in rows:
-        away = distances(row["map"])
-        to = {c: {move: moved(row["map"], c, move) for move in MOVES} for c in away}
-        chances, done = Counter({row["start"]: 1.0}), 0.0
-        for step in range(steps):
-            after = Counter()
-            for cell, chance in chances.items():
-                best = [m for m in MOVES if away[to[cell][m]] < away[cell]]
-                for move in MOVES:
-                    share = (1 - careful) / 4 + careful * (move in best) / len(best)
-                    left, right = "LR" if move in "UD" else "UD"
-                    for way, part in ((move, 1 - slip), (left, slip / 2), (right, slip / 2)):
-                        after[to[cell][way]] += chance * share * part
-            done += sum(after.pop(cell, 0.0) for cell, far in away.items() if not far)
-            chances = after
-            total[step] += done / len(rows)
-    return total
-
-
 def right(task, row, chat):
     answer, truth = chat[-1]["content"], row["reward_model"]["ground_truth"]
     answer = answer.removeprefix("<answer>").removesuffix("</answer>")
@@ -75,60 +52,55 @@ def right(task, row, chat):
 
 @pytest.mark.slow
 @pytest.mark.guards("configs/tasks/agent_task.py")
-@pytest.mark.parametrize(
-    ("task", "settings", "expected"),
-    [
+def test_teachers_succeed_as_often_as_theory_says(subtests):
+    sure, count = {"guess": 0.0, "forget": 0.0}, 2480
+    for task, settings, expected in [
         ("look_up", {}, 15 / 32),  # the mean of 1, 1/2, 1/4, 1/8
-        ("look_up", {"hops": 1}, 1.0),
-        ("look_up", {"stop": 0.0}, 1.0),
+        *(("look_up", settings, 1.0) for settings in ({"hops": 1}, {"stop": 0.0})),
         ("calculator", {}, 0.35 * 0.75 * 2 / 3),
-        ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0}, 1.0),
+        ("calculator", {**sure, "miscopy": 0.0}, 1.0),
         # called again after half of the failures, so f(1/2)f(1/2)… more calls
-        ("calculator", {"guess": 0.0, "miscopy": 0.0, "forget": 0.0, "failing": 0.2}, 0.8 / 0.9),
+        ("calculator", {**sure, "miscopy": 0.0, "failing": 0.2}, 0.8 / 0.9),
         # half of the failures are followed by another program
         ("code", {}, 0.6 * (0.8 * 0.3 * 0.75) / (1 - 0.2 / 2)),
-        ("code", {"guess": 0.0, "broken": 0.0, "wrong": 0.0, "forget": 0.0}, 1.0),
+        ("code", {**sure, "broken": 0.0, "wrong": 0.0}, 1.0),
         ("search", FEW, 0.7 * (1 + 2 * 0.6 * 0.5) / 3),
         ("search", FEW | {"guess": 0.0, "stop": 0.0, "vague": 0.0}, 1.0),
         ("search", FEW | {"guess": 1.0, "lands": 2}, 1 / 3),  # by luck
         ("guess_number", {}, found(31, 5)),
         ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
         ("guess_number", {"high": 3, "guesses": 3}, 1.0),
-    ],
-)
-def test_teachers_succeed_as_often_as_theory_says(task, settings, expected):
-    count = 2480
-    rate = sum(right(task, *episode) for episode in episodes(task, count, **settings)) / count
-    assert abs(rate - expected) <= 4.5 * math.sqrt(expected * (1 - expected) / count)
+    ]:
+        with subtests.test(f"{task} {settings}"):
+            rate = sum(right(task, *episode) for episode in episodes(task, count, **settings))
+            error = 4.5 * math.sqrt(expected * (1 - expected) / count)
+            assert abs(rate / count - expected) <= error
 
 
-def test_the_known_rates_of_guessing():
-    assert (round(found(31, 5), 3), round(found(63, 6), 3)) == (0.543, 0.490)
-
-
-@pytest.mark.parametrize("settings", [{}, {"slip": 0.0, "careful": 1.0}])
-def test_the_grids_teacher_arrives_as_often_as_theory_says(settings):
-    count = 600
-    keywords = {"careful": 0.5, "steps": 10, "slip": 0.2} | settings
-    rows, chats = zip(*episodes("grid", count, **settings), strict=True)
-    rates = arrivals([row["extra_info"] for row in rows], **keywords)
-    made = [sum(message["role"] == "assistant" for message in chat) for chat in chats]
-    for step in range(1, 10):
-        arrived = sum(steps <= step for steps in made) / count
-        assert abs(arrived - rates[step - 1]) <= 4.5 * math.sqrt(0.25 / count)
-    assert rates[-1] > 0.9999 if keywords["careful"] == 1 else 0.6 < rates[-1] < 0.75
+def test_the_grids_teacher_takes_a_shortest_way():
+    for row, chat in episodes("grid", 100, slip=0.0, careful=1.0):
+        about = row["extra_info"]
+        moves = sum(message["role"] == "assistant" for message in chat)
+        assert moves == distances(about["map"])[about["start"]]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
     written = agent_task(tmp_path, task=task, train_rows=400, validation_rows=100, sft_episodes=300)
-    paths = {path.name: str(path) for path in written}
-    assert list(paths) == ["train.parquet", "validation.parquet", "sft.parquet"]
-    train, validation = (verl_rows([paths[f"{n}.parquet"]]) for n in ("train", "validation"))
-    taught = sft_rows([paths["sft.parquet"]])
+    paths = {path.stem: str(path) for path in written}
+    assert list(paths) == ["train", "validation", "sft"]
+    train, validation = (verl_rows([paths[name]]) for name in ("train", "validation"))
+    taught = sft_rows([paths["sft"]])
     assert (len(train), len(validation)) == (400, 100)
     assert len(taught) == written[tmp_path / "sft.parquet"] > 300 - (task == "calculator")
     assert all(row["data_source"] == task for row in train + validation)
+    splits = [
+        agent_task_splits(
+            task, {}, rows={"train": 40, "validation": 10}, sft_episodes=20, seed=seed
+        )
+        for seed in (1, 1, 2)
+    ]
+    assert splits[0] == splits[1] and splits[0]["sft"] != splits[2]["sft"]
     if task == "guess_number":
         numbers = Counter(row["reward_model"]["ground_truth"] for row in train)
         assert len(numbers) == 31
@@ -145,38 +117,16 @@ def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
         assert not {known(row) for row in validation} & prompts
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_seed_decides(task):
-    def drawn(seed):
-        rows = {"train": 40, "validation": 10}
-        return agent_task_splits(task, {}, rows=rows, sft_episodes=20, seed=seed)
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1)["sft"] != drawn(2)["sft"]
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        (
-            {"task": "chess"},
-            "expected one of look_up, calculator, guess_number, grid, code, search, got 'chess'",
-        ),
-        ({"settings": {"hop": 3}}, r"look_up has the settings hops, stop, got \['hop'\]"),
-        ({"settings": {"stop": 1.5}}, "look_up: expected stop from 0 to 1, got 1.5"),
-        ({"settings": {"hops": 0}}, "look_up: expected hops from 1 to 9, got 0"),
-        ({"settings": {"hops": 2.5}}, "expected hops from 1 to 9, got 2.5"),
-        (
-            {"task": "search", "settings": {"people": 30}},
-            "expected lands <= cities <= people, and 6400 together at most, got people=30",
-        ),
-        ({"sft_episodes": -1}, "sft_episodes=-1"),
-        ({"train_rows": 0}, "expected at least 1 row each"),
-    ],
-)
-def test_tasks_refuse(tmp_path, keywords, message):
-    with pytest.raises(ValueError, match=message):
-        agent_task(tmp_path / "data", **keywords)
+def test_tasks_refuse(tmp_path, subtests):
+    for keywords, named in [
+        *(({"task": "chess"}, "chess"), ({"settings": {"hop": 3}}, "hops")),
+        ({"settings": {"stop": 1.5}}, "stop"),
+        *(({"settings": {"hops": hops}}, "hops") for hops in (0, 2.5)),
+        ({"task": "search", "settings": {"people": 30}}, "people=30"),
+        *(({"sft_episodes": -1}, "sft_episodes"), ({"train_rows": 0}, "row")),
+    ]:
+        with subtests.test(str(keywords)), pytest.raises(ValueError, match=named):
+            agent_task(tmp_path / "data", **keywords)
     assert not (tmp_path / "data").exists()
 
 
@@ -221,21 +171,16 @@ def test_products_of_both_lengths_are_multiplied_and_copied():
     assert min(lengths.values()) > 150
 
 
-def printed_by(source):
-    """Return what a program prints, as Python has it."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(source, {})
-    return out.getvalue().strip()
-
-
-@pytest.mark.parametrize("bug", [0, 1, 2])
-def test_programs_print_what_the_teacher_is_told(bug):
+def test_programs_print_what_the_teacher_is_told():
     rng = random.Random(2)
-    for number in range(100):
-        row = Code().row(number, rng)
-        program = taught_program(row["prompt"][0]["content"], bug)
-        assert printed_by(program.source) == program.value
-        assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
+    for bug in range(3):
+        for number in range(50):
+            row = Code().row(number, rng)
+            program = taught_program(row["prompt"][0]["content"], bug)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(program.source, {})
+            assert out.getvalue().strip() == program.value
+            assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
 
 
 @needs_landlock
@@ -249,30 +194,21 @@ def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
     assert len(TOLD_OF_A_BROKEN_PROGRAM) == limits.observation_tokens  # a letter is a token
 
 
-@pytest.mark.parametrize(
-    ("task", "most"),
-    [
-        *(("look_up", 34), ("calculator", 30), ("guess_number", 34), ("grid", 59), ("code", 400)),
-        ("search", 70),
-    ],
-)
-def test_episodes_are_short_and_their_texts_are_stable(task, most):
+def test_episodes_are_short_and_their_texts_are_stable():
     tokenizer = load_tokenizer("configs/agents/model")
-    longest = 0
-    for row, chat in episodes(task, 200):
-        texts = tokenizer.apply_chat_template([*chat], tokenize=False)
-        opening = tokenizer.apply_chat_template(
-            row["prompt"], tokenize=False, add_generation_prompt=True
-        )
-        assert texts.startswith(opening)
-        tokens, start = (tokenizer(t)["input_ids"] for t in (texts, opening))
-        assert tokens[: len(start)] == start
-        assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
-        longest = max(longest, len(tokens) - len(start))
-    assert longest <= most
-
-
-# ------------------------------------------------------------------------------------ environments
+    most = {"look_up": 34, "calculator": 30, "guess_number": 34, "grid": 59}
+    most |= {"code": 400, "search": 70}
+    for task, limit in most.items():
+        for row, chat in episodes(task, 60):
+            texts = tokenizer.apply_chat_template([*chat], tokenize=False)
+            opening = tokenizer.apply_chat_template(
+                row["prompt"], tokenize=False, add_generation_prompt=True
+            )
+            assert texts.startswith(opening)
+            tokens, start = (tokenizer(t)["input_ids"] for t in (texts, opening))
+            assert tokens[: len(start)] == start
+            assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
+            assert len(tokens) - len(start) <= limit, task
 
 
 def test_bisection_is_the_best_way_to_guess():
@@ -293,14 +229,14 @@ def test_bisection_is_the_best_way_to_guess():
     assert total == pytest.approx(31 - 0.1 * (129 - 31))
 
 
-@pytest.mark.parametrize("said", ["", "x", "0", "32", "-3", "9" * 400, "٣", "1\n2"])
-def test_what_is_no_number_is_a_guess_that_tells_nothing(said):
-    game = guess_number("3", guesses=3)
-    next(game)
-    assert [game.send(said).text, game.send(said).text] == ["?", "?"]
-    with pytest.raises(StopIteration) as stop:
-        game.send(said)
-    assert stop.value.value == 0.0
+def test_what_is_no_number_is_a_guess_that_tells_nothing():
+    for said in ("", "x", "0", "32", "-3", "9" * 400, "٣", "1\n2"):
+        game = guess_number("3", guesses=3)
+        next(game)
+        assert [game.send(said).text, game.send(said).text] == ["?", "?"], said
+        with pytest.raises(StopIteration) as stop:
+            game.send(said)
+        assert stop.value.value == 0.0, said
 
 
 def test_moves_slip_to_their_sides():
@@ -316,19 +252,16 @@ def test_moves_slip_to_their_sides():
     assert abs(went["n"] / 4000 - 0.1) < 0.02
 
 
-@pytest.mark.parametrize(
-    ("moves", "told", "score"),
-    [
+def test_walls_and_edges_hold():
+    for moves, told, score in [
         ("RR", "b", 1.0),
         ("LUR", "aab", 0.0),  # edges hold; three steps may be made
         ("DxR", "aab", 0.0),  # a wall below, and what is no move
-    ],
-)
-def test_walls_and_edges_hold(moves, told, score):
-    walk = grid({"map": "abC#efghi", "start": "a"}, random.Random(0), slip=0.0, steps=3)
-    assert next(walk).text == ""
-    cells = [walk.send(move).text for move in moves[:-1]]
-    assert cells == list(told[: len(cells)])
-    with pytest.raises(StopIteration) as stop:
-        walk.send(moves[-1])
-    assert stop.value.value == score
+    ]:
+        walk = grid({"map": "abC#efghi", "start": "a"}, random.Random(0), slip=0.0, steps=3)
+        assert next(walk).text == ""
+        cells = [walk.send(move).text for move in moves[:-1]]
+        assert cells == list(told[: len(cells)])
+        with pytest.raises(StopIteration) as stop:
+            walk.send(moves[-1])
+        assert stop.value.value == score

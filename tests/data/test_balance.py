@@ -1,5 +1,3 @@
-"""Karmarkar-Karp against brute force, costs against counted FLOPs, and the metrics of a plan."""
-
 import dataclasses
 import itertools
 
@@ -25,8 +23,8 @@ from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import active_parameters
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import declare, init_params
-from jaxrl_llm.models.spec import ModelSpec
 from tests.decoders import forward, head_matrix
+from tests.specs import DENSE
 
 NUMBERS = st.lists(st.integers(0, 40), max_size=7)
 
@@ -53,9 +51,6 @@ def brute_force(costs, parts, sizes=None):
                 totals[part] += cost
             best = min(best, max(totals))
     return best
-
-
-# ---------------------------------------------------------------------------------- karmarkar_karp
 
 
 def test_the_example_of_wikipedia():
@@ -88,54 +83,43 @@ def test_parts_of_equal_size(parts, size, data):
     assert max(sums(costs, divided)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_it_beats_the_greedy_method_on_many_numbers(parts):
+def test_it_beats_the_greedy_method_on_many_numbers():
     excess = []
-    for seed in range(50):
+    for seed, parts in itertools.product(range(20), (2, 4)):
         costs = np.random.default_rng(seed).lognormal(size=64)
         totals = np.array([max(sums(costs, karmarkar_karp(costs, parts))), greedy(costs, parts)])
         excess.append(totals / (costs.sum() / parts) - 1)
-    excess = np.array(excess)
-    assert (excess[:, 0] <= excess[:, 1]).all()
-    assert 10 * np.median(excess[:, 0]) < np.median(excess[:, 1])
+    ours, theirs = np.array(excess).T
+    assert (ours <= theirs).all() and 10 * np.median(ours) < np.median(theirs)
 
 
-def test_the_greedy_method_can_be_better():
-    costs = np.array([29.0, 28, 28, 25, 24, 22, 18, 13, 8, 4])
-    assert (max(sums(costs, karmarkar_karp(costs, 4))), greedy(costs, 4)) == (51, 50)
+def test_impossible_parts():
+    for parts, equal in ((0, False), (2, True)):
+        with pytest.raises(ValueError, match="divided"):
+            karmarkar_karp(np.ones(3), parts, equal_size=equal)
 
-
-@pytest.mark.parametrize(("parts", "equal"), [(0, ""), (2, " of equal size")])
-def test_impossible_parts(parts, equal):
-    with pytest.raises(ValueError, match=f"3 numbers can't be divided into {parts} parts{equal}"):
-        karmarkar_karp(np.ones(3), parts, equal_size=bool(equal))
-
-
-# ------------------------------------------------------------------------------------------- costs
 
 SIZES = dict(vocab_size=512, hidden_size=128, heads=4, kv_heads=4, head_dim=32, ff_width=384)
-REST = dict(layers=2, rope_theta=1e4, norm_eps=1e-6, max_positions=4096)
-
-
-def flops(spec, n):
-    """Let XLA count the FLOPs of logits for one sequence, short enough for one block of queries."""
-
-    def logits(params, tokens):
-        rows = jnp.zeros_like(tokens)
-        return forward(params, spec, tokens, rows, rows + 1) @ head_matrix(params, spec)
-
-    like = jax.eval_shape(lambda key: init_params(spec, key=key), jax.random.key(0))
-    lowered = jax.jit(logits).lower(like, jax.ShapeDtypeStruct((1, n), jnp.int32))
-    return lowered.cost_analysis()["flops"]
+SPEC = dataclasses.replace(DENSE, **SIZES, max_positions=4096)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_breakeven_is_what_xla_counts(tied):
     """Fit a·n + b·n² to three lengths: half of b is causal, so breakeven = 2a/b."""
-    spec = ModelSpec(**SIZES, **REST, tied_embeddings=tied)
+    spec = dataclasses.replace(SPEC, tied_embeddings=tied)
     lengths = np.array([128.0, 256.0, 2 * LEAST_BLOCK - 1])
     assert lengths[-1] % 2, "in one block attention computes all n² pairs"
-    counted = np.array([flops(spec, int(n)) for n in lengths])
+
+    def logits(params, tokens):
+        rows = jnp.zeros_like(tokens)
+        return forward(params, spec, tokens, rows, rows + 1) @ head_matrix(params, spec)
+
+    def flops(n):
+        like = jax.eval_shape(lambda key: init_params(spec, key=key), jax.random.key(0))
+        lowered = jax.jit(logits).lower(like, jax.ShapeDtypeStruct((1, n), jnp.int32))
+        return lowered.cost_analysis()["flops"]
+
+    counted = np.array([flops(int(n)) for n in lengths])
     linear, square = np.linalg.lstsq(np.stack([lengths, lengths**2], 1), counted, rcond=None)[0]
     np.testing.assert_allclose(model_cost(spec).breakeven, 2 * linear / square, rtol=0.1)
 
@@ -143,36 +127,30 @@ def test_the_breakeven_is_what_xla_counts(tied):
 def test_a_model_of_7b_by_hand():
     """Verl's 12·D² parameters a layer; it counts all n² pairs, so its breakeven is half."""
     shape = dict(hidden_size=4096, heads=32, kv_heads=32, head_dim=128, ff_width=8 * 4096 // 3)
-    spec = ModelSpec(**REST | {"layers": 32}, **shape, vocab_size=1, tied_embeddings=True)
+    spec = dataclasses.replace(SPEC, layers=32, **shape, vocab_size=1, tied_embeddings=True)
     np.testing.assert_allclose(model_cost(spec).breakeven / 2, VERL_COST.breakeven, rtol=1e-3)
 
 
 def test_only_the_experts_that_a_token_is_sent_to_count():
     moe = MoeSpec(experts=8, experts_per_token=2, ff_width=64)
-    spec = ModelSpec(**SIZES, **REST, tied_embeddings=False, moe=moe)
-    embed, expert = 512 * 128, 3 * 128 * 64
-    whole = sum(np.prod(a.shape) for a in jax.tree.leaves(declare(spec), is_leaf=is_declaration))
+    spec = dataclasses.replace(SPEC, moe=moe)
+    leaves = jax.tree.leaves(declare(spec), is_leaf=lambda leaf: hasattr(leaf, "hf_name"))
+    embed, expert, whole = 512 * 128, 3 * 128 * 64, sum(np.prod(a.shape) for a in leaves)
     assert model_cost(spec).breakeven * 2 * 128 == whole - embed - 2 * 6 * expert
 
 
-def is_declaration(leaf):
-    return hasattr(leaf, "hf_name")
-
-
 def test_layers_with_a_window_do_not_grow_with_the_square():
-    spec = ModelSpec(**SIZES, **REST, tied_embeddings=True)
-    mixed = ModelSpec(
-        **SIZES, **REST, tied_embeddings=True, window=16, windowed_layers=(True, False)
-    )
-    assert model_cost(mixed).breakeven == 2 * model_cost(spec).breakeven
-    windowed = ModelSpec(**SIZES, **REST, tied_embeddings=True, window=16)
+    windowed = dataclasses.replace(SPEC, window=16)
+    mixed = dataclasses.replace(windowed, windowed_layers=(True, False))
+    assert model_cost(mixed).breakeven == 2 * model_cost(SPEC).breakeven
     assert model_cost(windowed)(np.array([3, 4000])).tolist() == [3, 4000]
+    # nor does the square of a long sequence overflow
+    assert Cost(1.0)(np.array([100_000], np.int32)).tolist() == [1e5 + 1e10]
 
 
 def test_layers_with_a_delta_net_cost_by_the_token():
     delta = DeltaSpec(key_heads=2, value_heads=4, key_width=8, value_width=6)
-    parts = {"delta": delta, "delta_layers": (True, False)}
-    spec = ModelSpec(**SIZES, **REST, tied_embeddings=True, **parts)
+    spec = dataclasses.replace(SPEC, delta=delta, delta_layers=(True, False))
     memory = 3 * 4 * 8 * 6
     products = sum(active_parameters(spec)) + memory
     one_layer = spec.heads * spec.head_dim
@@ -183,13 +161,6 @@ def test_layers_with_a_delta_net_cost_by_the_token():
     # filled up to whole chunks of 64 tokens, by none, 48, none, and 63 tokens
     expected = [XLA_ATTENTION * 3 * n * memory / products for n in (0, 48, 0, 63)]
     assert more == pytest.approx(expected)
-
-
-def test_the_square_of_a_long_sequence_does_not_overflow():
-    assert Cost(1.0)(np.array([100_000], np.int32)).tolist() == [1e5 + 1e10]
-
-
-# --------------------------------------------------------------------------------------- imbalance
 
 
 def test_the_metrics_of_a_plan_by_hand():
@@ -214,8 +185,4 @@ def test_a_plan_balances_what_the_order_did_not():
     left = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
     assert metrics["global_seqlen/minmax_diff"] > 5 * left
     assert 1 <= metrics["perf/imbalance"] < 1.2
-
-
-def test_one_rank_is_balanced():
-    metrics = imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)
-    assert metrics["perf/imbalance"] == 1
+    assert imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)["perf/imbalance"] == 1

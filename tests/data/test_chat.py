@@ -1,79 +1,50 @@
-"""Chat templates and stop tokens, on a real `transformers` tokenizer loaded from disk."""
-
 import json
-import re
+import shutil
 
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 
 CHAT = [{"role": "user", "content": "1+2="}]
+
 EOS, USER, REPLY = 15, 16, 17
 
 
-def test_prompt_ends_in_the_generation_prompt(tokenizer):
-    assert encode_prompt(tokenizer, CHAT) == [USER, 1, 10, 2, 13, REPLY]
-
-
-def test_several_messages_in_order(tokenizer):
+def test_what_a_template_makes_of_messages(tokenizer):
+    plain = encode_prompt(tokenizer, CHAT)
+    assert plain == [USER, 1, 10, 2, 13, REPLY]
     chat = [{"role": "system", "content": "7"}, {"role": "user", "content": "8"}]
     assert encode_prompt(tokenizer, chat) == [USER, 7, USER, 8, REPLY]
-
-
-def test_template_variable_takes_effect(tokenizer):
-    plain = encode_prompt(tokenizer, CHAT, thinking=False)
+    assert encode_prompt(tokenizer, CHAT, thinking=False) == plain
     assert encode_prompt(tokenizer, CHAT, thinking=True) == [*plain, 13]
-
-
-def test_unknown_template_variable_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="no variable 'enable_thinking'; remove the keyword"):
+    with pytest.raises(ValueError, match="enable_thinking"):
         encode_prompt(tokenizer, CHAT, enable_thinking=False)
-
-
-def test_chat_that_the_template_refuses(tokenizer):
-    with pytest.raises(
-        ValueError, match=r"refuses a chat with roles \['critic'\]: no critics here"
-    ):
+    with pytest.raises(ValueError, match=r"critic.*no critics here"):
         encode_prompt(tokenizer, [{"role": "critic", "content": "1"}])
-
-
-def test_tokenizer_without_template(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"the tokenizer has none; .*chat_template.jinja"):
+    with pytest.raises(ValueError, match=r"chat_template.jinja"):
         encode_prompt(tokenizer, CHAT)
 
 
-def test_missing_directory():
-    with pytest.raises(ValueError, match=r"expected a local model .*: no directory '/no/model'"):
-        load_tokenizer("/no/model")
+def test_directories_without_a_tokenizer(model_directory, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("nothing")
+    shutil.copytree(model_directory, tmp_path / "broken")
+    (tmp_path / "broken/tokenizer.json").write_text('{"version": "1.0", "model"')
+    for name, named in (("gone", "gone"), ("empty", "no files"), ("other", "notes.txt")):
+        with pytest.raises(ValueError, match=f"^tokenizer.*{named}"):
+            load_tokenizer(tmp_path / name)
+    with pytest.raises(ValueError, match=r"^tokenizer"):
+        load_tokenizer(tmp_path / "broken")
 
 
-def test_directory_without_tokenizer(tmp_path):
-    (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(ValueError, match=r"can't load one from .* \(it holds notes.txt\)"):
-        load_tokenizer(tmp_path)
-
-
-def test_empty_directory(tmp_path):
-    with pytest.raises(ValueError, match="it holds no files"):
-        load_tokenizer(tmp_path)
-
-
-def test_broken_tokenizer_file(model_directory, tmp_path):
-    for path in model_directory.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
-    with pytest.raises(ValueError, match="tokenizer: can't load one from"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [({}, (EOS,)), ({"eos_token_id": 3}, (3, EOS)), ({"eos_token_id": [EOS, 2]}, (2, EOS))],
-)
-def test_stop_ids_join_both_sources(tokenizer, tmp_path, config, expected):
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert stop_ids(tokenizer, tmp_path) == expected
+def test_stop_ids_join_both_sources(tokenizer, tmp_path):
+    for config, expected in [
+        *(({}, (EOS,)), ({"eos_token_id": 3}, (3, EOS)), ({"eos_token_id": [EOS, 2]}, (2, EOS)))
+    ]:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        assert stop_ids(tokenizer, tmp_path) == expected
 
 
 @pytest.mark.parametrize("generation", [None, {}])
@@ -95,22 +66,17 @@ def test_stop_ids_without_generation_config(tokenizer, tmp_path, generation):
         assert stop_ids(tokenizer, tmp_path) == (*sorted([*theirs, EOS]),)
 
 
-def test_no_stop_id_at_all(tokenizer, tmp_path):
+def test_stop_ids_that_are_refused(tokenizer, tmp_path):
+    path = tmp_path / "generation_config.json"
+    for value in ("</s>", [1, "2"], True, 1.5):
+        path.write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(ValueError, match="eos_token_id"):
+            stop_ids(tokenizer, tmp_path)
+    for text in ("{", "[15]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"generation_config.json"):
+            stop_ids(tokenizer, tmp_path)
+    path.unlink()
     tokenizer.eos_token = tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="a reply could never end"):
-        stop_ids(tokenizer, tmp_path)
-
-
-@pytest.mark.parametrize("value", ["</s>", [1, "2"], True, 1.5])
-def test_stop_id_of_the_wrong_type(tokenizer, tmp_path, value):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    message = "expected an id or a list of ids as eos_token_id in .*, got " + re.escape(repr(value))
-    with pytest.raises(ValueError, match=message):
-        stop_ids(tokenizer, tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[15]"])
-def test_generation_config_that_is_no_object(tokenizer, tmp_path, text):
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"can't read .*generation_config.json"):
+    with pytest.raises(ValueError, match=r"^stop tokens"):
         stop_ids(tokenizer, tmp_path)

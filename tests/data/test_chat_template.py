@@ -1,5 +1,3 @@
-"""What chat templates of real models leave out, and what an answer is: held for every template."""
-
 import functools
 import importlib.util
 import itertools
@@ -11,15 +9,21 @@ from jaxrl_llm.data.chat import ChatTemplate
 from jaxrl_llm.data.dataset import tokenize_examples, tokenize_preferences, tokenize_prompts
 from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import WRITTEN, build
+from tests.refusals import refuses
 
 SYSTEM, USER, MORE = (
     {"role": "system", "content": "S one"},
     {"role": "user", "content": "Q one"},
     {"role": "user", "content": "Q two"},
 )
+
 ANSWER, LAST = ({"role": "assistant", "content": content} for content in ("A one", "A two"))
+
 REASON = {"reasoning_content": "R one"}
+
 ROLES = ("system", "developer")
+
+
 SCHEMA = {
     "type": "function",
     "function": {
@@ -28,18 +32,13 @@ SCHEMA = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
     },
 }
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "abcdefghi",
-            "type": "function",
-            "function": {"name": "look_up", "arguments": {"text": "zsun"}},
-        }
-    ],
-}
+
+SUN = {"name": "look_up", "arguments": {"text": "zsun"}}
+CALLING = {"id": "abcdefghi", "type": "function", "function": SUN}
+CALL = {"role": "assistant", "content": "", "tool_calls": [CALLING]}
 RESULT = {"role": "tool", "content": "C eighteen", "tool_call_id": "abcdefghi"}
+
+
 CHATS = {
     "plain": [USER, ANSWER],
     "system": [SYSTEM, USER, ANSWER],
@@ -131,9 +130,9 @@ def wrongs(name, title):
             yield f"{answer!r} is not what the template writes: {whole!r}"
 
 
-@pytest.mark.parametrize("title", CHATS)
-def test_every_text_is_trained_or_told_or_refused_by_every_template(title):
-    wrong = [f"{name}: {reason}" for name in templates() for reason in wrongs(name, title)]
+def test_every_text_is_trained_or_told_or_refused_by_every_template():
+    pairs = itertools.product(templates(), CHATS)
+    wrong = [f"{name}, {title}: {w}" for name, title in pairs for w in wrongs(name, title)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -176,10 +175,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_what_an_answer_is(name):
-    ((_, answers),) = outcome(name, "plain")
-    assert answers == EXPECTED[name]
+def test_what_an_answer_is():
+    wrong = {n: outcome(n, "plain") for n, e in EXPECTED.items() if outcome(n, "plain")[0][1] != e}
+    assert not wrong
 
 
 def test_closing_tokens_of_templates_whose_eos_is_another():
@@ -202,7 +200,7 @@ def test_a_reasoning_answer_behind_a_prompt_that_opens_a_thought():
         prompt, answer = template.answer_text(chat)
         assert prompt.endswith("<think>\n")
         assert answer == "R one\n</think>\n\nA one<｜end▁of▁sentence｜>"
-    with pytest.raises(ValueError, match=r"messages\[1\]: .*set variables of the template"):
+    with pytest.raises(ValueError, match=r"messages\[1\]"):
         make("qwen3_5_nothink").answer(as_keys)
     told = ChatTemplate(build("qwen3_5_nothink")[0], {"enable_thinking": True})
     assert told.answer_text(as_keys)[1] == "R one\n</think>\n\nA one<|im_end|>"
@@ -226,107 +224,84 @@ def test_developer_is_system_where_the_template_names_no_developer():
         assert len(prompts) == 1, prompts
 
 
-def test_what_is_lost_is_named():
+def test_what_is_lost_is_named(subtests):
+    human, developer = ({"role": role, "content": "H"} for role in ("human", "developer"))
     for name, chat, key in [
-        (
-            "qwen2_5",
-            [SYSTEM, {"role": "human", "content": "H"}],
-            r"messages\[1\]\.content.*'human'",
-        ),
-        ("qwen2_5", [USER | {"name": "Nora"}], r"messages\[0\]\.name \(role 'user'\)"),
-        ("gptoss", [USER, ANSWER, {"role": "developer", "content": "D"}, MORE], r"messages\[2\]"),
+        ("qwen2_5", [SYSTEM, human], r"messages\[1\]\.content"),
+        ("qwen2_5", [USER | {"name": "Nora"}], r"messages\[0\]\.name"),
+        ("gptoss", [USER, ANSWER, developer, MORE], r"messages\[2\]"),
         ("llama3_1", [USER, CALL | {"content": "A"}, RESULT], r"messages\[1\]\.content"),
         ("phi3", [USER, CALL, RESULT], r"messages\[1\]\.tool_calls\[0\]\.name"),
     ]:
-        with pytest.raises(ValueError, match=key):
+        with subtests.test(name), pytest.raises(ValueError, match=key):
             make(name).prompt(chat)
-    with pytest.raises(ValueError, match=r"messages\[1\]\.reasoning_content"):
-        make("qwen2_5").answer([USER, ANSWER | REASON])
-    assert make("qwen2_5").prompt([USER, ANSWER | REASON, MORE])  # of an earlier answer
-    with pytest.raises(ValueError, match="shows no tools"):
+    with pytest.raises(ValueError, match="tools"):
         make("phi3").prompt([USER], [SCHEMA])
-
-
-def test_an_answer_of_which_the_template_drops_a_part():
-    with pytest.raises(ValueError, match=r"messages\[1\]\.content"):  # it keeps one `b` of two
-        make("qwen3").answer([USER, ANSWER | {"content": "<think>a</think>b</think>b"}])
-    template = make("gemma4_v5")
-    with pytest.raises(ValueError, match=r"messages\[1\]\.content"):
-        template.answer([USER, {"role": "assistant", "content": "<|channel>R\n<channel|>A"}])
+    assert make("qwen2_5").prompt([USER, ANSWER | REASON, MORE])  # of an earlier answer
+    twice = {"content": "<think>a</think>b</think>b"}  # it keeps one `b` of two
+    opened = {"role": "assistant", "content": "<|channel>R\n<channel|>A"}
+    for name, answer, key in [
+        ("qwen2_5", ANSWER | REASON, "reasoning_content"),
+        *(("qwen3", ANSWER | twice, "content"), ("gemma4_v5", opened, "content")),
+    ]:
+        with subtests.test(name), pytest.raises(ValueError, match=rf"messages\[1\]\.{key}"):
+            make(name).answer([USER, answer])
 
 
 def test_calls_are_written_as_the_template_wants_them():
-    as_text = {
-        **CALL["tool_calls"][0],
-        "function": {"name": "look_up", "arguments": '{"text": "zsun"}'},
-    }
-    for name in (
-        "qwen2_5",
-        "qwen3",
-        "llama3_1",
-        "gptoss",
-        "qwen3_5_think",
-        "deepseekv3",
-        "glm4moe",
-    ):
-        template = make(name)
-        chat = [USER, {**CALL, "tool_calls": [as_text]}, RESULT]
-        assert template.prompt(chat) == template.prompt([USER, CALL, RESULT]), name
-        assert r"\"text" not in template.prompt_text(chat), name
-    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls\[0\]: arguments are no JSON"):
-        broken = {**as_text, "function": {"name": "look_up", "arguments": "{"}}
-        make("qwen3").prompt([USER, {**CALL, "tool_calls": [broken]}, RESULT])
+    def texts(arguments):
+        call = {**CALLING, "function": {"name": "look_up", "arguments": arguments}}
+        return [USER, {**CALL, "tool_calls": [call]}, RESULT]
+
+    names = ("qwen2_5", "qwen3", "llama3_1", "gptoss", "qwen3_5_think", "deepseekv3", "glm4moe")
+    for template in map(make, names):
+        chat = texts('{"text": "zsun"}')
+        assert template.prompt(chat) == template.prompt([USER, CALL, RESULT])
+        assert r"\"text" not in template.prompt_text(chat)
+    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls\[0\]"):
+        make("qwen3").prompt(texts("{"))
 
 
 APPEND_ONLY = ["qwen2_5", "qwen3_instruct_2507", "qwen3_8", "llama3_1", "lfm2_v2", "mistral"]
 APPEND_ONLY += ["deepseekv31", "gemma3", "phi3", "cohere", "glm4moe", "gemma4_v5"]
 
 
-@pytest.mark.parametrize("name", APPEND_ONLY)
-def test_an_episode_and_the_same_conversation_are_the_same_tokens(name):
+def test_an_episode_and_the_same_conversation_are_the_same_tokens():
     """What RL samples and is told, and what SFT trains on, are one stream with one mask."""
-    template = make(name)
-    tokenizer, stops = build(name)
-    tools = [SCHEMA] if template.style and template.knows_tools else []
-    form = "pythonic" if name == "gemma4_v5" else "hermes"
-    turns = TurnTemplate(
-        tokenizer,
-        tuple(sorted({*stops, *template.closing_ids})),
-        tools=tools,
-        call_format=form if name in ("gemma4_v5", "glm4moe") or not tools else None,
-    )
-    chat = [USER, CALL, RESULT, ANSWER, MORE, LAST] if tools else [USER, ANSWER, MORE, LAST]
-    if name == "mistral":  # which moves the tools before the last question
-        chat = chat[:4]
-    ((ids, mask),) = template.conversation(chat, tools)
-    answers = iter(
-        [
-            [i for i, _ in run]
-            for sampled, run in itertools.groupby(
-                zip(ids, mask, strict=True), key=lambda pair: pair[1]
-            )
-            if sampled
-        ]
-    )
-    stream, marks, told = list[int](), list[bool](), turns.opening([USER])
-    for place, message in enumerate(chat):
-        if message["role"] != "assistant":
-            continue
-        sampled = next(answers)
-        assert sampled[-1] in turns._stops and not {*sampled[:-1]} & {*turns._stops}
-        stream += [*told, *sampled]
-        marks += [False] * len(told) + [True] * len(sampled)
-        calls = [ToolCall("look_up", {"text": "zsun"}, "abcdefghi")] * ("tool_calls" in message)
-        if place + 1 < len(chat):
-            told = turns.following(chat[place + 1 : place + 2], calls=calls, stop=sampled[-1])
-    assert (stream, marks) == (ids, mask)
+    for name in APPEND_ONLY:
+        template = make(name)
+        tokenizer, stops = build(name)
+        tools = [SCHEMA] if template.style and template.knows_tools else []
+        form = "pythonic" if name == "gemma4_v5" else "hermes"
+        turns = TurnTemplate(
+            tokenizer,
+            tuple(sorted({*stops, *template.closing_ids})),
+            tools=tools,
+            call_format=form if name in ("gemma4_v5", "glm4moe") or not tools else None,
+        )
+        chat = [USER, CALL, RESULT, ANSWER, MORE, LAST] if tools else [USER, ANSWER, MORE, LAST]
+        if name == "mistral":  # which moves the tools before the last question
+            chat = chat[:4]
+        ((ids, mask),) = template.conversation(chat, tools)
+        runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+        answers = iter([[i for i, _ in run] for is_sampled, run in runs if is_sampled])
+        stream, marks, told = list[int](), list[bool](), turns.opening([USER])
+        for place, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            sampled = next(answers)
+            assert sampled[-1] in turns._stops and not {*sampled[:-1]} & {*turns._stops}
+            stream += [*told, *sampled]
+            marks += [False] * len(told) + [True] * len(sampled)
+            calls = [ToolCall("look_up", {"text": "zsun"}, "abcdefghi")] * ("tool_calls" in message)
+            if place + 1 < len(chat):
+                told = turns.following(chat[place + 1 : place + 2], calls=calls, stop=sampled[-1])
+        assert (stream, marks) == (ids, mask), name
 
 
 def test_examples_of_conversations():
-    rows = [
-        {"messages": [USER, ANSWER, MORE, LAST]},
-        {"prompt": [USER, ANSWER, MORE], "response": "A two"},
-    ]
+    talk = {"messages": [USER, ANSWER, MORE, LAST]}
+    last = {"prompt": [USER, ANSWER, MORE], "response": "A two"}
     tokenizer, _ = build("qwen2_5")
 
     def answers(row, **keywords):
@@ -336,15 +311,13 @@ def test_examples_of_conversations():
             for e in examples
         ]
 
-    assert answers(rows[0]) == ["A one<|im_end|>A two<|im_end|>"]
-    assert answers(rows[0], train_on="last") == answers(rows[1]) == ["A two<|im_end|>"]
+    assert answers(talk) == ["A one<|im_end|>A two<|im_end|>"]
+    assert answers(talk, train_on="last") == answers(last) == ["A two<|im_end|>"]
     for row in ({"messages": [USER]}, {"messages": [USER, ANSWER, MORE]}):
-        with pytest.raises(
-            ValueError, match=r"dataset row 0: messages\[\d\]: expected the chat to"
-        ):
+        with refuses(rows=(0,)):
             answers(row)
     qwen3, _ = build("qwen3")
-    examples, _ = tokenize_examples(rows[:1], qwen3, max_tokens=500)
+    examples, _ = tokenize_examples([talk], qwen3, max_tokens=500)
     texts = [qwen3.decode(e.tokens) for e in examples]
     assert len(texts) == 2 and "A one" in texts[1] and texts[1].count("<think>") == 1
 
@@ -355,12 +328,14 @@ def test_tools_of_rows_reach_the_template():
     tokenizer, _ = build("qwen2_5")
     (prompt,), _ = tokenize_prompts([row], tokenizer, max_prompt_tokens=999)
     assert list(prompt.tokens) == make("qwen2_5").prompt([USER], [SCHEMA])
-    pair = {"prompt": [USER], "chosen": CALL, "rejected": "no", "tools": [SCHEMA]}
+    asked = {"prompt": [USER], "tools": [SCHEMA]}
+    (example,), _ = tokenize_examples([asked | {"response": "3"}], tokenizer, max_tokens=999)
+    pair = asked | {"chosen": CALL, "rejected": "no"}
     (preference,), _ = tokenize_preferences([pair], tokenizer, max_tokens=999)
-    assert preference.prompt == prompt.tokens
+    assert example.tokens[: len(prompt.tokens)] == preference.prompt == prompt.tokens
     chosen, rejected = map(tokenizer.decode, preference.answers)
     assert chosen.startswith("<tool_call>") and "zsun" in chosen and rejected == "no<|im_end|>"
-    with pytest.raises(ValueError, match="dataset row 0: chat template: it shows no tools"):
+    with refuses(rows=(0,)):
         tokenize_prompts([row], build("phi3")[0], max_prompt_tokens=999)
 
 

@@ -1,5 +1,3 @@
-"""Generated pictures: what is drawn is what is asked, by readers of their own."""
-
 import io
 import re
 from collections import Counter
@@ -11,6 +9,7 @@ from scipy import ndimage
 
 from jaxrl_llm.configs.tasks import pictures as task
 from jaxrl_llm.configs.tasks.pictures import DIGITS, GREY, SHAPES, digit_of, pictures, shape_of
+from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
 
@@ -69,14 +68,10 @@ def read_shapes(ink):
 READERS = {"dots": read_dots, "digits": read_digits, "shapes": read_shapes}
 
 
-@pytest.mark.parametrize("side", [16, 21, 32])
+@pytest.mark.parametrize("side", [16, 32])
 def test_answers_are_what_is_drawn(tmp_path, side):
     splits = write(tmp_path, side=side)
-    assert {split: len(rows) for split, rows in splits.items()} == {
-        "train": 60,
-        "validation": 30,
-        "sft": 60,
-    }
+    assert [len(splits[split]) for split in FILES] == [60, 30, 60]
     answers = Counter()
     for split in ("train", "validation"):
         for index, row in enumerate(verl_rows([str(tmp_path / f"{split}.parquet")])):
@@ -97,14 +92,14 @@ def test_answers_are_what_is_drawn(tmp_path, side):
 def test_a_teacher_makes_the_mistakes_that_the_docs_name(tmp_path):
     one_too_low = str.maketrans("0123456789", "9012345678")
     next_name = {"square": "disc", "disc": "cross", "cross": "wedge", "wedge": "square"}
+    wrong = {
+        "dots": lambda ink: str(int(read_dots(ink)) - 1),
+        "digits": lambda ink: read_digits(ink).translate(one_too_low),
+        "shapes": lambda ink: next_name[read_shapes(ink)],
+    }
     write(tmp_path, mistakes=1.0)
     for index, row in enumerate(sft_rows([str(tmp_path / "sft.parquet")])):
         kind, ink = tuple(READERS)[index % 3], drawn(row)
-        wrong = {
-            "dots": lambda ink: str(int(read_dots(ink)) - 1),
-            "digits": lambda ink: read_digits(ink).translate(one_too_low),
-            "shapes": lambda ink: next_name[read_shapes(ink)],
-        }
         assert row["response"] == wrong[kind](ink) != READERS[kind](ink)
 
 
@@ -129,44 +124,27 @@ def test_what_is_held_out_occurs_nowhere_else(tmp_path, monkeypatch):
     assert not files["validation"] & (files["train"] | files["sft"])
 
 
-def test_kinds_can_be_chosen(tmp_path):
-    rows = write(tmp_path, kinds=["digits"], sft_rows=0)
-    assert set(rows) == {"train", "validation"}
-    assert {row["data_source"] for row in rows["train"]} == {"pictures/digits"}
+def test_the_command_line_takes_kinds(tmp_path, capsys):
+    main(["pictures", "--out", str(tmp_path), "--kinds", "[dots]", "--train-rows", "2"])
+    assert f"{tmp_path}/train.parquet: 2 rows" in capsys.readouterr().out
+    assert {r["data_source"] for r in read_rows(tmp_path / "train.parquet")} == {"pictures/dots"}
+    assert "sft" not in write(tmp_path / "two", sft_rows=0)
 
 
 def test_digits_and_shapes_differ():
     assert len(set(DIGITS)) == 10
-    assert digit_of(4).tolist() == [
-        [True, False, True],
-        [True, False, True],
-        [True, True, True],
-        [False, False, True],
-        [False, False, True],
-    ]
+    four = "".join(".#"[dot] for row in digit_of(4).tolist() for dot in row)
+    assert four == "#.##.####..#..#"
     for side in (6, 12):
         assert len({shape_of(name, side).tobytes() for name in SHAPES}) == len(SHAPES)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kinds": ["cats"]}, "expected as kinds some of dots, digits, shapes, got ['cats']"),
-        ({"kinds": "dots"}, "expected as kinds some of dots, digits, shapes, got 'dots'"),
-        ({"kinds": []}, "expected as kinds some of"),
-        ({"side": 15}, "expected a side from 16 to 512, got 15"),
-        ({"train_rows": 0}, "got validation_rows=30, train_rows=0, sft_rows=60"),
-        ({"mistakes": 1.5}, "expected mistakes from 0 to 1, got 1.5"),
-    ],
-)
-def test_other_settings_are_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        write(tmp_path / "out", **changes)
+def test_other_settings_are_refused(tmp_path, subtests):
+    for name, values in {
+        "kinds": (["cats"], "dots", []),
+        **{"side": (15,), "train_rows": (0,), "mistakes": (1.5,)},
+    }.items():
+        for value in values:
+            with subtests.test(f"{name}={value}"), pytest.raises(ValueError, match=name):
+                write(tmp_path / "out", **{name: value})
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_line_takes_kinds(tmp_path, capsys):
-    from jaxrl_llm.data.prepare import main
-
-    main(["pictures", "--out", str(tmp_path), "--kinds", "[dots]", "--train-rows", "2"])
-    assert f"{tmp_path}/train.parquet: 2 rows" in capsys.readouterr().out

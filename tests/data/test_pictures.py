@@ -1,11 +1,7 @@
-"""Pictures and videos in all their forms, and what is refused."""
-
 import base64
 import io
-import re
+import itertools
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -13,13 +9,7 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from jaxrl_llm.data.visuals import pictures
-from jaxrl_llm.data.visuals.pictures import (
-    MAX_PIXELS,
-    PictureError,
-    open_video,
-    read_picture,
-    read_size,
-)
+from jaxrl_llm.data.visuals.pictures import PictureError, open_video, read_picture, read_size
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
 
@@ -43,22 +33,13 @@ def png_header(width, height):
 
 
 def webp_header(width, height):
-    bits = (width - 1) | (height - 1) << 14
-    return (
-        b"RIFF"
-        + struct.pack("<I", 26)
-        + b"WEBPVP8L"
-        + struct.pack("<IBI", 14, 0x2F, bits)
-        + b"\0" * 9
-    )
+    bits = struct.pack("<IBI", 14, 0x2F, (width - 1) | (height - 1) << 14)
+    return b"RIFF" + struct.pack("<I", 26) + b"WEBPVP8L" + bits + b"\0" * 9
 
 
 def animated(kind, count=3, **options):
     frames = [Image.new("RGB", (8, 6), (40 * i, 0, 0)) for i in range(count)]
     return encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
-
-
-# ------------------------------------------------------------------------------------------- forms
 
 
 def forms(folder):
@@ -89,25 +70,22 @@ def test_all_forms_are_the_same_picture(tmp_path):
         assert read_size(form, folder=tmp_path) == (9, 6), name
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "GIF", "JPEG"])
-def test_formats(kind):
-    options = {"lossless": True} if kind == "WEBP" else {}
-    flat = np.full((6, 9, 3), 128, np.uint8)
-    read = np.asarray(read_picture(encoded(flat, kind, **options)))
-    assert read.shape == (6, 9, 3) and np.abs(read.astype(int) - 128).max() <= 1
-
-
 def rgb_of_transformers(image):
     from transformers.image_transforms import convert_to_rgb
 
     return convert_to_rgb(image, return_numpy=True)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
-def test_modes_become_rgb_as_in_transformers(mode):
-    alpha = np.linspace(0, 255, 54).astype(np.uint8).reshape(6, 9, 1)
-    image = Image.fromarray(np.concatenate([PIXELS, alpha], 2)).convert(mode)
-    assert (np.asarray(read_picture(image)) == rgb_of_transformers(image)).all()
+def test_formats_and_modes_become_rgb_as_in_transformers():
+    for kind in ("PNG", "WEBP", "BMP", "GIF", "JPEG"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        flat = np.full((6, 9, 3), 128, np.uint8)
+        read = np.asarray(read_picture(encoded(flat, kind, **options)))
+        assert read.shape == (6, 9, 3) and np.abs(read.astype(int) - 128).max() <= 1, kind
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"):
+        alpha = np.linspace(0, 255, 54).astype(np.uint8).reshape(6, 9, 1)
+        image = Image.fromarray(np.concatenate([PIXELS, alpha], 2)).convert(mode)
+        assert (np.asarray(read_picture(image)) == rgb_of_transformers(image)).all(), mode
 
 
 def test_a_transparent_color_becomes_white():
@@ -154,18 +132,17 @@ def forms_of_orientation(n):
     }
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.filterwarnings("ignore:Metadata Warning")
-def test_pictures_stand_upright_as_in_transformers(kind):
+def test_pictures_stand_upright_as_in_transformers():
     """transformers' `load_image` calls `exif_transpose`."""
-    wrong = []
-    for n in (0, *range(1, 9), 9, 300):
+    wrong, kinds = [], ("PNG", "JPEG", "WEBP")
+    for kind, n in itertools.product(kinds, (0, *range(1, 9), 9, 300)):
         for name, form in forms_of_orientation(n).items():
             data = turned(kind, *form)
             expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
             read = read_picture(data)
             if read.tobytes() != expected.tobytes() or read_size(data) != expected.size:
-                wrong.append((name, n))
+                wrong.append((kind, name, n))
     assert not wrong
 
 
@@ -203,88 +180,71 @@ WHITE = Image.new("RGB", (32, 24), "white")
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", photos())
-def test_a_photo_is_its_first_picture_as_in_transformers(name, tmp_path):
+def test_a_photo_is_its_first_picture_as_in_transformers(tmp_path, subtests):
     from transformers.image_utils import load_image
 
-    data = photos()[name]
-    (tmp_path / "a.jpg").write_bytes(data)
-    expected = load_image(Image.open(io.BytesIO(data)))
-    for form in (data, "a.jpg", Image.open(io.BytesIO(data))):
-        assert read_picture(form, folder=tmp_path).tobytes() == expected.tobytes()
-        assert read_size(form, folder=tmp_path) == expected.size == (72, 48)
-    with pytest.raises(PictureError, match="expected a video of 2 to 768 frames, got 1"):
-        open_video(data)
+    for name, data in photos().items():
+        (tmp_path / "a.jpg").write_bytes(data)
+        expected = load_image(Image.open(io.BytesIO(data)))
+        with subtests.test(name):
+            for form in (data, "a.jpg", Image.open(io.BytesIO(data))):
+                assert read_picture(form, folder=tmp_path).tobytes() == expected.tobytes()
+                assert read_size(form, folder=tmp_path) == expected.size == (72, 48)
+            with pytest.raises(PictureError, match="frames"):
+                open_video(data)
 
-
-# ----------------------------------------------------------------------------------------- refused
 
 WHOLE = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)))
+
 JPEG = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)), "JPEG")
+
 PASSES = encoded(np.zeros((16, 16), np.uint8), "JPEG", progressive=True)
+
 LAST_PASS = PASSES[PASSES.rindex(b"\xff\xda") : -2]
+
 REFUSED = {
-    "nothing": (None, "expected bytes, a path, a PIL image or an array, got a NoneType"),
-    "a number": (3, "got a int"),
-    "no bytes": (b"", "it is empty"),
-    "text": (
-        b"hello world",
-        "expected a whole file of PNG, JPEG, WEBP, GIF, BMP, it begins with b'hello",
-    ),
-    "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "expected a whole file of PNG"),
-    "TIFF": (encoded(PIXELS, "TIFF"), "expected a whole file of PNG"),
-    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "expected a whole file of PNG"),
-    "half a header": (WHOLE[:20], "it can't be opened|expected a whole file of PNG"),
-    "half a PNG": (WHOLE[: len(WHOLE) // 2], "it can't be decoded"),
-    "half a JPEG": (JPEG[: len(JPEG) // 2], "it can't be decoded: image file is truncated"),
-    "other bits": (WHOLE[:60] + b"\xff" * 40 + WHOLE[100:], "it can't be decoded"),
-    "a large PNG": (png_header(9_000, 9_000), f"expected at most {MAX_PIXELS} pixels, got 9000x"),
-    "a bomb": (png_header(60_000, 60_000), "expected at most"),
-    "100,000 scans": (
-        PASSES[:-2] + LAST_PASS * 100_000 + PASSES[-2:],
-        "expected a JPEG of at most 100 scans, got 10000",
-    ),
-    "a large WebP": (webp_header(16_383, 16_383), f"at most {MAX_PIXELS} pixels, got 16383x16383"),
-    "a thin one": (np.zeros((2, 402, 3), np.uint8), "sides of at most 200 to 1, got 402x2"),
-    "no pixels": (np.zeros((0, 5, 3), np.uint8), "it has no pixels"),
-    "no width": (
-        png_header(0, 5),
-        "it can't be opened|it has no pixels|expected a whole file of PNG",
-    ),
-    "an empty image": (Image.new("RGB", (0, 4)), "it has no pixels: got 0x4"),
-    "floats": (np.zeros((5, 5, 3)), r"expected an array of uint8 .*, got float64 \[5, 5, 3\]"),
-    "channels first": (np.zeros((3, 5, 5), np.uint8), r"got uint8 \[3, 5, 5\]"),
-    "32 bits": (Image.new("I", (4, 4)), "expected pixels of 8 or 16 bits, got the mode I"),
-    "an animated GIF": (animated("GIF"), "it is animated: expected a single picture, or a video"),
-    "an animated WebP": (animated("WEBP"), "it is animated"),
-    "an animated PNG": (animated("PNG"), "it is animated"),
-    "an address": ("https://example.com/a.png", "nothing is fetched"),
-    "no file": ("gone.png", "there is no file '.*gone.png'"),
-    "a folder": (".", "there is no file"),
-    "base64 alone": (
-        "iVBORw0K" * 99,
-        "it can't be read: .*File name too long: '.*iVBORw0KiVBORw0K",
-    ),
-    "a URL of text": ("data:text/plain;base64,AAAA", "expected data:image/…;base64,… as URL"),
-    "a URL without base64": ("data:image/png,AAAA", "expected data:image/…;base64,… as URL"),
-    "wrong base64": ("data:image/png;base64,A?A", "its base64 can't be decoded"),
-    "an empty object": ({}, "expected one of bytes, image and path, got \\[\\] without any"),
-    "empty columns": ({"bytes": None, "path": None}, "got \\['bytes', 'path'\\] without any"),
+    **{"nothing": None, "a number": 3, "no bytes": b"", "text": b"hello world"},
+    "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    "TIFF": encoded(PIXELS, "TIFF"),
+    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+    "half a header": WHOLE[:20],
+    "half a PNG": WHOLE[: len(WHOLE) // 2],
+    "half a JPEG": JPEG[: len(JPEG) // 2],
+    "other bits": WHOLE[:60] + b"\xff" * 40 + WHOLE[100:],
+    "a thin one": np.zeros((2, 402, 3), np.uint8),
+    "no pixels": np.zeros((0, 5, 3), np.uint8),
+    "no width": png_header(0, 5),
+    "an empty image": Image.new("RGB", (0, 4)),
+    "floats": np.zeros((5, 5, 3)),
+    "channels first": np.zeros((3, 5, 5), np.uint8),
+    "32 bits": Image.new("I", (4, 4)),
+    **{f"an animated {kind}": animated(kind) for kind in ("GIF", "WEBP", "PNG")},
+    **{"an address": "https://example.com/a.png", "no file": "gone.png", "a folder": "."},
+    "base64 alone": "iVBORw0K" * 99,
+    "a URL of text": "data:text/plain;base64,AAAA",
+    "a URL without base64": "data:image/png,AAAA",
+    "wrong base64": "data:image/png;base64,A?A",
+    **{"an empty object": {}, "empty columns": {"bytes": None, "path": None}},
+}
+TOO_MANY_PIXELS = {
+    "a large PNG": png_header(9_000, 9_000),
+    "a bomb": png_header(60_000, 60_000),
+    "a large WebP": webp_header(16_383, 16_383),
+    "100,000 scans": PASSES[:-2] + LAST_PASS * 100_000 + PASSES[-2:],
 }
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name, tmp_path):
-    source, message = REFUSED[name]
-    with pytest.raises(PictureError, match=message):
-        read_picture(source, folder=tmp_path)
-
-
-def test_files_are_read_only_where_there_is_a_folder(tmp_path):
+def test_what_is_refused(tmp_path, subtests):
+    for name, source in REFUSED.items():
+        with subtests.test(name), pytest.raises(PictureError):
+            read_picture(source, folder=tmp_path)
+    for name, source in TOO_MANY_PIXELS.items():
+        with subtests.test(name), pytest.raises(PictureError, match=r"at most"):
+            read_picture(source)
     (tmp_path / "a.png").write_bytes(WHOLE)
     for path in (str(tmp_path / "a.png"), {"path": str(tmp_path / "a.png")}):
-        with pytest.raises(PictureError, match="no files are read here: expected a data URL"):
+        with pytest.raises(PictureError):  # files are read only where there is a folder
             read_picture(path)
 
 
@@ -304,27 +264,6 @@ def test_damage_anywhere_is_one_kind_of_error():
     assert outcomes == {"RGB", "refused"}
 
 
-def test_bombs_take_no_memory():
-    source = f"""if True:
-        import resource
-        from jaxrl_llm.data.visuals.pictures import PictureError, read_picture
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for data in ({webp_header(16_383, 16_383)!r}, {png_header(60_000, 60_000)!r}):
-            try:
-                read_picture(data)
-            except PictureError:
-                print("refused")
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", source], check=True, capture_output=True, text=True
-    )
-    assert done.stdout == "refused\nrefused\nTrue\n"
-
-
-# ------------------------------------------------------------------------------------------ videos
-
-
 def test_forms_of_videos(tmp_path):
     frames = [PIXELS, PIXELS[::-1], 255 - PIXELS]
     for source in (
@@ -339,46 +278,31 @@ def test_forms_of_videos(tmp_path):
     assert open_video(frames).seconds == (0.0, 0.5, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_an_animated_picture_is_a_video(kind):
-    options = {"lossless": True} if kind == "WEBP" else {}
-    video = open_video({"bytes": animated(kind, 3, duration=200, **options)})
-    assert video.size == (8, 6)
-    np.testing.assert_allclose(video.seconds, (0.0, 0.2, 0.4))
-    assert [frame.getpixel((0, 0))[0] for frame in video.frames()] == [0, 40, 80]
+def test_an_animated_picture_is_a_video():
+    for kind in ("GIF", "WEBP", "PNG"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        video = open_video({"bytes": animated(kind, 3, duration=200, **options)})
+        assert video.size == (8, 6)
+        np.testing.assert_allclose(video.seconds, (0.0, 0.2, 0.4))
+        assert [frame.getpixel((0, 0))[0] for frame in video.frames()] == [0, 40, 80], kind
 
 
-REFUSED_VIDEOS = {
-    "one frame": ([PIXELS], "expected a video of 2 to 768 frames, got 1"),
-    "no frames": ([], "got 0"),
-    "too many": ([PIXELS] * 769, "got 769"),
-    "two sizes": ([PIXELS, PIXELS[:3]], "expected frames of one size, got"),
-    "a still picture": (WHOLE, "expected a video of 2 to 768 frames, got 1"),
-    "a damaged frame": ([WHOLE, WHOLE[:40]], "frame 1: expected a whole file of PNG"),
-    "a file": ("a.mp4", "expected frames drawn from the video"),
-    "no rate": ({"frames": [PIXELS] * 2, "fps": 0}, "expected fps as a number above 0, got 0"),
-    "a rate alone": ({"fps": 2}, "expected frames or video, got \\['fps'\\] without any"),
-    "no rate of its own": ({"video": animated("GIF"), "fps": 2}, "expected a list of frames"),
-    "large frames": ([Image.new("1", (8000, 8000))] * 17, "expected at most 1073741824 pixels"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_VIDEOS)
-def test_what_is_refused_of_videos(name, tmp_path):
-    source, message = REFUSED_VIDEOS[name]
-    with pytest.raises(PictureError, match=message):
-        open_video(source, folder=tmp_path)
-
-
-def test_large_animations_are_refused_before_they_are_read(monkeypatch):
+def test_what_is_refused_of_videos(tmp_path, monkeypatch, subtests):
+    for name, source in {
+        **{"one frame": [PIXELS], "no frames": [], "too many": [PIXELS] * 769},
+        **{"two sizes": [PIXELS, PIXELS[:3]], "a still picture": WHOLE, "a file": "a.mp4"},
+        "a damaged frame": [WHOLE, WHOLE[:40]],
+        **{"no rate": {"frames": [PIXELS] * 2, "fps": 0}, "a rate alone": {"fps": 2}},
+        "no rate of its own": {"video": animated("GIF"), "fps": 2},
+        "large frames": [Image.new("1", (8000, 8000))] * 17,
+    }.items():
+        with subtests.test(name), pytest.raises(PictureError):
+            open_video(source, folder=tmp_path)
+    data = animated("GIF", 6)
+    with pytest.raises(PictureError):
+        [*open_video(data[: len(data) // 2]).frames()]
+    # large ones are refused before they are read
     monkeypatch.setattr(pictures, "MAX_VIDEO_PIXELS", 3 * 8 * 6)
     assert open_video({"bytes": animated("GIF", 3)}).size == (8, 6)
-    with pytest.raises(PictureError, match="expected at most 144 pixels in all frames, got 4 of 8"):
+    with pytest.raises(PictureError, match="144"):
         open_video({"bytes": animated("GIF", 4)})
-
-
-def test_half_an_animated_picture_is_refused():
-    data = animated("GIF", 6)
-    with pytest.raises(PictureError, match=re.compile("it can't be|frames, got")):
-        for _ in open_video(data[: len(data) // 2]).frames():
-            pass

@@ -1,5 +1,3 @@
-"""Spans of tokens of two tokenizers: they cover the same bytes, and none could be shorter."""
-
 import itertools
 
 import numpy as np

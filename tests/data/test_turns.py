@@ -1,5 +1,4 @@
-"""What is told between answers: as real templates write it, nothing forged, nothing rewritten."""
-
+import copy
 import functools
 import json
 import logging
@@ -15,26 +14,23 @@ from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import build
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string", "description": "The word."}},
-            "required": ["text"],
-        },
-    },
-}
+
+PROPERTIES = {"text": {"type": "string", "description": "The word."}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["text"]}
+LOOK_UP = {"name": "look_up", "description": "Look a word up.", "parameters": PARAMETERS}
+SCHEMA = {"type": "function", "function": LOOK_UP}
+
 APPEND_ONLY = ["qwen2_5", "qwen3_instruct_2507", "qwen3_8", "llama3_1", "llama3_2", "lfm2_v2"]
 APPEND_ONLY += ["deepseekv3", "deepseekv31", "mistral", "mistral_named", "qwen3_vl"]
+
 WITHOUT_CALLS = ["gemma", "gemma3", "phi3", "llama3", "cohere", "qwen2_5_vl", "lfm2"]
-CALLS = (
-    ToolCall("look_up", {"text": "sun"}, "call00000"),
-    ToolCall("look_up", {"text": "moon"}, "call00001"),
+
+CALLS = tuple(
+    ToolCall("look_up", {"text": text}, f"call0000{n}") for n, text in enumerate(("sun", "moon"))
 )
 USER = {"role": "user", "content": "Which?"}
+
+MORE = [{"role": "user", "content": "B"}]
 
 
 @functools.cache
@@ -64,14 +60,10 @@ def results(*contents):
     ]
 
 
-def close_of(template):
-    return build(template)[0].eos_token
-
-
 def kept_and_whole(template, answer, new):
     """Return the ids of a chat to its answer's stop token, and the whole text with more told."""
-    message = make(template).message(answer)
-    before, close = render(template, [USER, message]), close_of(template)
+    message, close = make(template).message(answer), build(template)[0].eos_token
+    before = render(template, [USER, message])
     kept = before[: before.rindex(close) + len(close)]
     return encode(template, kept), render(template, [USER, message, *new], more=True)
 
@@ -91,15 +83,8 @@ def test_stream_is_what_the_template_writes_in_one_go(template, content):
 
 
 MARKUP = ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "</s>", "[INST]", "</tool_response>"]
-MARKUP += [
-    "<tool_call>",
-    "<think>",
-    "<｜end▁of▁sentence｜>",
-    "<｜tool▁output▁end｜>",
-    "<end_of_turn>",
-    "<|call|>",
-    "<|channel|>",
-]
+MARKUP += ["<tool_call>", "<think>", "<｜end▁of▁sentence｜>", "<｜tool▁output▁end｜>"]
+MARKUP += ["<end_of_turn>", "<|call|>", "<|channel|>"]
 
 
 @pytest.mark.parametrize("template", [*APPEND_ONLY, *WITHOUT_CALLS, "gptoss"])
@@ -122,29 +107,31 @@ def test_nothing_said_becomes_a_special_token(template, parts):
         assert tokenizer.decode(told) in texts
 
 
-@pytest.mark.parametrize("template", ["qwen3", "deepseekv3", "gptoss", "mistral"])
-def test_texts_of_added_tokens_are_told_in_the_pieces_of_a_tokenizer_without_them(template):
+def test_texts_of_added_tokens_are_told_in_the_pieces_of_a_tokenizer_without_them():
     """Of tokens that aren't special, such as `<think>`, too; oracle: the same tokenizer's model."""
-    tokenizer, turns = build(template)[0], make(template)
-    parts = json.loads(tokenizer.backend_tokenizer.to_str()) | {"added_tokens": []}
-    plain = tokenizers.Tokenizer.from_str(json.dumps(parts))
-    for text in tokenizer.get_added_vocab():
-        said = [f"x{text}x", f"x\n{text}"]
-        for content in said if len(text) > 1 else ():
-            told = turns.following([{"role": "user", "content": content}])
-            before, after = content.split(text)
-            pieces = [piece for part in (before, text, after) for piece in plain.encode(part).ids]
-            starts = range(len(told) - len(pieces) + 1)
-            assert any(told[i : i + len(pieces)] == pieces for i in starts), (content, told)
+    for template in ("qwen3", "deepseekv3", "gptoss", "mistral"):
+        tokenizer, turns = build(template)[0], make(template)
+        parts = json.loads(tokenizer.backend_tokenizer.to_str()) | {"added_tokens": []}
+        plain = tokenizers.Tokenizer.from_str(json.dumps(parts))
+        for text in tokenizer.get_added_vocab():
+            said = [f"x{text}x", f"x\n{text}"]
+            for content in said if len(text) > 1 else ():
+                told = turns.following([{"role": "user", "content": content}])
+                before, after = content.split(text)
+                pieces = [i for part in (before, text, after) for i in plain.encode(part).ids]
+                starts = range(len(told) - len(pieces) + 1)
+                assert any(told[i : i + len(pieces)] == pieces for i in starts), (content, told)
 
 
 def test_turns_are_closed_as_the_template_closes_them_whatever_the_stops_are():
     for name, close in (("gemma3", "<end_of_turn>"), ("llama3", "<|eot_id|>"), ("phi3", "<|end|>")):
         tokenizer, stops = build(name)
         others = tuple(i for i in stops if i != tokenizer.convert_tokens_to_ids(close))
-        turns, new = TurnTemplate(tokenizer, others), [{"role": "user", "content": "B"}]
-        told = TurnTemplate(tokenizer, stops).following(new, closed=False)
-        assert turns.following(new, closed=False) == turns.following(new, stop=others[0]) == told
+        turns, told = (
+            TurnTemplate(tokenizer, others),
+            TurnTemplate(tokenizer, stops).following(MORE, closed=False),
+        )
+        assert turns.following(MORE, closed=False) == turns.following(MORE, stop=others[0]) == told
         assert tokenizer.decode(told[:1]) == close
 
 
@@ -184,9 +171,8 @@ def test_2_drawn_pieces_are_no_drift_however_they_are_cut():
 HERMES = '<tool_call>\n{"name": "look_up", "arguments": {"text": "sun"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("drawn", "drifts"),
-    [
+def test_3_and_4_calls_that_the_template_writes_otherwise():
+    for drawn, drifts in [
         (HERMES, False),
         (f"I look.\n{HERMES}", False),
         (f"I look. \n\n{HERMES}\n", False),  # 3: spaces before a special token
@@ -194,40 +180,34 @@ HERMES = '<tool_call>\n{"name": "look_up", "arguments": {"text": "sun"}}\n</tool
         (f"{HERMES}\nSo I look.", True),  # 3: the template writes the text first
         (HERMES.replace(": ", ":"), True),  # 4: spaces
         (HERMES.replace("sun", r"s\u0075n"), True),  # 4: escapes
-    ],
-)
-def test_3_and_4_calls_that_the_template_writes_otherwise(drawn, drifts):
-    turns = make("qwen2_5")
-    tokens = [*encode("qwen2_5", drawn), *encode("qwen2_5", "<|im_end|>")]
-    answer = turns.parse(tokens)
-    assert answer.calls[0].arguments == {"text": "sun"}
-    new = results("18", "19")[:1]
-    told = turns.following(new, calls=answer.calls)
-    chat = [USER, turns.message(answer), *new]
-    assert turns.drifts(chat, [*turns.opening([USER]), *tokens, *told]) == drifts
+    ]:
+        turns = make("qwen2_5")
+        tokens = [*encode("qwen2_5", drawn), *encode("qwen2_5", "<|im_end|>")]
+        answer = turns.parse(tokens)
+        assert answer.calls[0].arguments == {"text": "sun"}
+        new = results("18", "19")[:1]
+        told = turns.following(new, calls=answer.calls)
+        chat = [USER, turns.message(answer), *new]
+        assert turns.drifts(chat, [*turns.opening([USER]), *tokens, *told]) == drifts, drawn
 
 
-@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "lfm2_2_5_v2", "nemotron_3_nano"])
-def test_5_templates_that_drop_thoughts(template, caplog):
-    turns = make(template)
-    with caplog.at_level(logging.WARNING):
-        turns.check()
-    assert "rewrites an answer when more follows" in caplog.text
-    assert "thinking" in caplog.text
-    new, close = [{"role": "user", "content": "B"}], encode(template, close_of(template))
-    stream = [*turns.opening([USER]), *encode(template, "<think>\nHm.\n</think>\n\nA"), *close]
-    told = turns.following(new)
-    if "<think>" in build(template)[0].decode(told):  # the prompt opens it
-        stream = [*turns.opening([USER]), *encode(template, "Hm.\n</think>\n\nA"), *close]
-    chat = [USER, turns.message(Answer("A", (), "Hm."))]
-    assert not turns.drifts(chat, stream)
-    assert turns.drifts([*chat, *new], [*stream, *told])  # the stream keeps the thought
-
-
-def test_5_no_empty_thought_is_told_unless_asked_for():
-    plain, off = make("qwen3"), make("qwen3", enable_thinking=False)
-    new, text = [{"role": "user", "content": "B"}], "<think>\n\n</think>\n\n"
-    assert off.following(new) == [*plain.following(new), *encode("qwen3", text)]
+def test_5_templates_that_drop_thoughts(caplog):
+    for template in ("qwen3", "qwen3_5_think", "lfm2_2_5_v2", "nemotron_3_nano"):
+        turns = make(template)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            turns.check()
+        assert "thinking" in caplog.text, template
+        opening, close = turns.opening([USER]), encode(template, build(template)[0].eos_token)
+        told = turns.following(MORE)
+        thought = "" if "<think>" in build(template)[0].decode(told) else "<think>\n"
+        stream = [*opening, *encode(template, f"{thought}Hm.\n</think>\n\nA"), *close]
+        chat = [USER, turns.message(Answer("A", (), "Hm."))]
+        assert not turns.drifts(chat, stream), template
+        assert turns.drifts([*chat, *MORE], [*stream, *told])  # the stream keeps the thought
+    off = make("qwen3", enable_thinking=False).following(MORE)
+    empty = encode("qwen3", "<think>\n\n</think>\n\n")  # is told where it is asked for
+    assert off == [*make("qwen3").following(MORE), *empty]
 
 
 def test_6_templates_that_ask_for_ids_and_a_text_of_arguments():
@@ -240,15 +220,12 @@ def test_6_templates_that_ask_for_ids_and_a_text_of_arguments():
     assert arguments["arguments"] == '{"text": "sun"}'
 
 
-@pytest.mark.parametrize("template", ["qwen2_5", "qwen3_5_think", "deepseekv3", "mistral"])
-def test_7_results_that_one_turn_holds(template):
+def test_7_results_that_one_turn_holds():
     new = results("18", "19")
-    kept, whole = kept_and_whole(template, Answer("", CALLS), new)
-    assert [*kept, *make(template).following(new, calls=CALLS)] == encode(template, whole)
-
-
-def test_7_templates_with_one_call_a_turn_take_several_results():
-    told = make("llama3_1").following(results("18", "19"), calls=CALLS)
+    for template in ("qwen2_5", "qwen3_5_think", "deepseekv3", "mistral"):
+        kept, whole = kept_and_whole(template, Answer("", CALLS), new)
+        assert [*kept, *make(template).following(new, calls=CALLS)] == encode(template, whole)
+    told = make("llama3_1").following(new, calls=CALLS)  # its turns have one call
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     ipython = header.format("ipython")
     assert build("llama3_1")[0].decode(told) == (
@@ -256,29 +233,27 @@ def test_7_templates_with_one_call_a_turn_take_several_results():
     )
 
 
-@pytest.mark.parametrize("template", ["qwen2_5", "llama3_2", "qwen3_8"])
-def test_8_and_11_default_prompts_and_dates_are_told_once(template):
-    said = build(template)[0].decode(make(template).following(results("18"), calls=CALLS))
-    assert not any(word in said for word in ("system", "Alibaba", "Date", "effort"))
+def test_8_and_11_default_prompts_and_dates_are_told_once():
+    for template in ("qwen2_5", "llama3_2", "qwen3_8"):
+        said = build(template)[0].decode(make(template).following(results("18"), calls=CALLS))
+        assert not any(word in said for word in ("system", "Alibaba", "Date", "effort"))
 
 
-@pytest.mark.parametrize(
-    ("template", "close"),
-    [("qwen2_5", "<|im_end|>"), ("llama3_1", "<|eot_id|>"), ("mistral", "</s>")],
-)
-def test_9_answers_that_were_cut_are_closed_first(template, close):
-    turns, new, (mark,) = make(template), results("18"), encode(template, close)
-    told = turns.following(new, calls=CALLS[:1])
-    assert turns.following(new, calls=CALLS[:1], closed=False) == [mark, *told]
-    assert turns.following(new, calls=CALLS[:1], stop=mark) == told
-    assert turns.following(new, calls=CALLS[:1], stop=mark + 1) == [mark, *told]
+def test_9_answers_that_were_cut_are_closed_first():
+    new = results("18")
+    for template, close in {"qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>"}.items():
+        turns, (mark,) = make(template), encode(template, close)
+        told = turns.following(new, calls=CALLS[:1])
+        assert turns.following(new, calls=CALLS[:1], closed=False) == [mark, *told]
+        assert turns.following(new, calls=CALLS[:1], stop=mark) == told
+        assert turns.following(new, calls=CALLS[:1], stop=mark + 1) == [mark, *told]
 
 
-@pytest.mark.parametrize("template", ["llama3_1", "deepseekv3", "mistral", "gemma", "lfm2_v2"])
-def test_10_the_first_token_is_not_told_again(template):
-    tokenizer, turns = build(template)[0], make(template)
-    assert tokenizer.bos_token_id not in turns.following([{"role": "user", "content": "B"}])
-    assert turns.opening([USER]).count(tokenizer.bos_token_id) == 1
+def test_10_the_first_token_is_not_told_again():
+    for template in ("llama3_1", "deepseekv3", "mistral", "gemma", "lfm2_v2"):
+        tokenizer, turns = build(template)[0], make(template)
+        assert tokenizer.bos_token_id not in turns.following(MORE)
+        assert turns.opening([USER]).count(tokenizer.bos_token_id) == 1
 
 
 def test_12_chats_that_a_client_has_rewritten_are_found():
@@ -312,18 +287,16 @@ def test_stop_tokens_that_open_what_follows():
     assert build("gemma4_v5")[0].decode(gemma) == said
 
 
-@pytest.mark.parametrize(
-    ("template", "why"), [("gemma", "refuses them"), ("cohere", "refuses"), ("phi3", "drops them")]
-)
-def test_results_are_the_users_where_there_is_no_role_for_tools(template, why, caplog):
-    make.cache_clear()
-    turns = make(template)
-    with caplog.at_level(logging.WARNING):
-        turns.check()
-        told = turns.following([*results("18", "19"), {"role": "user", "content": "Go on."}])
-    assert f"told as the user's: the chat template {why}" in caplog.text
-    assert caplog.text.count("as the user's") == 1
-    assert told == turns.following([{"role": "user", "content": "18\n\n19\n\nGo on."}])
+def test_results_are_the_users_where_there_is_no_role_for_tools(caplog):
+    for template in ("gemma", "cohere", "phi3"):
+        make.cache_clear()
+        caplog.clear()
+        turns = make(template)
+        with caplog.at_level(logging.WARNING):
+            turns.check()
+            told = turns.following([*results("18", "19"), {"role": "user", "content": "Go on."}])
+        assert caplog.text.count("as the user's") == 1
+        assert told == turns.following([{"role": "user", "content": "18\n\n19\n\nGo on."}])
 
 
 def test_quickstart_tokenizer_and_a_template_without_an_end(tokenizer):
@@ -334,19 +307,15 @@ def test_quickstart_tokenizer_and_a_template_without_an_end(tokenizer):
     assert quickstart.decode(told) == "<|user|>7<|end|><|end|><|assistant|>"
     assert told.count(257) == 1
     assert turns.parse([*quickstart.encode("4 "), 257]) == Answer("4 ")
-
-    class Words:  # of the character tokenizer: it knows no letters
-        eos, user, reply = 15, 16, 17
-
-    turns = TurnTemplate(tokenizer, (Words.eos,))
+    eos, user, reply = 15, 16, 17  # of the character tokenizer
+    turns = TurnTemplate(tokenizer, (eos,))
     for message in ({"role": "user", "content": "1+2"}, {"role": "user", "content": "7"}):
         ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
-        told = [Words.user, *ids, Words.reply]
+        told = [user, *ids, reply]
         assert turns.following([message]) == told
-        assert turns.following([message], closed=False) == [Words.eos, *told]
-    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    opening = turns.opening(chat[:1])
-    assert opening == encode_prompt(tokenizer, chat[:1])
+        assert turns.following([message], closed=False) == [eos, *told]
+    chat = [{"role": "user", "content": "1"}]
+    assert turns.opening(chat) == encode_prompt(tokenizer, chat)
 
 
 # parsing with the template's knowledge, the check, and refusals
@@ -363,51 +332,42 @@ def test_answers_to_a_prompt_that_opens_a_thought():
     assert len(turns.parse(thought).calls) == 1
 
 
-@pytest.mark.parametrize("template", APPEND_ONLY)
-def test_append_only_templates_pass_without_a_word(template, caplog):
-    with caplog.at_level(logging.WARNING):
-        make(template).check()
-    moved = "moves the tools" if template.startswith("mistral") else ""
-    told = "tells no tools" if template.startswith("deepseek") else ""
-    for record in caplog.records:
-        assert any(words and words in record.message for words in (moved, told))
-
-
-def with_template(source):
-    import copy
-
-    tokenizer, stops = build("qwen2_5")
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = source
-    return TurnTemplate(tokenizer, stops)
-
-
-ENDS = "{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+def test_append_only_templates_pass_without_a_word(caplog):
+    for template in APPEND_ONLY:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            make(template).check()
+        is_told = template.startswith(
+            ("mistral", "deepseek")
+        )  # of tools that move, or are not told
+        assert is_told or not caplog.records, template
 
 
 def test_templates_that_are_not_append_only_are_refused():
-    counting = "{{ messages | length }}{% for m in messages %}" + ENDS
-    with pytest.raises(ValueError, match=r"not append-only \(a user turn\).*'3user:Hello\."):
-        with_template(counting).check()
-    with pytest.raises(ValueError, match=r"messages\[0\] .*leaves it out"):
-        with_template("{% for m in messages[:2] %}" + ENDS).check()
-    backwards = "{% for m in messages | reverse %}" + ENDS.replace("<|im_end|>", "\n")
-    with pytest.raises(ValueError, match="not append-only"):
-        with_template(backwards).check()
+    ends = "{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    for source in (
+        "{{ messages | length }}{% for m in messages %}" + ends,
+        "{% for m in messages[:2] %}" + ends,
+        "{% for m in messages | reverse %}" + ends.replace("<|im_end|>", "\n"),
+    ):
+        tokenizer, stops = build("qwen2_5")
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = source
+        with pytest.raises(ValueError, match=r"append-only|messages\[0\]"):
+            TurnTemplate(tokenizer, stops).check()
 
 
 def test_refusals():
     tokenizer, stops = build("qwen2_5")
-    with pytest.raises(ValueError, match="stops: got none"):
-        TurnTemplate(tokenizer, ())
-    with pytest.raises(ValueError, match="call_format: got 'json', expected one of hermes"):
-        TurnTemplate(tokenizer, stops, call_format="json")
-    with pytest.raises(ValueError, match="writes no calls"):
-        TurnTemplate(*build("gemma"), tools=[SCHEMA])
-    with pytest.raises(ValueError, match="messages: got none"):
-        make("qwen2_5").following([])
-    with pytest.raises(ValueError, match="refuses a chat with roles"):
-        make("gemma").following([{"role": "system", "content": "B"}])
+    for named, refused in {
+        "stops": lambda: TurnTemplate(tokenizer, ()),
+        "call_format": lambda: TurnTemplate(tokenizer, stops, call_format="json"),
+        "calls": lambda: TurnTemplate(*build("gemma"), tools=[SCHEMA]),
+        "messages": lambda: make("qwen2_5").following([]),
+        "roles": lambda: make("gemma").following([{"role": "system", "content": "B"}]),
+    }.items():
+        with pytest.raises(ValueError, match=named):
+            refused()
 
 
 # gpt-oss
@@ -466,22 +426,16 @@ def test_the_stop_token_of_gpt_oss_is_followed_by_what_ends_the_turn_in_a_histor
     assert turns.drifts([*chat, *new], stream)
 
 
-def test_gpt_oss_s_template_is_checked(caplog):
-    with caplog.at_level(logging.WARNING):
-        make("gptoss").check()
-    assert "rewrites an answer when more follows (a user turn, thinking)" in caplog.text
-
-
-@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "gptoss", "deepseekv3", "glm4moe"])
-def test_no_message_after_an_answer_is_left_out(template):
-    turns, user = TurnTemplate(*build(template)), {"role": "user", "content": "A"}
-    for role in ("user", "tool", "usr", "system", "developer"):
-        last = {"role": role, "content": "zqlast"}
-        try:
-            ids = turns.following([user, last])
-        except ValueError as error:
-            assert role not in ("user", "tool") and "messages[1]" in str(error), error
-        else:
-            assert "zqlast" in turns.tokenizer.decode(ids), role
-    with pytest.raises(ValueError, match=r"messages\[0\] \(role 'usr'\)"):
-        turns.following([{"role": "usr", "content": "A"}])
+def test_no_message_after_an_answer_is_left_out():
+    for template in ("qwen2_5", "qwen3", "gptoss", "deepseekv3", "glm4moe"):
+        turns, user = TurnTemplate(*build(template)), {"role": "user", "content": "A"}
+        for role in ("user", "tool", "usr", "system", "developer"):
+            last = {"role": role, "content": "zqlast"}
+            try:
+                ids = turns.following([user, last])
+            except ValueError as error:
+                assert role not in ("user", "tool") and "messages[1]" in str(error), error
+            else:
+                assert "zqlast" in turns.tokenizer.decode(ids), role
+        with pytest.raises(ValueError, match=r"messages\[0\]"):
+            turns.following([{"role": "usr", "content": "A"}])

@@ -1,9 +1,5 @@
-"""Patches, sizes and placeholder tokens, against the processors of transformers."""
-
 import json
 import math
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -15,7 +11,7 @@ from jaxrl_llm.data.visuals.pictures import PictureError
 from jaxrl_llm.data.visuals.processor import Placeholders, VisualProcessor, fit_area
 from tests.data.vision_checkpoints import FAMILIES, VIDEO, make_tokenizer, write_checkpoint
 
-SIZES = [(50, 70), (333, 777), (31, 29), (15, 900), (641, 479)]
+SIZES = [(50, 70), (333, 777), (31, 29), (15, 900)]
 
 
 @pytest.fixture(scope="module")
@@ -71,54 +67,44 @@ def normalized(family, visual):
     return ((pixels - mean) / std).reshape(visual.patches.shape)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_patches_are_those_of_transformers(family, size, processors, theirs):
-    processor, picture = processors[family], noise(*size, 3)
-    visual = processor.image(picture)
-    made = theirs[family]([picture], return_tensors="np")
-    expected, grid = made["pixel_values"], (1, 64, 64)
-    if family == "gemma3":  # as a convolution of stride 14 reads them, the 16 of a token together
-        rows = torch.nn.functional.unfold(torch.tensor(expected), 14, stride=14)[0].T.numpy()
-        expected = rows.reshape(16, 4, 16, 4, -1).swapaxes(1, 2).reshape(rows.shape)
-    else:
-        grid = tuple(made["image_grid_thw"][0].tolist())
-    assert visual.grid == grid and visual.patches.dtype == np.uint8
-    np.testing.assert_allclose(normalized(family, visual), expected, atol=2e-6)
-    assert visual.tokens == math.prod(grid) // processor.resizing.merge**2
-    shape = processor.image_shape(picture)
-    assert (shape.grid, shape.tokens) == (grid, visual.tokens) and not visual.is_video
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pixels_can_be_taken_back_from_patches(family, processors):
+def test_patches_are_those_of_transformers(family, processors, theirs):
     processor = processors[family]
-    visual = processor.image(noise(90, 61, 3))
+    for size in SIZES:
+        picture = noise(*size, 3)
+        visual = processor.image(picture)
+        made = theirs[family]([picture], return_tensors="np")
+        expected, grid = made["pixel_values"], (1, 64, 64)
+        if family == "gemma3":  # as a convolution of stride 14 reads them, 16 of a token together
+            rows = torch.nn.functional.unfold(torch.tensor(expected), 14, stride=14)[0].T.numpy()
+            expected = rows.reshape(16, 4, 16, 4, -1).swapaxes(1, 2).reshape(rows.shape)
+        else:
+            grid = tuple(made["image_grid_thw"][0].tolist())
+        assert visual.grid == grid and visual.patches.dtype == np.uint8
+        np.testing.assert_allclose(normalized(family, visual), expected, atol=2e-6)
+        assert visual.tokens == math.prod(grid) // processor.resizing.merge**2
+        shape = processor.image_shape(picture)
+        assert (shape.grid, shape.tokens) == (grid, visual.tokens) and not visual.is_video
     (pixels,) = processor.pixels(visual)
     again = processor.image(np.ascontiguousarray(pixels))  # its size is one that stays
     assert again.grid == visual.grid and again.key == visual.key
 
 
-def test_sizes_are_those_of_transformers():
+def test_sizes_are_those_of_transformers(processors):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_videos
 
     rng = np.random.default_rng(0)
     for unit, least, most in ((28, 3136, 100_000), (32, 65536, 300_000), (16, 256, 5000)):
         for width, height in rng.integers(10, 2000, (300, 2)).tolist():
             expected = smart_resize(height, width, unit, least, most)
             assert fit_area(width, height, unit, (least, most)) == expected[::-1]
-
-
-def test_sizes_of_videos_are_those_of_transformers(processors):
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
-
-    processor, rng = processors["qwen3_vl"], np.random.default_rng(0)
     least, most = VIDEO["size"]["shortest_edge"], VIDEO["size"]["longest_edge"]
     sizes = rng.integers((2, 5, 5), (12, 300, 300), (40, 3)).tolist()
     sizes += [[2, 32, 32], [3, 20, 33], [2, 40, 35]]  # less than there is to be
     for count, width, height in sizes:
-        shape = processor.video_shape(np.zeros((count, height, width, 3), np.uint8))
-        expected = smart_resize(count, height, width, 2, 32, least, most)
+        shape = processors["qwen3_vl"].video_shape(np.zeros((count, height, width, 3), np.uint8))
+        expected = of_videos(count, height, width, 2, 32, least, most)
         assert shape.grid == (-(-count // 2), expected[0] // 16, expected[1] // 16)
 
 
@@ -153,34 +139,13 @@ def test_a_key_tells_pictures_apart(processors):
     assert (wide.patches == tall.patches).all() and wide.key != tall.key
 
 
-# -------------------------------------------------------------------------------- bounds and files
-
-
 def test_bounds_of_a_run(tmp_path, tokenizers):
-    folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
-    small = VisualProcessor.from_directory(folder, max_pixels=64 * 64, min_pixels=1024)
-    assert small.image(noise(500, 500, 3)).tokens == 4
-    assert small.image(noise(20, 20, 3)).tokens == 1
-    frames = noise(2, 500, 500, 3)
-    assert small.video(frames).tokens == 4
-    with pytest.raises(ValueError, match="expected 1024 <= max_pixels and 0 < min_pixels"):
-        VisualProcessor.from_directory(folder, max_pixels=1000)
-    with pytest.raises(ValueError, match="got max_pixels=200000, min_pixels=300000"):
-        VisualProcessor.from_directory(folder, min_pixels=300_000)
-
-
-def test_gemma_has_one_size(tmp_path, tokenizers, processors):
-    folder = write_checkpoint(tmp_path, "gemma3", tokenizers["gemma3"])
-    with pytest.raises(ValueError, match="resizes every image to 896x896"):
-        VisualProcessor.from_directory(folder, max_pixels=1000)
-    with pytest.raises(PictureError, match="reads no videos"):
-        processors["gemma3"].video(noise(2, 8, 8, 3))
-
-
-def test_nothing_is_larger_than_max_pixels(tmp_path, tokenizers):
-    """The tower of a run is compiled for frames of as many."""
+    """The tower of a run is compiled for frames of `max_pixels`, so nothing is larger."""
     folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
     most = 64 * 64
+    small = VisualProcessor.from_directory(folder, max_pixels=most, min_pixels=1024)
+    assert small.image(noise(500, 500, 3)).tokens == small.video(noise(2, 500, 500, 3)).tokens == 4
+    assert small.image(noise(20, 20, 3)).tokens == 1
     processor = VisualProcessor.from_directory(folder, max_pixels=most)
     for count in range(2, 8):
         _, height, width = processor.video_shape(noise(count, 32, 160, 3)).grid
@@ -188,15 +153,22 @@ def test_nothing_is_larger_than_max_pixels(tmp_path, tokenizers):
     for sides in ((10, 10), (40, 50), (45, 20), (70, 60)):  # the family's least area is larger
         _, height, width = processor.image_shape(noise(*sides, 3)).grid
         assert most / 2 <= height * width * 16**2 <= most, sides
-    with pytest.raises(PictureError, match="resized to 896x32, above max_pixels=4096"):
+    with pytest.raises(PictureError, match="max_pixels"):
         processor.image(noise(10, 2000, 3))
+    for bounds in ({"max_pixels": 1000}, {"min_pixels": 300_000}):
+        with pytest.raises(ValueError, match=next(iter(bounds))):
+            VisualProcessor.from_directory(folder, **bounds)
 
 
-def test_other_ways_of_preparing_images_are_refused(tmp_path, tokenizers):
+def test_gemma_has_one_size(tmp_path, tokenizers, processors):
     folder = write_checkpoint(tmp_path, "gemma3", tokenizers["gemma3"])
+    with pytest.raises(ValueError, match="896x896"):
+        VisualProcessor.from_directory(folder, max_pixels=1000)
+    with pytest.raises(PictureError, match="videos"):
+        processors["gemma3"].video(noise(2, 8, 8, 3))
     settings = FAMILIES["gemma3"] | {"do_pan_and_scan": True}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="do_pan_and_scan: expected False, got True"):
+    with pytest.raises(ValueError, match="do_pan_and_scan"):
         VisualProcessor.from_directory(folder)
 
 
@@ -208,23 +180,18 @@ def test_files_of_a_checkpoint(tmp_path, tokenizers, processors):
     (folder / "video_preprocessor_config.json").unlink()
     assert VisualProcessor.from_directory(folder).resizing == processors["qwen3_vl"].resizing
     (folder / "processor_config.json").unlink()
-    with pytest.raises(ValueError, match=r"preprocessor_config.json: there is no such file"):
+    with pytest.raises(ValueError, match=r"preprocessor_config.json"):
         VisualProcessor.from_directory(folder)
     named = json.loads((folder / "config.json").read_text())
     for missing in ("video_token_id", "vision_start_token_id"):
         ids = json.dumps({name: value for name, value in named.items() if name != missing})
         (folder / "config.json").write_text(ids)
-        with pytest.raises(ValueError, match=f"expected the id of a token as {missing}, got None"):
+        with pytest.raises(ValueError, match=missing):
             Placeholders.from_directory(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="expected a JSON object, got a list"):
-        VisualProcessor.from_directory(folder)
-    (folder / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ValueError, match="expected a model that reads images"):
-        VisualProcessor.from_directory(folder)
-
-
-# ---------------------------------------------------------------------------------- placeholders
+    for text, named in (("[]", "config.json"), ('{"model_type": "qwen3"}', "images")):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=named):
+            VisualProcessor.from_directory(folder)
 
 
 def chat(*parts):
@@ -234,22 +201,21 @@ def chat(*parts):
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [("image", "What?"), ("a:", "image", "b\n", "image"), ("Look , now .", "image"), ("What?",)],
-)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(family, parts, processors, tokenizers, whole_processors):
+def test_tokens_are_those_of_transformers(family, processors, tokenizers, whole_processors):
     tokenizer, processor = tokenizers[family], processors[family]
-    pictures = [noise(40, 90, 3), noise(120, 50, 3)][: parts.count("image")]
-    text = tokenizer.apply_chat_template(chat(*parts), tokenize=False, add_generation_prompt=True)
-    made = whole_processors[family](text=[text], images=pictures or None, add_special_tokens=False)
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    shapes = [processor.image_shape(picture) for picture in pictures]
-    expanded = processor.placeholders.expand(tokens, shapes, tokenizer)
-    assert list(expanded) == list(made["input_ids"][0])
-    stand_for = processor.placeholders.image_id
-    assert expanded.count(stand_for) == sum(processor.image(p).tokens for p in pictures)
+    for parts in (("a:", "image", "b\n", "image"), ("Look , now .", "image"), ("What?",)):
+        pictures = [noise(40, 90, 3), noise(120, 50, 3)][: parts.count("image")]
+        template = {"tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(chat(*parts), **template)
+        given = {"images": pictures or None, "add_special_tokens": False}
+        made = whole_processors[family](text=[text], **given)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        shapes = [processor.image_shape(picture) for picture in pictures]
+        expanded = processor.placeholders.expand(tokens, shapes, tokenizer)
+        assert list(expanded) == list(made["input_ids"][0])
+        stand_for = processor.placeholders.image_id
+        assert expanded.count(stand_for) == sum(processor.image(p).tokens for p in pictures)
 
 
 @pytest.mark.parametrize("count", [4, 7])
@@ -285,22 +251,5 @@ def test_placeholders_and_visuals_must_agree(processors, tokenizers):
     shape = processor.image_shape(noise(9, 9, 3))
     tokens = tokenizer.apply_chat_template(chat("image", "image"), return_dict=False)
     for shapes in ([shape], [shape] * 3, [shape, shape._replace(seconds=(0.0,))], []):
-        with pytest.raises(ValueError, match="template's text has 2 placeholders of images and 0"):
+        with pytest.raises(ValueError, match="placeholders"):
             processor.placeholders.expand(tokens, shapes, tokenizer)
-
-
-def test_neither_torch_nor_torchvision_is_imported(tmp_path, tokenizers):
-    folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
-    source = f"""if True:
-        import sys
-        sys.modules["torch"] = sys.modules["torchvision"] = None  # importing them fails
-        import numpy
-        from jaxrl_llm.data.visuals.processor import VisualProcessor
-        processor = VisualProcessor.from_directory({str(folder)!r})
-        print(processor.image(numpy.zeros((9, 9, 3), numpy.uint8)).tokens)
-        print("transformers" in sys.modules)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", source], check=False, capture_output=True, text=True
-    )
-    assert done.stdout == "64\nFalse\n", done.stderr

@@ -1,7 +1,6 @@
 """The reward function `python_tests`: what is read, what is run, and what is scored."""
 
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +12,10 @@ from jaxrl_llm.rewards.code import last_python_block, python_tests, read_tests
 from jaxrl_llm.rewards.runner import check_reward_function
 from jaxrl_llm.rewards.worker import Unscored
 from jaxrl_llm.sandbox import process
-from tests.sandboxes import HAS_LANDLOCK, needs_landlock
+from tests.sandboxes import HAS_LANDLOCK
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
+
 PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 -5"], "outputs": ["3\n", "7", "0"]}
 
 
@@ -30,69 +30,54 @@ def score(code, tests, *, text=None, extra=None, **keywords):
     return python_tests("code", text or reply(code), tests, extra, **keywords)
 
 
-@pytest.mark.parametrize("tests", [PAIRS, json.dumps(PAIRS)])
-def test_what_is_printed_is_compared_for_each_input(tests):
-    assert score(ADD, tests) == {
-        **{"score": 1.0, "acc": 1.0, "pred": None, "passed": 3.0, "tests": 3.0, "error": ""}
-    }
-    result = score(ADD.replace("a + b", "abs(a) + abs(b)"), tests)
+def test_what_is_printed_is_compared_for_each_input():
+    for tests in (PAIRS, json.dumps(PAIRS)):
+        assert score(ADD, tests) == {
+            **{"score": 1.0, "acc": 1.0, "pred": None, "passed": 3.0, "tests": 3.0, "error": ""}
+        }
+    wrong = ADD.replace("a + b", "abs(a) + abs(b)")
+    result = score(wrong, PAIRS)
     assert result["score"] == pytest.approx(2 / 3)
     assert (result["acc"], result["error"]) == (0.0, "test 2: got '10\\n'")
-
-
-def test_all_or_nothing_and_the_first_few():
-    wrong = ADD.replace("a + b", "abs(a) + abs(b)")
     assert score(wrong, PAIRS, partial=False)["score"] == 0.0
     assert score(ADD, PAIRS, partial=False)["score"] == 1.0
     assert score(wrong, PAIRS, max_tests=2)["score"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs"),
-    [
-        ([[[1, 2], 3], [[4], 4]], [[1, 2, 3], [4, 4]]),  # APPS: lists of arguments
-        ([[[1, 2], 3], [[4], 4]], [[[1, 2, 3]], [[4, 4]]]),  # the same, the result in a list
+def test_what_a_function_returns_is_compared_for_each_call():
+    method = "class Solution:\n    def extend(self, xs, x):\n        return (*xs, x)"
+    code, apps = "def extend(xs, x):\n    return xs + [x]", [[[1, 2], 3], [[4], 4]]
+    for inputs, outputs in [
+        (apps, [[1, 2, 3], [4, 4]]),  # APPS: lists of arguments
+        (apps, [[[1, 2, 3]], [[4, 4]]]),  # the same, the result in a list
         (["[1, 2]\n3", "[4]\n4"], ["[1, 2, 3]", "[4, 4]"]),  # LiveCodeBench: JSON by line
-    ],
-)
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def extend(xs, x):\n    return xs + [x]",
-        "class Solution:\n    def extend(self, xs, x):\n        return (*xs, x)",
-    ],
-)
-def test_what_a_function_returns_is_compared_for_each_call(code, inputs, outputs):
-    tests = {"fn_name": "extend", "inputs": inputs, "outputs": outputs}
-    assert score(code, tests)["score"] == 1.0
+    ]:
+        tests = {"fn_name": "extend", "inputs": inputs, "outputs": outputs}
+        assert score(code, tests)["score"] == score(method, tests)["score"] == 1.0
     assert score(code.replace("extend", "other"), tests)["score"] == 0.0
-    last = [*outputs[:-1], "[4, 5]"]
-    assert score(code, {**tests, "outputs": last})["score"] == 0.5
+    assert score(code, {**tests, "outputs": [*outputs[:-1], "[4, 5]"]})["score"] == 0.5
 
 
-@pytest.mark.parametrize("wrap", [list, lambda cases: {"assert_case": cases}, json.dumps])
-def test_assert_statements_must_be_reached_and_hold(wrap):
-    tests = wrap(["assert f(1) == 2", "assert f(2) == 3"])
+def test_assert_statements_must_be_reached_and_hold():
+    tests = ["assert f(1) == 2", "assert f(2) == 3"]
+    for wrapped in (tests, {"assert_case": tests}, json.dumps(tests)):
+        assert score("def f(x): return 2", wrapped)["score"] == 0.5
     assert score("def f(x): return x + 1", tests)["score"] == 1.0
-    assert score("def f(x): return 2", tests)["score"] == 0.5
     assert score("def f(x): return", tests)["error"].startswith("test 0: AssertionError")
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("while True: pass", "took more than 0.2 s"),
-        ("x = [0] * 10**9", "MemoryError"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("x =", "SyntaxError"),
-        ("print('3')\n'7'", None),
-    ],
-)
-def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test(code, error):
-    result = score(code, PAIRS, cpu_s=0.2, memory_mb=64)
-    assert result["passed"] == (0 if error else 1)
-    if error:
+def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test():
+    for code, error in [
+        *(("while True: pass", "took"), ("x = [0] * 10**9", "MemoryError"), ("x =", "SyntaxError")),
+        ("1 / 0", "ZeroDivisionError"),
+    ]:
+        result = score(code, PAIRS, cpu_s=0.2, memory_mb=64)
+        assert result["passed"] == 0
         assert result["error"].startswith(f"test 0: {error}")
+    assert score("print('3')\n'7'", PAIRS)["passed"] == 1
+    code = "if input() == 'a':\n    while True: pass\nprint(1)"  # no further test is run
+    tests = {"inputs": ["b", "a", "b"], "outputs": ["1"] * 3}
+    assert score(code, tests, cpu_s=0.2)["passed"] == 1.0
 
 
 def test_names_that_graders_import_are_there():
@@ -105,45 +90,21 @@ def test_names_that_graders_import_are_there():
     assert score("# gcd", named)["error"].startswith("test 0: NameError")
 
 
-@needs_landlock
 def test_a_program_has_its_own_lines_and_only_its_own_names():
     tests = {"inputs": [""], "outputs": [""]}
     line = "import sys\nx = Counter()\nprint(sys._getframe().f_lineno)"
-    assert score(line, tests, sandbox="process")["error"] == r"test 0: got '3\n'"
-    names = (
-        "print([n for n in globals() if not n.startswith('__')], __name__)\nprint(Counter, copy)"
-    )
-    got = score(names, tests, sandbox="process")["error"]
+    assert score(line, tests)["error"] == r"test 0: got '3\n'"
+    names = "print([n for n in globals() if not n.startswith('__')], __name__)"
+    got = score(f"{names}\nprint(Counter, copy)", tests)["error"]
     assert "[] __main__" in got
     assert "<class 'collections.Counter'> <module 'copy'" in got
-
-
-@needs_landlock
-def test_programs_as_people_write_them_run_in_cpython():
-    code = """
-import heapq, sys
-
-if __name__ == "__main__":
-    xs = [int(word) for word in sys.stdin.read().split()]
-    heapq.heapify(xs)
-    sys.stdout.write(f"{heapq.heappop(xs)}\\n")
-    sys.exit(0)"""
-    tests = {"inputs": ["3 1 2", "5\n4"], "outputs": ["1", "4"]}
-    assert score(code, tests, sandbox="process", wall_s=30.0)["score"] == 1.0
-    calls = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
-    assert score("import sys\nprint(1)\nsys.exit(0)", calls, sandbox="process")["passed"] == 0
-
-
-def test_after_a_limit_no_further_test_is_run():
-    code = "if input() == 'a':\n    while True: pass\nprint(1)"
-    tests = {"inputs": ["b", "a", "b"], "outputs": ["1"] * 3}
-    assert score(code, tests, cpu_s=0.2)["passed"] == 1.0
 
 
 def test_a_program_can_not_print_what_a_call_should_return():
     tests = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
     assert score("def f(x): return 3\nprint(2)", tests)["score"] == 0.0
     assert score("def f(x):\n    print(5)\n    return 2", tests)["score"] == 1.0
+    assert score("import sys\nprint(2)\nsys.exit(0)", tests)["passed"] == 0
 
 
 def test_long_output_is_compared_to_its_end():
@@ -241,21 +202,9 @@ def test_a_program_without_marks_is_found_as_it_is(program):
 
 
 def test_a_block_is_found_in_a_time_that_grows_as_its_answer():
-    hostile = (
-        "```python\n'''\n",
-        "`",
-        "``` ",
-        "```python\n",
-        "- ",
-        "\\",
-        "'''\n```\n",
-        " ",
-        "~~~\n",
-    )
-    began = time.monotonic()
-    for part in hostile:
+    """With work that grows as the square, each of these took minutes."""
+    for part in ("```python\n'''\n", "`", "``` ", "```python\n", "- ", "\\", "'''\n```\n", "~~~\n"):
         last_python_block("```python\n" + part * (30_000 // len(part)) + "x`\n")
-    assert time.monotonic() - began < 10
 
 
 def test_an_episode_is_scored_by_its_last_turn():
@@ -265,52 +214,34 @@ def test_an_episode_is_scored_by_its_last_turn():
     assert score("", PAIRS, text="nothing")["error"] == "no block of Python"
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "{",
-        "[" * 10**5,
-        "7",
-        7,
-        None,
-        {},
-        [],
-        {"inputs": 1, "outputs": 1},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": [], "outputs": []},
-        [1],
-    ],
-)
-def test_a_row_without_tests_is_an_error(tests):
-    with pytest.raises(ValueError):
-        read_tests(tests)
-
-
-def no_session(*_):
-    raise OSError("too many open files")
+def test_a_row_without_tests_is_an_error():
+    for tests in [
+        *("{", "[" * 10**5, "7", 7, None, {}, [], [1], {"inputs": 1, "outputs": 1}),
+        *({"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}),
+    ]:
+        with pytest.raises(ValueError):
+            read_tests(tests)
 
 
 def test_infrastructure_that_fails_leaves_the_answer_unscored(monkeypatch):
+    def no_session(*_):
+        raise OSError("too many open files")
+
     score(ADD, PAIRS)
     monkeypatch.setattr(process, "CodeSession", no_session)
-    with pytest.raises(Unscored, match="can't run code: too many open files"):
+    with pytest.raises(Unscored, match="too many open files"):
         score(ADD, PAIRS)
-    with pytest.raises(Unscored, match=r"sandbox service: http://localhost:1/.* within 0.5 s"):
+    with pytest.raises(Unscored, match="http://localhost:1/"):
         score(ADD, PAIRS, sandbox="service", url="http://localhost:1", wall_s=0.5)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({}, "needs a value for sandbox"),
-        ({"sandbox": "docker"}, "got sandbox 'docker'"),
-        ({"sandbox": "expression"}, "runs no programs"),
-        ({"sandbox": "service"}, "expected an url"),
-        ({"sandbox": "process", "memory": 1}, "did you mean 'memory_mb'"),
-        ({"sandbox": "process", "max_tests": 0}, "max_tests of 1 or more"),
-    ],
-)
-def test_what_can_not_be_run_is_refused_before_the_run(keywords, message):
-    with pytest.raises(ConfigError, match=r"^reward\.function: ") as raised:
-        check_reward_function(FunctionSpec("python_tests", keywords))
-    assert message in str(raised.value)
+def test_what_can_not_be_run_is_refused_before_the_run():
+    for keywords, named in [
+        *(({}, "sandbox"), ({"sandbox": "docker"}, "docker"), ({"sandbox": "service"}, "url")),
+        ({"sandbox": "expression"}, "programs"),
+        ({"sandbox": "process", "memory": 1}, "memory_mb"),
+        ({"sandbox": "process", "max_tests": 0}, "max_tests"),
+    ]:
+        with pytest.raises(ConfigError, match=named) as raised:
+            check_reward_function(FunctionSpec("python_tests", keywords))
+        assert raised.value.keys == ("reward.function",)

@@ -20,9 +20,11 @@ from jaxrl_llm.rewards.worker import RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import pool as workers_pool
 from jaxrl_llm.workers import supervisor
 from jaxrl_llm.workers.pool import Limits
+from tests.refusals import refuses
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
+
 
 FUNCTIONS = """
 import ctypes, json, os, pickle, resource, signal, stat, subprocess, sys, threading, time
@@ -126,7 +128,6 @@ ATTACKS = {
 }
 """
 
-
 EACH = 3  # processes of a worker: itself, its supervisor, and what waits between that and the pool
 
 
@@ -204,48 +205,30 @@ def make(functions_file, mark, groups):
         pool.close()
 
 
-def test_the_mark_is_found(make, mark):
-    pool = make()
-    pool.score(items("1"))
-    assert len(marked(mark)) == EACH
+def kinds(scores):
+    """Return of each score the kind of its error, or None."""
+    return [score.error and score.error.partition(":")[0] for score in scores]
 
 
-def test_a_group_is_taken_where_there_can_be_one(make, grouped):
+def test_a_group_is_taken_where_there_can_be_one_and_the_mark_is_found(make, mark, grouped):
     score = make().score(items("pid"))[0]
     assert ("jaxrl_llm-worker-" in score.extra["group"]) == grouped
+    assert len(marked(mark)) == EACH
 
 
 # ------------------------------------------------------------------------------------------ memory
 
 
-@pytest.mark.parametrize(
-    ("reply", "kind", "message"),
-    [
-        ("list", "exception", "MemoryError: ; it may take 0.5 GB (reward.memory_gb) (mine.py:"),
-        ("array", "exception", "MemoryError: ; it may take 0.5 GB (reward.memory_gb) (mine.py:"),
-        ("malloc", "exception", "MemoryError: ; it may take 0.5 GB (reward.memory_gb) ("),
-        ("null", "died", "its process ended with exit code -11"),
-    ],
-)
-def test_a_reward_function_that_eats_memory_costs_its_own_answer(make, reply, kind, message):
+def test_a_reward_function_that_eats_memory_costs_its_own_answer(make):
     pool = make(memory_gb=0.5)
-    scores = pool.score(items("1", reply, "2"))
-    assert [score.score for score in scores] == [1.0, -1.0, 1.0]
-    assert f"{kind}: {message}" in (scores[1].error or "")
-    assert sum(pool.counts.values()) == pool.counts[kind] == 1
-
-
-def test_the_limit_of_memory_holds_for_children_too(make):
-    pool = make(memory_gb=0.5)
-    assert pool.score(items("limit", "child eats")) == [
-        Score(0.5e9, {}, None),
-        Score(1.0, {"code": 1}, None),
+    for reply in ("list", "array", "malloc", "null"):
+        scores = pool.score(items("1", reply, "2"))
+        assert [score.score for score in scores] == [1.0, -1.0, 1.0]
+        assert "reward.memory_gb" in scores[1].error or reply == "null"
+    assert (pool.counts["exception"], pool.counts["died"]) == (3, 1)
+    assert pool.score(items("limit", "child eats")) == [  # of children, too
+        *(Score(0.5e9, {}, None), Score(1.0, {"code": 1}, None))
     ]
-
-
-def test_without_a_limit_of_memory(make):
-    pool = make(memory_gb=None)
-    assert [score.error for score in pool.score(items("array", "child eats"))] == [None, None]
 
 
 def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
@@ -257,7 +240,7 @@ def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
     config = ScoringConfig(workers=1, memory_gb=0.5)
     with (
         RewardPool(FunctionSpec(f"{path}:act"), config) as pool,
-        pytest.raises(RewardError, match=r"MemoryError; it may take 0.5 GB \(reward.memory_gb"),
+        pytest.raises(RewardError, match=r"reward\.memory_gb"),
     ):
         pool.score(items("1"))
 
@@ -290,30 +273,19 @@ def test_too_many_processes_cost_one_answer(make, mark, grouped, reply):
     pool = make(max_processes=12)
     scores = pool.score(items("1", reply, "2"))
     assert [score.score for score in scores] == [1.0, -1.0, 1.0]
-    assert "died: its process had started " in (scores[1].error or "")
-    assert ", expected at most 12 (reward.max_processes)" in (scores[1].error or "")
+    assert "reward.max_processes" in scores[1].error
     assert pool.counts["died"] == 1 and len(marked(mark)) == EACH
 
 
 def test_as_many_processes_as_allowed(make):
-    assert make(max_processes=5).score(items("start", "1"))[0].error is None
-    assert make(max_processes=None, timeout_s=1.0).score(items("many"))[0].error == (
-        "timeout: no answer within 1 s"
-    )
+    assert kinds(make(max_processes=5).score(items("start", "1"))) == [None, None]
+    assert kinds(make(max_processes=None, timeout_s=1.0).score(items("many"))) == ["timeout"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ("start, hang", "timeout: no answer within 1 s"),
-        ("start, die", "died: its process ended with exit code 3"),
-    ],
-)
-def test_children_end_with_a_lost_worker_whatever_their_session(
-    make, mark, grouped, reply, message
-):
-    scores = (pool := make(timeout_s=1.0)).score(items("1", reply, "2"))
-    assert [score.error for score in scores] == [None, message, None]
+@pytest.mark.parametrize(("reply", "kind"), [("start, hang", "timeout"), ("start, die", "died")])
+def test_children_end_with_a_lost_worker_whatever_their_session(make, mark, grouped, reply, kind):
+    pool = make(timeout_s=1.0)
+    assert kinds(pool.score(items("1", reply, "2"))) == [None, kind, None]
     assert len(marked(mark)) == EACH
     assert pool.score(items("1")) == [Score(1.0, {}, None)]
 
@@ -327,43 +299,33 @@ def test_children_of_good_answers_end_with_the_pool(make, mark, grouped):
 
 
 def test_a_reward_function_can_end_its_supervisor_and_dies_with_it(make, mark, grouped):
-    pool = make()
     reply = "start, kill the supervisor" if grouped else "kill the supervisor"
-    scores = pool.score(items("1", reply, "2"))
-    assert scores[1].error == "died: its process ended, for its supervisor was killed"
-    assert [scores[0].error, scores[2].error] == [None, None]
+    assert kinds(make().score(items("1", reply, "2"))) == [None, "died", None]
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
 def test_a_reward_function_that_stops_its_supervisor_is_ended(make, mark, grouped, monkeypatch):
     monkeypatch.setattr(workers_pool, "STOP_TIMEOUT_S", 0.5)
-    scores = make(timeout_s=0.5).score(items("1", "stop the supervisor", "2"))
-    assert scores[1].error == "timeout: no answer within 0.5 s"
+    scores = make(timeout_s=1.0).score(items("1", "stop the supervisor", "2"))
+    assert kinds(scores) == [None, "timeout", None]
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
 def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
     monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
-    pool = make()
-    scores = pool.score(items("1", "start, kill the group", "2"))
-    message = "died: its process ended with exit code -9"
-    assert [score.error for score in scores] == [None, message, None]
+    assert kinds(make().score(items("1", "start, kill the group", "2"))) == [None, "died", None]
     assert len(marked(mark)) == EACH  # its supervisor has ended what it had started
 
 
 def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
     monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
     patch = "import jaxrl_llm.workers.supervisor as m; m.adopt_orphans = lambda: False;"
-    words = "from jaxrl_llm.workers.supervisor import"
-    assert words in workers_pool.SUPERVISOR_PROGRAM
-    monkeypatch.setattr(
-        workers_pool,
-        "SUPERVISOR_PROGRAM",
-        workers_pool.SUPERVISOR_PROGRAM.replace(words, f"{patch} {words}"),
-    )
-    pool = make(timeout_s=1.0)
-    scores = pool.score(items("1", "bomb", "2"))  # 128 processes of one group
-    assert [score.error for score in scores] == [None, "timeout: no answer within 1 s", None]
+    words, program = "from jaxrl_llm.workers.supervisor import", workers_pool.SUPERVISOR_PROGRAM
+    assert words in program
+    program = program.replace(words, f"{patch} {words}")
+    monkeypatch.setattr(workers_pool, "SUPERVISOR_PROGRAM", program)
+    scores = make(timeout_s=1.0).score(items("1", "bomb", "2"))  # 128 processes of one group
+    assert kinds(scores) == [None, "timeout", None]
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
@@ -431,21 +393,19 @@ def test_a_reward_function_reads_nothing_from_our_terminal(make):
 # -------------------------------------------------------------------------------------- connection
 
 
-BAD_OUTPUT = "invalid: its process wrote something else than its answer on the pool's connection"
 SLOW = ("length", "drip", "half")
 WRONG = ("bytes", "pickle", "framed pickle", "flood", "json list", "deep", "another's")
 
 
-@pytest.mark.parametrize("attack", [*SLOW, *WRONG])
-def test_what_is_no_answer_costs_one(make, tmp_path, monkeypatch, attack):
+def test_what_is_no_answer_costs_one(make, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
-    slow = attack in SLOW
-    pool = make(timeout_s=1.0 if slow else 30.0)
-    scores = pool.score(items("0", attack, "2", "3"))
-    message = "timeout: no answer within 1 s" if slow else BAD_OUTPUT
-    assert [score.error for score in scores] == [None, message, None, None]
-    assert [score.score for score in scores] == [1.0, -1.0, 1.0, 1.0]
-    assert sum(pool.counts.values()) == pool.counts["timeout" if slow else "invalid"] == 1
+    for attacks, kind, timeout_s in ((SLOW, "timeout", 1.0), (WRONG, "invalid", 60.0)):
+        pool = make(timeout_s=timeout_s)
+        for attack in attacks:
+            scores = pool.score(items("0", attack, "2", "3"))
+            assert kinds(scores) == [None, kind, None, None], attack
+            assert [score.score for score in scores] == [1.0, -1.0, 1.0, 1.0]
+        assert sum(pool.counts.values()) == pool.counts[kind] == len(attacks)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -458,14 +418,13 @@ def test_a_second_answer_ends_the_worker(make):
 
 
 @pytest.mark.parametrize("reply", ["write soon", "die soon"])
-def test_a_worker_that_errs_while_idle_is_replaced(make, caplog, reply):
+def test_a_worker_that_errs_while_idle_is_replaced(make, reply):
     pool = make()
     pool.score(items(reply))
     (worker,) = pool._worker_pool.workers
     wait_until(worker.has_activity)
     assert pool.score(items("1")) == [Score(1.0, {}, None)]
     assert sum(pool.counts.values()) == 0 and worker not in pool._worker_pool.workers
-    assert "a process that had nothing to do" in caplog.text
 
 
 def test_a_worker_that_does_not_read_runs_into_the_time_limit(make):
@@ -473,9 +432,8 @@ def test_a_worker_that_does_not_read_runs_into_the_time_limit(make):
     (score,) = pool.score(items("pid"))
     pool.score(items("stop soon"))
     wait_until(lambda: psutil.Process(score.extra["pid"]).status() == psutil.STATUS_STOPPED)
-    (late,) = pool.score(items("big " * 10**6))
-    assert late.error == "timeout: no answer within 1 s"
-    assert pool.score(items("big " * 10**6)) == [Score(4e6, {}, None)]
+    assert kinds(pool.score(items("big " * 10**6))) == ["timeout"]
+    assert pool.score(items("1")) == [Score(1.0, {}, None)]
 
 
 def test_reports_of_any_kind_pass_up_to_a_limit(make):
@@ -483,37 +441,27 @@ def test_reports_of_any_kind_pass_up_to_a_limit(make):
     scores = pool.score(items("report", "report", size=2 * 10**7))
     assert [len(score.extra["text"]) for score in scores] == [2 * 10**7] * 2
     (score,) = pool.score(items("report", size=7 * 10**7))
-    assert "expected at most 64000000 bytes beside the score" in (score.error or "")
+    assert "64000000" in score.error
     assert pool.counts["invalid"] == 1
 
 
 # -------------------------------------------------------------------------------------- the config
 
 
-def test_the_configs_limits_are_the_pools_and_hold(functions_file, mark, monkeypatch):
+def test_the_configs_limits_are_the_pools_and_hold(functions_file, make, mark, monkeypatch):
     config = ScoringConfig()
     assert Limits(config.memory_gb, config.max_processes, config.pass_env) == Limits()
     monkeypatch.setenv("MY_URL", "1")
-    config = ScoringConfig(
-        workers=1, memory_gb=1.5, max_processes=3, pass_env=("MY_URL", "CONTAINMENT_*")
-    )
+    limits = {"memory_gb": 1.5, "max_processes": 3, "pass_env": ("MY_URL", "CONTAINMENT_*")}
+    config = ScoringConfig(workers=1, **limits)
     with open_pool(config, FunctionSpec(f"{functions_file}:act")) as pool:
         scores = pool.score(items("limit", "environment", "start"))
         assert scores[0].score == 1.5e9 and scores[1].extra["MY_URL"] == "1"
         wait_until(lambda: len(marked(mark)) == 0)  # four children are more than three
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"memory_gb": 0}, "memory_gb: expected a number above 0, or null, got 0"),
-        ({"memory_gb": float("nan")}, "memory_gb: expected a number, or null, got nan"),
-        ({"max_processes": 0}, "max_processes: expected a number above 0, or null, got 0"),
-    ],
-)
-def test_limits_are_checked(make, limits, message):
-    with pytest.raises(ValueError, match=message):
-        make(**limits)
+    wrong = {"memory_gb": (0, math.nan), "max_processes": (0,)}
+    for key, value in ((key, value) for key, values in wrong.items() for value in values):
+        with refuses(key):
+            make(**{key: value})
 
 
 def test_answers_are_read_exactly():
@@ -522,20 +470,14 @@ def test_answers_are_read_exactly():
     line = encode_answer(7, outcome)
     assert line.count(b"\n") == 1 and decode_numbered(line, [7]) == (7, outcome)
     assert decode_numbered(line, [8]) is None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+    answer = json.loads(encode_answer(1, Score(1.0, {}, None)))
+    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Score(1.0, {}, None))
+    for changes in [
         *({"number": 2}, {"number": True}, {"number": 1.0}, {"error": "timeout: 1 s"}),
         *({"error": ["exception: x"]}, {"error": ""}, {"score": math.nan}, {"score": math.inf}),
         *({"score": "1"}, {"score": 1}, {"score": None}, {"extra": [1]}, {"more": 1}),
-    ],
-)
-def test_what_has_not_the_form_of_an_answer_is_none(changes):
-    answer = json.loads(encode_answer(1, Score(1.0, {}, None)))
-    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Score(1.0, {}, None))
-    assert decode_numbered(json.dumps(answer | changes).encode(), [1]) is None
+    ]:
+        assert decode_numbered(json.dumps(answer | changes).encode(), [1]) is None, changes
     del answer["extra"]
     assert decode_numbered(json.dumps(answer).encode(), [1]) is None
 

@@ -25,131 +25,81 @@ from jaxrl_llm.rewards.functions import (
 )
 
 
-@pytest.mark.parametrize(
-    ("reply", "truth", "score", "pred"),
-    [
-        ("46", "46", 1.0, "46"),
-        (" 46\n", "46", 1.0, "46"),
-        ("-7", "-7", 1.0, "-7"),
-        ("7", "-7", 0.0, "7"),
-        ("+7", "7", 1.0, "7"),
-        ("007", "7", 1.0, "7"),
-        ("12+34=46", "46", 1.0, "46"),
-        ("12+34=45=46", "46", 1.0, "46"),
-        ("46=", "46", 0.0, None),
-        ("46.", "46", 0.0, None),
-        ("4 6", "46", 0.0, None),
-        ("45 46", "46", 0.0, None),
-        ("--46", "46", 0.0, None),
-        ("٤٦", "46", 0.0, None),
-        ("", "46", 0.0, None),
-        ("9" * 5000, "46", 0.0, None),
-    ],
-)
-def test_arithmetic(reply, truth, score, pred):
-    assert arithmetic("arithmetic", reply, truth, None) == {
-        "score": score,
-        "acc": score,
-        "pred": pred,
-    }
+def wrongs(cases, made):
+    """Return the cases of which something else is made, and what."""
+    return [(*case, got) for *case, expected in cases if (got := made(*case)) != expected]
 
 
-def test_arithmetic_refuses_a_reference_that_is_no_integer():
+def test_arithmetic():
+    right = ["46", " 46\n", "046", "+46", "12+34=46", "12+34=45=46"]
+    others = ["-46", "46=", "46.", "4 6", "45 46", "--46", "٤٦", "", "9" * 5000]
+    cases = [(reply, (1.0, 1.0, "46")) for reply in right]
+    cases += [(reply, (0.0, 0.0, "-46" if reply == "-46" else None)) for reply in others]
+    made = lambda reply: tuple(arithmetic("arithmetic", reply, "46", None).values())  # noqa: E731
+    assert not wrongs(cases, made)
+    assert arithmetic("", "-7", "-7", None)["score"] == 1.0
     with pytest.raises(ValueError, match="'x'"):
         arithmetic("arithmetic", "4", "x", None)
 
 
-@pytest.mark.parametrize(
-    ("reply", "truth", "strict", "flexible"),
-    [
-        ("so\n#### 42", "42", "42", "42"),
-        ("####42", "42", "42", "42"),
-        ("#### $1,234", "1234", "1234", "1234"),
-        ("#### -5", "-5", "-5", "-5"),
-        ("#### -$5", "-5", "-5", "-5"),
-        ("#### 3.50", "3.5", "3.5", "3.5"),
-        ("#### .5", "0.5", "0.5", "0.5"),
-        ("#### 0.0", "0", "0", "0"),
-        ("#### -0", "0", "0", "0"),
-        ("#### 42.", "42", "42", "42"),
-        ("#### 42,", "42", "42", "42"),
-        ("#### 1 then #### 2", "2", "2", "2"),
-        ("#### 7 dollars for 2", "7", "7", "2"),
-        ("#### x", "7", None, None),
-        ("####\n7", "7", None, "7"),
-        ("### 7", "7", None, "7"),
-        ("the answer is 1,200.", "1200", None, "1200"),
-        ("costs $3.25.", "3.25", None, "3.25"),
-        ("no number", "7", None, None),
-        ("", "7", None, None),
-        ("#### 42" + "y" * 293, "42", "42", "42"),
-        ("#### 42" + "y" * 294, "42", None, "42"),
-        ("#### " + "1" * 30, "1" * 30, "1" * 30, "1" * 30),
-    ],
-)
-def test_gsm8k(reply, truth, strict, flexible):
-    for loose, expected in ((False, strict), (True, flexible)):
-        got = gsm8k("openai/gsm8k", reply, truth, None, flexible=loose)
-        right = float(expected is not None and float(expected) == float(truth))
-        assert got == {"score": right, "acc": right, "pred": expected}
+GSM8K = [
+    # reply, truth, what is read of `#### N`, and where any last number counts
+    *(("so\n#### 42", "42", "42", "42"), ("####42", "42", "42", "42")),
+    *(("#### $1,234", "1234", "1234", "1234"), ("#### -5", "-5", "-5", "-5")),
+    *(("#### -$5", "-5", "-5", "-5"), ("#### 3.50", "3.5", "3.5", "3.5")),
+    *(("#### .5", "0.5", "0.5", "0.5"), ("#### 0.0", "0", "0", "0"), ("#### -0", "0", "0", "0")),
+    *(("#### 42.", "42", "42", "42"), ("#### 42,", "42", "42", "42")),
+    *(("#### 1 then #### 2", "2", "2", "2"), ("#### 7 dollars for 2", "7", "7", "2")),
+    *(("#### x", "7", None, None), ("####\n7", "7", None, "7"), ("### 7", "7", None, "7")),
+    *(("the answer is 1,200.", "1200", None, "1200"), ("costs $3.25.", "3.25", None, "3.25")),
+    *(("no number", "7", None, None), ("", "7", None, None)),
+    *(("#### 42" + "y" * 293, "42", "42", "42"), ("#### 42" + "y" * 294, "42", None, "42")),
+    ("#### " + "1" * 30, "1" * 30, "1" * 30, "1" * 30),
+]
 
 
-def test_gsm8k_large_numbers_are_compared_exactly():
+def test_gsm8k():
+    for reply, truth, strict, flexible in GSM8K:
+        for loose, expected in ((False, strict), (True, flexible)):
+            got = gsm8k("openai/gsm8k", reply, truth, None, flexible=loose)
+            right = float(expected is not None and float(expected) == float(truth))
+            assert got == {"score": right, "acc": right, "pred": expected}, reply
     assert gsm8k("", "#### 10000000000000001", "10000000000000000", None)["score"] == 0.0
+    for truth in ("", "many", "4 2", "#### 42"):
+        with pytest.raises(ValueError, match="ground truth"):
+            gsm8k("openai/gsm8k", "#### 42", truth, None)
 
 
-@pytest.mark.parametrize("truth", ["", "many", "4 2", "#### 42"])
-def test_gsm8k_refuses_a_reference_that_is_no_number(truth):
-    with pytest.raises(ValueError, match=r"expected a .* as ground truth, got '.*'"):
-        gsm8k("openai/gsm8k", "#### 42", truth, None)
+def test_last_boxed():
+    cases = [
+        *((r"\boxed{7}", "7"), (r"\boxed{\frac{a}{b^{2}}} done", r"\frac{a}{b^{2}}")),
+        *((r"\boxed{1} \boxed{2}", "2"), (r"\boxed{ 3 }", "3"), (r"\fbox{3}", "3")),
+        *((r"$\boxed 9$.", "9"), (r"\boxed {4}", "4"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}")),
+        *((r"\boxed{a \\}", r"a \\"), (r"\boxed{1} \boxed{2", None), (r"\boxed", None)),
+        *((r"\boxedness{3}", None), ("boxed{3}", None), ("", None)),
+    ]
+    assert not wrongs(cases, last_boxed)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r"\boxed{7}", "7"),
-        (r"\boxed{\frac{a}{b^{2}}} done", r"\frac{a}{b^{2}}"),
-        (r"\boxed{1} \boxed{2}", "2"),
-        (r"\boxed{ 3 }", "3"),
-        (r"\fbox{3}", "3"),
-        (r"$\boxed 9$.", "9"),
-        (r"\boxed {4}", "4"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{a \\}", r"a \\"),
-        (r"\boxed{1} \boxed{2", None),
-        (r"\boxed", None),
-        (r"\boxedness{3}", None),
-        ("boxed{3}", None),
-        ("", None),
-    ],
-)
-def test_last_boxed(text, expected):
-    assert last_boxed(text) == expected
+def test_math():
+    cases = [
+        *((r"\frac{1}{2}", r"\frac{1}{2}", 1.0), (r"\dfrac12", r"\frac{1}{2}", 1.0)),
+        *(("0.5", r"\frac{1}{2}", 1.0), (r"-\frac{1}{2}", r"\frac{1}{2}", 0.0)),
+        *(("1,000", "1000", 1.0), ("x^2+2x+1", "(x+1)^2", 1.0), ("x^2+2x+2", "(x+1)^2", 0.0)),
+        *(("(1,2)", "(1, 2)", 1.0), ("(2,1)", "(1, 2)", 0.0), (r"\{2, 1\}", r"\{1,2\}", 1.0)),
+        *((r"\sqrt{8}", r"2\sqrt{2}", 1.0), ("Evelyn", r"\text{Evelyn}", 1.0), ("", "1", 0.0)),
+        *(("Eve", r"\text{Evelyn}", 0.0), (r"\frac{1}{", r"\frac{1}{2}", 0.0)),
+    ]
 
+    def made(answer, truth):
+        got = math("MATH", rf"Thus \boxed{{1}}, no: $\boxed{{{answer}}}$", truth, None)
+        return got["score"] if got["score"] == got["acc"] else got
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "right"),
-    [
-        (r"\frac{1}{2}", r"\frac{1}{2}", True),
-        (r"\dfrac12", r"\frac{1}{2}", True),
-        ("0.5", r"\frac{1}{2}", True),
-        (r"-\frac{1}{2}", r"\frac{1}{2}", False),
-        ("1,000", "1000", True),
-        ("x^2+2x+1", "(x+1)^2", True),
-        ("x^2+2x+2", "(x+1)^2", False),
-        ("(1,2)", "(1, 2)", True),
-        ("(2,1)", "(1, 2)", False),
-        (r"\{2, 1\}", r"\{1,2\}", True),
-        (r"\sqrt{8}", r"2\sqrt{2}", True),
-        ("Evelyn", r"\text{Evelyn}", True),
-        ("Eve", r"\text{Evelyn}", False),
-        (r"\frac{1}{", r"\frac{1}{2}", False),
-        ("", "1", False),
-    ],
-)
-def test_math(answer, truth, right):
-    got = math("MATH", rf"Thus \boxed{{1}}, no: $\boxed{{{answer}}}$", truth, None)
-    assert got["score"] == got["acc"] == float(right)
+    assert not wrongs(cases, made)
+    # the box alone is read, and for no longer than may be
+    assert math("MATH", "the answer is 7", "7", None) == {"score": 0.0, "acc": 0.0, "pred": None}
+    assert math("MATH", r"\boxed{ 7 }", "7", None)["pred"] == "7"
+    assert math("MATH", r"\boxed{9^{9^{9^{9}}}}", "3", None, seconds=0.3)["score"] == 0.0
 
 
 TINY = [
@@ -171,10 +121,13 @@ TINY = [
 ]
 """Numbers that Math-Verify, which rounds, takes for equal."""
 
+
 OTHERS = [
     *[("2516", "2516_8"), ("1358", "2516_8"), ("101_2", "101_3"), ("2516_8", "2516")],
     *[(r"3\,000", r"5\,000"), ("1 000", "2 000"), ("0.33", r"\frac13"), (r"50\%", r"51\%")],
 ]
+
+
 SAME = [
     *[("3.", "3"), ("3", "3."), ("June 20", r"\text{June 20}"), (r"\text{June }20", "June 20")],
     *[("2516_{8}", "2516_8"), ("1a_{16}", "1A_{16}"), (r"3\,000", "3000"), ("1 000 000", "10^6")],
@@ -199,45 +152,28 @@ def test_powers_of_two_are_equal_as_fractions_are(a, b, m, n):
     assert same_answer(*spelled) == (Fraction(a, 2**m) == Fraction(b, 2**n))
 
 
-def test_math_reads_the_box_only():
-    assert math("MATH", "the answer is 7", "7", None) == {"score": 0.0, "acc": 0.0, "pred": None}
-    assert math("MATH", r"\boxed{ 7 }", "7", None)["pred"] == "7"
-
-
-@pytest.mark.parametrize(
-    ("end", "pred", "score"),
-    [
-        ("Answer: 34", "34", 1.0),
-        ("answer:34.", "34", 1.0),
-        ("**Answer:** $34$", "34", 1.0),
-        (r"Answer: $\boxed{34}$", "34", 1.0),
-        ("Answer: 34\nno,\nAnswer: 35", "35", -1.0),
-        (r"it is \boxed{34}", "34", 1.0),
-        (r"\boxed{34}" + "\nAnswer: 35", "35", -1.0),
-        ("34", None, -1.0),
-        ("", None, -1.0),
+def test_math_dapo():
+    for end, pred, score in [
+        *(("Answer: 34", "34", 1.0), ("answer:34.", "34", 1.0), ("**Answer:** $34$", "34", 1.0)),
+        *((r"Answer: $\boxed{34}$", "34", 1.0), ("Answer: 34\nno,\nAnswer: 35", "35", -1.0)),
+        *((r"it is \boxed{34}", "34", 1.0), (r"\boxed{34}" + "\nAnswer: 35", "35", -1.0)),
+        *(("34", None, -1.0), ("", None, -1.0)),
         ("Answer: 34" + " " * 300, None, -1.0),  # only the end is read
-    ],
-)
-def test_math_dapo(end, pred, score):
-    got = math_dapo("math_dapo", f"17 * 2\n{end}", "34", None)
-    assert got == {"score": score, "acc": float(score > 0), "pred": pred}
+    ]:
+        got = math_dapo("math_dapo", f"17 * 2\n{end}", "34", None)
+        assert got == {"score": score, "acc": float(score > 0), "pred": pred}, end
 
 
-@pytest.mark.parametrize(
-    ("turns", "last", "score"),
-    [(2, "no", -1.0), (4, "no", -0.9), (8, "no", -0.7), (30, "no", -0.6), (8, "Answer: 3", 1.0)],
-)
-def test_math_dapo_adds_to_wrong_episodes_what_retool_adds(turns, last, score):
-    about = {"num_turns": turns, "last_answer": last}
-    got = math_dapo("math_dapo", "Answer: 3", "3", about, turn_bonus=0.1)
-    assert got["score"] == pytest.approx(score)
-    with pytest.raises(ValueError, match="turn_bonus needs an episode"):
+def test_math_dapo_adds_to_wrong_episodes_what_retool_adds():
+    for turns, last, score in [
+        *((2, "no", -1.0), (4, "no", -0.9), (8, "no", -0.7), (30, "no", -0.6)),
+        (8, "Answer: 3", 1.0),
+    ]:
+        about = {"num_turns": turns, "last_answer": last}
+        got = math_dapo("math_dapo", "Answer: 3", "3", about, turn_bonus=0.1)
+        assert got["score"] == pytest.approx(score)
+    with pytest.raises(ValueError, match="turn_bonus"):
         math_dapo("math_dapo", "Answer: 3", "3", None, turn_bonus=0.1)
-
-
-def test_math_gives_up_in_time():
-    assert math("MATH", r"\boxed{9^{9^{9^{9}}}}", "3", None, seconds=1)["score"] == 0.0
 
 
 def as_squad(text):
@@ -273,24 +209,16 @@ def test_search_em_takes_the_last_turn_of_an_episode():
     assert search_em("nq", "<answer>Rome", "Rome", None, format_score=0.1)["score"] == 0.0
     assert search_em("nq", told + "<answer></answer>", "Rome", None)["pred"] == ""
     assert by_source("searchR1_2wikimultihopqa", told, {"target": ["rome"]}, {})["acc"] == 1.0
-
-
-@pytest.mark.parametrize("truth", [None, True, {"answer": "x"}, {"target": None}, [], ["x", [1]]])
-def test_search_em_refuses_other_references(truth):
-    with pytest.raises(ValueError, match="search_em: expected a text"):
-        search_em("nq", "<answer>x</answer>", truth, None)
+    for truth in (None, True, {"answer": "x"}, {"target": None}, [], ["x", [1]]):
+        with pytest.raises(ValueError, match="search_em"):
+            search_em("nq", "<answer>x</answer>", truth, None)
 
 
 NUMBERS = [
-    (7, "7"),
-    (-7, "-7"),
-    (7.0, "7"),
-    (3.5, "3.5"),
-    (1e-7, "0.0000001"),
-    (1e22, "1" + "0" * 22),
+    *((7, "7"), (-7, "-7"), (7.0, "7"), (3.5, "3.5"), (1e-7, "0.0000001"), (1e22, "1" + "0" * 22)),
+    *((np.int64(7), "7"), (np.float64(3.5), "3.5"), (np.float32(0.1), "0.1"), (0, "0"), (0.0, "0")),
+    *((Decimal("7.50"), "7.5"), (10**40 + 1, "1" + "0" * 39 + "1")),
 ]
-NUMBERS += [(np.int64(7), "7"), (np.float64(3.5), "3.5"), (np.float32(0.1), "0.1")]
-NUMBERS += [(Decimal("7.50"), "7.5"), (10**40 + 1, "1" + "0" * 39 + "1"), (0, "0"), (0.0, "0")]
 
 
 def test_a_column_of_numbers_is_as_good_as_one_of_texts():
@@ -305,10 +233,11 @@ def test_a_column_of_numbers_is_as_good_as_one_of_texts():
     assert arithmetic("", "7", 7, None)["acc"] == arithmetic("", "7", 7.0, None)["acc"] == 1.0
 
 
-@pytest.mark.parametrize("function", [arithmetic, gsm8k, math, math_dapo, geo3k, last_answer])
-def test_what_is_no_answer_is_refused_whatever_the_reply_is(function):
-    for truth in (None, True, float("nan"), float("inf"), Decimal("NaN"), [], [7], {"a": 7}, " "):
-        with pytest.raises(ValueError, match=rf"^{function.__name__}: expected .* ground truth"):
+def test_what_is_no_answer_is_refused_whatever_the_reply_is():
+    others = (None, True, float("nan"), float("inf"), Decimal("NaN"), [], [7], {"a": 7}, " ")
+    functions = (arithmetic, gsm8k, math, math_dapo, geo3k, last_answer)
+    for function, truth in itertools.product(functions, others):
+        with pytest.raises(ValueError, match=rf"^{function.__name__}:"):
             function("", "7", truth, None)
 
 
@@ -316,54 +245,45 @@ def test_by_source_dispatches():
     assert by_source("openai/gsm8k", "#### 5", "5", {})["score"] == 1.0
     assert by_source("arithmetic", "#### 5", "5", {})["score"] == 0.0
     assert by_source("lighteval/MATH", r"\boxed{10/2}", "5", {})["score"] == 1.0
-
-
-def test_by_source_lists_the_known_sources():
-    message = r"no reward function for data_source 'gsm9k'; known: "
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match="gsm9k") as caught:
         by_source("gsm9k", "", "", None)
     assert all(name in str(caught.value) for name in SOURCES)
 
 
-@pytest.mark.parametrize(
-    ("reply", "truth", "score", "pred"),
-    [
-        (r"<think>3 + 4</think> So \boxed{7}.", "7", 1.0, "7"),
-        ("<think>a\nb</think>\n\n" + r"$\boxed{3\sqrt{2}}$", r"3 \sqrt { 2 }", 1.0, r"3\sqrt{2}"),
-        (r"<think></think>\boxed{0.5}", r"\frac { 1 } { 2 }", 1.0, "0.5"),
-        (r"So \boxed{7}.", "7", 0.9, "7"),
-        (r"So <think>3 + 4</think> \boxed{7}", "7", 0.9, "7"),
-        (r"<think>\boxed{7}</think> It is 7.", "7", 0.9, "7"),
-        (r"3 + 4</think> \boxed{7}", "7", 0.9, "7"),
-        (r"<think>3 + 4</think> \boxed{8}", "7", 0.1, "8"),
-        (r"<think>3 + 4</think> \boxed{7} or \boxed{8}", "7", 0.1, "8"),
-        (r"<think>a</think> b</think> \boxed{}", "7", 0.1, ""),
-        (r"<think>3 + 4 \boxed{8}", "7", 0.0, "8"),
-        (r"<think>3 + 4</think> \boxed{7", "7", 0.0, None),
-        ("<think>3 + 4</think> 7", "7", 0.0, None),
-        ("7", "7", 0.0, None),
-        ("", "7", 0.0, None),
-    ],
-)
-def test_geo3k(reply, truth, score, pred):
-    result = geo3k("hiyouga/geometry3k", reply, truth, None)
-    assert result == {"score": pytest.approx(score), "acc": float(score >= 0.9), "pred": pred}
-    assert by_source("hiyouga/geometry3k", reply, truth, None) == result
-    plain = geo3k("hiyouga/geometry3k", reply, truth, None, format_weight=0.0)
-    assert plain["score"] == plain["acc"]
+GEO3K = [
+    (r"<think>3 + 4</think> So \boxed{7}.", "7", 1.0, "7"),
+    ("<think>a\nb</think>\n\n" + r"$\boxed{3\sqrt{2}}$", r"3 \sqrt { 2 }", 1.0, r"3\sqrt{2}"),
+    (r"<think></think>\boxed{0.5}", r"\frac { 1 } { 2 }", 1.0, "0.5"),
+    *((r"So \boxed{7}.", "7", 0.9, "7"), (r"3 + 4</think> \boxed{7}", "7", 0.9, "7")),
+    (r"So <think>3 + 4</think> \boxed{7}", "7", 0.9, "7"),
+    (r"<think>\boxed{7}</think> It is 7.", "7", 0.9, "7"),
+    (r"<think>3 + 4</think> \boxed{8}", "7", 0.1, "8"),
+    (r"<think>3 + 4</think> \boxed{7} or \boxed{8}", "7", 0.1, "8"),
+    (r"<think>a</think> b</think> \boxed{}", "7", 0.1, ""),
+    (r"<think>3 + 4 \boxed{8}", "7", 0.0, "8"),
+    (r"<think>3 + 4</think> \boxed{7", "7", 0.0, None),
+    *(("<think>3 + 4</think> 7", "7", 0.0, None), ("7", "7", 0.0, None), ("", "7", 0.0, None)),
+]
+
+
+def test_geo3k():
+    for reply, truth, score, pred in GEO3K:
+        result = geo3k("hiyouga/geometry3k", reply, truth, None)
+        expected = {"score": pytest.approx(score), "acc": float(score >= 0.9), "pred": pred}
+        assert result == expected, reply
+        assert by_source("hiyouga/geometry3k", reply, truth, None) == result
+        plain = geo3k("hiyouga/geometry3k", reply, truth, None, format_weight=0.0)
+        assert plain["score"] == plain["acc"]
+    with pytest.raises(ValueError, match="format_weight"):
+        geo3k("", "7", "7", None, format_weight=1.5)
 
 
 def test_the_form_of_geo3k_is_that_of_a_regular_expression():
     """As verl writes it; ours takes no time for replies that begin many times."""
-    parts = ("<think>", "</think>", r"\boxed{", "}", "\n", "7")
+    parts = ("<think>", "</think>", r"\boxed{", "}", "\n")
     pattern = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
-    for chosen in itertools.product(parts, repeat=5):
+    for chosen in itertools.product(parts, repeat=4):
         reply = "".join(chosen)
         score = geo3k("", reply, "x", None, format_weight=1.0)["score"]
         assert score == float(pattern.fullmatch(reply) is not None), reply
     assert geo3k("", "<think></think>" + r"</think>\boxed{" * 20000, "x", None)["score"] == 0.0
-
-
-def test_geo3k_refuses_a_weight_beyond_one():
-    with pytest.raises(ValueError, match=r"expected format_weight from 0 to 1, got 1\.5"):
-        geo3k("", "7", "7", None, format_weight=1.5)

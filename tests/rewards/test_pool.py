@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +22,7 @@ from jaxrl_llm.rewards import runner
 from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
 from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.workers import pool as workers_pool
+from tests.refusals import refuses
 from tests.waiting import ended, wait_until
 
 FUNCTIONS = """
@@ -38,7 +37,7 @@ def act(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
     if solution_str == "spin": re.match(r"(a+)+$", "a" * 60 + "b")  # never lets go of the GIL
     if solution_str == "die": os._exit(0)
     if solution_str == "crash": ctypes.string_at(0)
-    if solution_str == "nap": time.sleep(0.1); return 1.0
+    if solution_str == "nap": time.sleep(0.15); return 1.0
     if solution_str == "pid": return {"score": 0.0, "pid": os.getpid()}
     if solution_str == "jax": return {"score": 0.0, "jax": "jax" in sys.modules}
     if solution_str == "child":
@@ -95,15 +94,12 @@ def items(*replies, **extra_info):
 # ----------------------------------------------------------------------------------- what it gives
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_scores_come_in_order(make, workers):
+def test_scores_come_in_order(make):
     replies = [str(number) for number in range(100)]
-    scores = make(workers, bonus=0.5).score(items(*replies))
-    assert scores == [Score(number + 0.5, {}, None) for number in range(100)]
-
-
-def test_nothing_to_score(make):
-    assert make().score([]) == []
+    for workers in (0, 1, 3):
+        pool = make(workers, bonus=0.5)
+        assert pool.score(items(*replies)) == [Score(n + 0.5, {}, None) for n in range(100)]
+        assert pool.score([]) == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -130,14 +126,6 @@ def test_workers_start_once_and_without_jax(make):
     assert [s.extra for s in pool.score(items("jax"))] == [{"jax": False}]
 
 
-def test_many_cheap_items_are_quick(make):
-    pool = make(workers=2)
-    pool.score(items("1"))
-    start = time.monotonic()
-    pool.score(items(*["1" * 300] * 1024))
-    assert time.monotonic() - start < 3.0  # 0.2 s on an idle machine
-
-
 def test_threads_may_share_a_pool(make):
     pool = make(workers=2)
     with ThreadPoolExecutor(3) as threads:
@@ -153,144 +141,124 @@ def test_long_replies_pass_through_the_pipe(make):
 # ------------------------------------------------------------------------------------ what can fail
 
 
-FAILURES = [
-    ("raise", "exception", "exception: KeyError: 'no such key' (mine.py:7)"),
-    ("exit", "exception", "exception: SystemExit: 3 (mine.py:8)"),
-    ("x", "exception", "exception: ValueError: could not convert string to float: 'x' (mine.py:"),
-    ("nan", "invalid", "invalid: expected a finite number (float32) as score, got nan"),
-    ("inf", "invalid", "invalid: expected a finite number (float32) as score, got -inf"),
-    ("none", "invalid", "invalid: expected a finite number (float32) as score, got None"),
-    ("text", "invalid", "invalid: expected a finite number (float32) as score, got '1.0'"),
-    ("list", "invalid", "invalid: expected a finite number (float32) as score, got [1.0]"),
-    ("no score", "invalid", "invalid: expected a dict with 'score', got keys ['acc']"),
-    ("bad extra", "invalid", "a function is not plain data"),
-    ("array", "invalid", "(float32) as score, got array([1., 1., 1.])"),
-    ("wide", "invalid", "(float32) as score, got 1e+39"),
-    ("digits", "invalid", "(float32) as score, got 9999999999"),
-    ("many digits", "invalid", "(float32) as score, got an int"),
-    ("fraction", "invalid", "(float32) as score, got Fraction(1000000"),
-    ("own", "invalid", "(float32) as score, got an Own"),
-    ("many digits beside", "invalid", "expected plain data, got a dict: Exceeds the limit"),
-    ("deep", "invalid", "expected plain data, got a dict: maximum recursion depth"),
-    ("fraction beside", "invalid", "expected plain data, got {'score': 1.0, 'n': Fraction(1"),
-]
-FATAL = [
-    ("hang", "timeout", "timeout: no answer within 1 s"),
-    ("spin", "timeout", "timeout: no answer within 1 s"),
-    ("die", "died", "died: its process ended with exit code 0"),
-    ("crash", "died", "died: its process ended with exit code -11"),
-    ("close", "died", "died: its process ended with exit code none yet"),
-]
+FAILURES = {
+    "exception": {
+        "raise": "KeyError: 'no such key' (mine.py:7)",
+        "exit": "(mine.py:8)",
+        "x": "'x'",
+    },
+    "invalid": {
+        **{"nan": "nan", "inf": "-inf", "none": "None", "text": "'1.0'", "list": "[1.0]"},
+        **{"no score": "'score'", "bad extra": "", "array": "array", "wide": "1e+39"},
+        **{"digits": "9999999999", "many digits": "int", "fraction": "Fraction", "own": "Own"},
+        **{"many digits beside": "dict", "deep": "dict", "fraction beside": "Fraction"},
+    },
+}
+FATAL = {
+    **{"hang": "timeout", "spin": "timeout"},
+    **{"die": "died", "crash": "died", "close": "died"},
+}
 
 
-@pytest.mark.parametrize(
-    ("workers", "reply", "kind", "message"),
-    [(w, *failure) for w in (0, 1) for failure in FAILURES] + [(1, *failure) for failure in FATAL],
-)
-def test_failure_is_counted_logged_and_replaced(make, caplog, workers, reply, kind, message):
-    pool = make(workers, timeout_s=1.0, on_error=-1.0)
+def check_failure(pool, caplog, reply, kind, part=""):
+    """Let a reply fail among others."""
+    before = pool.counts[kind]
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         scores = pool.score(items("1", reply, "2", "3"))
-    assert [score.score for score in scores] == [1.0, -1.0, 2.0, 3.0]
+    assert [score.score for score in scores] == [1.0, -1.0, 2.0, 3.0], reply
     error = scores[1].error
-    assert error is not None and message in error
+    assert error.startswith(f"{kind}: ") and part in error
     assert [score.error for score in scores if score is not scores[1]] == [None] * 3
-    assert pool.counts == {"exception": 0, "timeout": 0, "died": 0, "invalid": 0, kind: 1}
+    assert pool.counts[kind] == before + 1
     assert f"row 1 (data_source 'test', reply '{reply}', ground truth 'truth'): " in caplog.text
-    assert message in caplog.text
     assert pool.score(items("4"))[0] == Score(4.0, {}, None)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failure_is_counted_logged_and_replaced(make, caplog, workers):
+    pool = make(workers)
+    for kind, replies in FAILURES.items():
+        for reply, part in replies.items():
+            check_failure(pool, caplog, reply, kind, part)
+    (score,) = pool.score(items("z" * 9000))
+    assert len(score.error) < 500
+    for reply, kind in FATAL.items() if workers else ():
+        check_failure(make(workers, timeout_s=1.0), caplog, reply, kind)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_failure_stops_when_asked_to(make, workers):
     pool = make(workers, on_error=None)
-    message = r"failed on row 1 \(data_source 'test', reply 'raise', .*\): exception: KeyError"
     for _ in range(2):
-        with pytest.raises(RewardError, match=message):
+        with pytest.raises(RewardError, match=r"row 1 .*KeyError"):
             pool.score(items("1", "raise", "2"))
     assert pool.counts["exception"] == 2
     assert pool.score(items("5"))[0].score == 5.0
 
 
 def test_stopping_does_not_wait_for_the_others(make):
-    pool = make(2, timeout_s=60.0, on_error=None)
-    pool.score(items("1", "2"))
-    start = time.monotonic()
+    pool = make(2, timeout_s=590.0, on_error=None)
     with pytest.raises(RewardError, match="exception"):
         pool.score(items("hang", "raise"))
-    assert time.monotonic() - start < 20.0
     assert pool.score(items("6", "7"))[1].score == 7.0
 
 
 def test_many_failures_at_once(make):
-    replies = ["hang", "die", "nan", "raise", "1"] * 3
-    scores = make(3, timeout_s=0.5, on_error=0.0).score(items(*replies))
+    replies = ["hang", "die", "nan", "raise", "1"] * 2
+    scores = make(3, timeout_s=1.0, on_error=0.0).score(items(*replies))
     kinds = [(score.error or "fine").split(":")[0] for score in scores]
-    assert kinds == ["timeout", "died", "invalid", "exception", "fine"] * 3
+    assert kinds == ["timeout", "died", "invalid", "exception", "fine"] * 2
 
 
 def test_time_limit_is_per_item_not_per_chunk(make):
-    # 24 items for one worker: the first chunk holds 7, which take 0.7 s
-    scores = make(1, timeout_s=0.5, on_error=None).score(items(*["nap"] * 24))
+    # 24 items for one worker: the first chunk holds 7, which take 1.05 s
+    scores = make(1, timeout_s=0.9, on_error=None).score(items(*["nap"] * 24))
     assert [score.score for score in scores] == [1.0] * 24
 
 
 def test_many_failures_are_one_line_with_two_different_ones(make, caplog):
     with caplog.at_level(logging.WARNING):
         make(0, on_error=0.0).score(items("1", *["raise"] * 40, *["none"] * 47))
-    (line,) = caplog.messages
-    assert "failed on 87 of 88 answers (40 exception, 47 invalid); the first: row 1 " in line
-    assert "; another: row 41 " in line and "got None" in line
-    assert line.count("row ") == 2
-
-
-def test_long_rows_are_shortened_in_the_log(make, caplog):
-    with caplog.at_level(logging.WARNING):
         make(0).score(items("x" * 5000))
-    row = caplog.text[caplog.text.index("row 0") : caplog.text.index("ground truth")]
-    assert len(row) < 250
+    line, long = caplog.messages
+    assert "87 of 88 answers (40 exception, 47 invalid)" in line and line.count("row ") == 2
+    assert "row 1 " in line and "row 41 " in line
+    assert len(long[long.index("row 0") : long.index("ground truth")]) < 250
 
 
 def test_a_hung_reward_functions_own_children_are_killed(make, tmp_path):
     file = tmp_path / "pid"
     scores = make(1, timeout_s=1.0).score(items("child, hang", file=str(file)))
-    assert "timeout" in (scores[0].error or "")
+    assert "timeout" in scores[0].error
     wait_until(lambda: ended(int(file.read_text())))
 
 
-# -------------------------------------------------------------------------- starting and end_reason
+# ------------------------------------------------------------------------------------- starting
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("workers", -1), ("on_error", math.nan), *(("timeout_s", t) for t in (0.0, -1.0, math.inf))],
-)
-def test_settings_are_checked(key, value):
-    with pytest.raises(ConfigError, match=f"^{key}: expected"):
-        ScoringConfig(**{key: value})
+def test_settings_and_the_function_are_checked_before_anything_runs(make):
+    settings = {"workers": [-1], "on_error": [math.nan], "timeout_s": [0.0, -1.0, math.inf]}
+    for key, value in ((key, value) for key, values in settings.items() for value in values):
+        with refuses(key):
+            ScoringConfig(**{key: value})
+    for keywords, named in {
+        "name=akt": "act",
+        "bonsu=1": "bonus",
+        "name=three": "extra_info",
+    }.items():
+        with pytest.raises(ConfigError, match=f"'{named}'"):
+            make(**dict([keywords.split("=")]))
 
 
-def test_reward_function_is_checked_before_anything_runs(make):
-    with pytest.raises(ConfigError, match=r"no function 'akt' .*did you mean 'act'"):
-        make(name="akt")
-    with pytest.raises(ConfigError, match="takes no 'bonsu'; did you mean 'bonus'"):
-        make(bonsu=1.0)
-    with pytest.raises(ConfigError, match=r"can't be called with data_source, .*'extra_info'"):
-        make(name="three")
-
-
-def test_reward_function_that_only_loads_here(tmp_path):
-    path = tmp_path / "once.py"
+def here_only(folder, elsewhere):
+    """Return a reward function of a file that runs a line where it is loaded elsewhere."""
+    path = folder / "once.py"
     path.write_text(
-        f"import os\nif os.getpid() != {os.getpid()}: raise OSError('not here')\n"
+        f"import os, time\nif os.getpid() != {os.getpid()}: {elsewhere}\n"
         "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
     )
-    pool = RewardPool(FunctionSpec(f"{path}:act"), ScoringConfig(workers=1))
-    with (
-        pool,
-        pytest.raises(RewardError, match=r"a worker can't load .*once\.py:2: OSError: not here"),
-    ):
-        pool.score(items("1"))
+    return FunctionSpec(f"{path}:act")
 
 
 CELL = """
@@ -301,39 +269,30 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_function_given_from_python_that_only_loads_here(monkeypatch):
-    """What a worker can't unpickle used to end it without a word."""
+def test_a_worker_that_can_not_start_says_why(tmp_path, monkeypatch):
     other = types.ModuleType("another_module")
     monkeypatch.setitem(sys.modules, "another_module", other)
-    other.value = 1.0
-    cell = {"__name__": "__main__"}
-    exec(CELL, cell)
-    pool = RewardPool(FunctionSpec.of(cell["act"]), ScoringConfig(workers=1))
-    expected = r"a worker can't load '__main__:act': ModuleNotFoundError: .*'another_module'"
-    with pool, pytest.raises(RewardError, match=expected):
+    other.value, cell = 1.0, {"__name__": "__main__"}
+    exec(CELL, cell)  # what a worker can't unpickle used to end it without a word
+    for spec, named in [
+        (here_only(tmp_path, "raise OSError('not here')"), r"once\.py:2: OSError"),
+        (FunctionSpec.of(cell["act"]), "another_module"),
+    ]:
+        with (
+            RewardPool(spec, ScoringConfig(workers=1)) as pool,
+            pytest.raises(RewardError, match=named),
+        ):
+            pool.score(items("1"))
+    with (
+        RewardPool(here_only(tmp_path, "os._exit(7)"), ScoringConfig(workers=2)) as pool,
+        pytest.raises(RewardError, match="exit code 7"),
+    ):
         pool.score(items("1"))
-
-
-def test_worker_that_dies_while_starting(tmp_path):
-    path = tmp_path / "fatal.py"
-    path.write_text(
-        f"import os\nif os.getpid() != {os.getpid()}: os._exit(7)\n"
-        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
-    )
-    pool = RewardPool(FunctionSpec(f"{path}:act"), ScoringConfig(workers=2))
-    with pool, pytest.raises(RewardError, match="a worker ended with exit code 7 while it started"):
-        pool.score(items("1"))
-
-
-def test_worker_that_never_comes_up(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_pool, "START_TIMEOUT_S", 0.5)
-    path = tmp_path / "slow.py"
-    path.write_text(
-        f"import os, time\nif os.getpid() != {os.getpid()}: time.sleep(600)\n"
-        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
-    )
-    pool = RewardPool(FunctionSpec(f"{path}:act"), ScoringConfig(workers=1))
-    with pool, pytest.raises(RewardError, match=r"no worker came up within 0.5 s"):
+    with (
+        RewardPool(here_only(tmp_path, "time.sleep(600)"), ScoringConfig(workers=1)) as pool,
+        pytest.raises(RewardError, match=r"0\.5 s"),
+    ):
         pool.score(items("1"))
 
 
@@ -363,37 +322,23 @@ def test_no_process_is_left_behind(functions_file, way):
     wait_until(lambda: all(ended(pid) for pid in pids))
 
 
-def test_long_messages_are_shortened(make, caplog):
-    score = make(1).score(items("z" * 9000))[0]
-    assert score.error is not None and len(score.error) < 500
-
-
-def test_closed_pool_refuses(make):
-    pool = make(1)
-    pool.close()
-    pool.close()
-    with pytest.raises(RewardError, match="the pool is closed"):
-        pool.score(items("1"))
-
-
 @pytest.mark.parametrize("when", ["asked", "starting", "scoring"])
 def test_closing_ends_a_call_in_another_thread(functions_file, tmp_path, when):
-    file = tmp_path / "child"
-    before = psutil.Process().children()
-    pool = RewardPool(
-        FunctionSpec(f"{functions_file}:act"), ScoringConfig(workers=2, timeout_s=60.0)
-    )
+    file, before = tmp_path / "child", psutil.Process().children()
+    config = ScoringConfig(workers=2, timeout_s=590.0)
+    pool = RewardPool(FunctionSpec(f"{functions_file}:act"), config)
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, items("hang", "child, hang", file=str(file)))
         if when == "starting":
             wait_until(lambda: pool._worker_pool.workers)
         if when == "scoring":
             wait_until(lambda: file.exists() and file.read_text())
-        start = time.monotonic()
         pool.close()
-        with pytest.raises(RewardError, match="the pool is closed"):
-            scoring.result(timeout=10.0)
-    assert time.monotonic() - start < 5.0
+        with pytest.raises(RewardError, match="closed"):
+            scoring.result(timeout=60.0)
+    pool.close()
+    with pytest.raises(RewardError, match="closed"):
+        pool.score(items("1"))
     assert psutil.Process().children() == before and sum(pool.counts.values()) == 0
     if when == "scoring":
         wait_until(lambda: ended(int(file.read_text())))
@@ -415,16 +360,9 @@ pool.score([m.RewardItem("", {reply!r}, "", {{}})]) if {reply!r} else sys.stdin.
 def test_workers_end_when_their_owner_is_killed(functions_file, reply):
     search = [*sys.path, str(Path(runner.__file__).parents[2])]
     program = PROGRAM.format(search=search, function=f"{functions_file}:act", reply=reply)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    with owner:
-        assert owner.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as owner:
         worker = int(owner.stdout.readline())
-        time.sleep(0.1)
         assert not ended(worker)
         owner.kill()
     wait_until(lambda: ended(worker))
@@ -433,20 +371,14 @@ def test_workers_end_when_their_owner_is_killed(functions_file, reply):
 # --------------------------------------------------------------- numbers beside reward functions
 
 
-HUGE, SPEC = 10**400, FunctionSpec("gsm8k")
-PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-STEPS = {"prompt": "a", "completions": ["b", "c"]}
-
-
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda: normalize_preference_row(PAIR | {"margin": HUGE}), "field 'margin'"),
-        (lambda: normalize_preference_row(PAIR | {"score_chosen": 1e39}), "field 'score_cho"),
-        (lambda: normalize_preference_row(STEPS | {"labels": [1, HUGE]}), r"field 'labels\[1\]"),
-        (lambda: RewardConfig(on_error=HUGE), "on_error"),
-    ],
-)
-def test_numbers_that_float32_can_not_hold_are_named_by_key_or_row(use, message):
-    with pytest.raises(ValueError, match=message):
-        use()
+def test_numbers_that_float32_can_not_hold_are_named_by_key_or_row():
+    huge, pair = 10**400, {"prompt": "a", "chosen": "b", "rejected": "c"}
+    steps = {"prompt": "a", "completions": ["b", "c"], "labels": [1, huge]}
+    for row, field in [
+        *((pair | {"margin": huge}, "margin"), (pair | {"score_chosen": 1e39}, "score_chosen")),
+        (steps, "labels"),
+    ]:
+        with pytest.raises(ValueError, match=field):
+            normalize_preference_row(row)
+    with refuses("on_error"):
+        RewardConfig(on_error=huge)

@@ -19,8 +19,11 @@ pytestmark = [
         platform.machine() != "x86_64", reason="the attacks use numbers of system calls"
     ),
 ]
+
 FAST = [chosen for chosen in read_attacks() if not chosen.slow]
+
 SLOW = [chosen for chosen in read_attacks() if chosen.slow]
+
 GUARDED = ("jaxrl_llm/sandbox/", "benchmarks/sandbox/")
 
 
@@ -40,20 +43,22 @@ def target(case):
     opened.close()
 
 
-@pytest.mark.parametrize("chosen", FAST, ids=lambda chosen: chosen.name)
-def test_an_attack_ends_in_a_told_error(target, case, chosen):
-    result, damage = attack(target, chosen, case)
-    assert damage == []
-    assert result.failure is None or result.reason
+def test_attacks_end_in_told_errors(target, case, subtests):
+    for chosen in FAST:
+        with subtests.test(chosen.name):
+            result, damage = attack(target, chosen, case)
+            assert damage == []
+            assert result.failure is None or result.reason
 
 
 @pytest.mark.slow
 @pytest.mark.guards(*GUARDED)
-@pytest.mark.parametrize("chosen", SLOW, ids=lambda chosen: chosen.name)
-def test_an_attack_on_time_ends_in_a_told_error(target, case, chosen):
-    result, damage = attack(target, chosen, case)
-    assert damage == []
-    assert result.reason
+def test_attacks_on_time_end_in_told_errors(target, case, subtests):
+    for chosen in SLOW:
+        with subtests.test(chosen.name):
+            result, damage = attack(target, chosen, case)
+            assert damage == []
+            assert result.reason
 
 
 @pytest.mark.slow

@@ -4,9 +4,6 @@ import base64
 import contextlib
 import copy
 import io
-import json
-import struct
-import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -28,11 +25,18 @@ from tests.listening import listening
 from tests.serving.conftest import Scripted
 
 MODEL = "configs/vision/model"
+
 TOKENIZER = load_tokenizer(MODEL)
+
 STOPS = stop_ids(TOKENIZER, MODEL)
+
 PROCESSOR = VisualProcessor.from_directory(MODEL)
+
 IMAGE = PROCESSOR.placeholders.image_id
+
 ROOM = 256
+
+
 SEEING = ServedModel(
     "tiny", TOKENIZER, STOPS, 272, ROOM, 8, text_limit(TOKENIZER, ROOM), processor=PROCESSOR
 )
@@ -58,18 +62,6 @@ def shows(*urls, text="what is it?", role="user"):
 
 def chat(*messages, served=SEEING, **fields):
     return parse_chat({"messages": [*messages], "max_tokens": 4} | fields, served)
-
-
-def claims(width, height):
-    """Return a PNG whose header tells of more than there is."""
-
-    def chunk(name, data):
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
 def test_a_chat_shows_images_in_the_place_of_their_parts():
@@ -110,76 +102,50 @@ def test_tools_show_images_and_the_responses_api_does():
         assert request.prompts[0].count(IMAGE) == 6
 
 
-BROKEN = {
-    "another server": ("http://localhost:1/a.png", "nothing is fetched"),
-    "a file here": ("/etc/passwd", "no files are read here"),
-    "a file's URL": ("file:///etc/passwd", "no files are read here"),
-    "no picture": (url_of(b"hello"), "begins with b'hello'"),
-    "nothing": (url_of(b""), "empty"),
-    "no base64": ("data:image/png;base64,%%%", "base64"),
-    "no such URL": ("data:text/plain;base64,aGk=", "expected data:image/"),
-    "SVG": (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "expected a"),
-    "cut": (url_of(file_of(size=(64, 64))[:60]), "decoded"),
-    "a bomb": (url_of(claims(60_000, 60_000)), "pixels"),
-    "a line": (url_of(claims(8000, 8)), "sides of at most 200 to 1"),
-    "animated": (
-        url_of(file_of("GIF", save_all=True, append_images=[Image.new("RGB", (32, 48))]), "gif"),
-        "animated",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_an_image_that_can_t_be_used_is_refused(name):
-    url, said = BROKEN[name]
-    with pytest.raises(APIError) as caught:
-        chat({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}, shows(url))
-    assert (caught.value.status, caught.value.param) == (400, "messages[2]")
-    assert said in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
+def test_an_image_that_can_t_be_used_is_refused(subtests):
+    """Which files are none, and how they are told, is for tests/data/test_pictures.py."""
+    animated = {"save_all": True, "append_images": [Image.new("RGB", (32, 48))]}
+    for name, url in {
+        **{"another server": "http://localhost:1/a.png", "a file here": "/etc/passwd"},
+        **{"a file's URL": "file:///etc/passwd", "no picture": url_of(b"hello")},
+        **{"no base64": "data:image/png;base64,%%%", "text": "data:text/plain;base64,aGk="},
+        "cut": url_of(file_of(size=(64, 64))[:60]),
+        "animated": url_of(file_of("GIF", **animated), "gif"),
+    }.items():
+        before = [{"role": role, "content": "Hi"} for role in ("user", "assistant")]
+        with subtests.test(name):
+            with pytest.raises(APIError) as caught:
+                chat(*before, shows(url))
+            assert (caught.value.status, caught.value.param) == (400, "messages[2]")
+    for part in [
         {"type": "image_url", "image_url": {"url": 3}},
         {"type": "image_url", "image_url": {"url": url_of(file_of()), "detail": "most"}},
-        {"type": "image_url"},
-        {"type": "image", "image": url_of(file_of())},
+        *({"type": "image_url"}, {"type": "image", "image": url_of(file_of())}),
         {"type": "video_url", "video_url": {"url": "x"}},
-    ],
-)
-def test_another_part_is_refused(part):
-    with pytest.raises(APIError, match="expected parts of text, or of images"):
-        chat({"role": "user", "content": [part]})
+    ]:
+        with subtests.test(str(part)), pytest.raises(APIError, match="parts"):
+            chat({"role": "user", "content": [part]})
 
 
 def test_a_text_can_t_pass_for_an_image():
-    for message in (
-        {"role": "user", "content": "<|image_pad|>"},
-        shows(url_of(file_of()), text="<|image_pad|>"),
-    ):
+    mark = "<|image_pad|>"
+    for message in ({"role": "user", "content": mark}, shows(url_of(file_of()), text=mark)):
         with pytest.raises(APIError, match="placeholder") as caught:
             chat(message)
         assert caught.value.status == 400
 
 
 def test_images_that_can_t_fit_are_not_decoded(monkeypatch):
-    decoded = []
-    read = PROCESSOR.image
+    decoded, read = [], PROCESSOR.image
     monkeypatch.setattr(PROCESSOR, "image", lambda source: decoded.append(1) or read(source))
     with pytest.raises(APIError) as caught:
-        chat(
-            shows(
-                *[url_of(file_of(size=(64, 64)))] * 1,
-                *(url_of(file_of(size=(64, s))) for s in range(16, 1600, 16)),
-            )
-        )
+        chat(shows(*(url_of(file_of(size=(64, s))) for s in range(16, 1600, 16))))
     assert caught.value.code == "context_length_exceeded"
     assert len(decoded) < 30
 
 
 def test_a_model_of_text_refuses_images(served):
-    with pytest.raises(APIError, match="reads text alone") as caught:
+    with pytest.raises(APIError) as caught:
         parse_chat({"messages": [shows(url_of(file_of()))]}, served)
     assert (caught.value.status, caught.value.param) == (400, "messages[0]")
     parts = [{"type": "text", "text": text} for text in "ab"]
@@ -197,9 +163,8 @@ def test_openai_s_client_shows_images_and_is_told_what_is_wrong():
         assert [len(request.visuals) for request in engine.requests] == [1]
         assert answer.usage.prompt_tokens == len(engine.requests[0].prompt) > 6
         for stream in (False, True):
-            with pytest.raises(BadRequestError) as caught:
+            with pytest.raises(BadRequestError, match="image"):
                 client.chat.completions.create(model="tiny", messages=[bad], stream=stream)
-            assert "an image can't be used" in json.dumps(caught.value.body)
 
 
 def test_images_are_read_as_the_server_s_config_says(monkeypatch):

@@ -45,15 +45,12 @@ def with_bytes(normalizer, **end):
 
 
 SPACE = normalizers.Replace(" ", "▁")
+
+LOWER = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
 BOUNDED = {
-    "quickstart": None,
-    "bytes": of_bytes(),
-    "bytes, NFC": of_bytes(normalizers.NFC()),
-    "bytes, NFKC, lowercase": of_bytes(
-        normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    ),
+    **{"quickstart": None, "bytes": of_bytes(), "bytes, NFC": of_bytes(normalizers.NFC())},
+    **{"bytes, NFKC, lowercase": of_bytes(LOWER), "bytes, rstrip": of_bytes(rstrip=True)},
     "bytes, split": of_bytes(None, pre_tokenizers.Split(Regex(r"\s+|\w+"), "isolated")),
-    "bytes, rstrip": of_bytes(rstrip=True),
     "fallback": with_bytes(normalizers.Sequence([normalizers.Prepend("▁"), SPACE])),
     "fallback, strip": with_bytes(normalizers.Sequence([normalizers.Strip(), SPACE])),
 }
@@ -65,30 +62,28 @@ def bounded(request, tokenizer):
     return BOUNDED[request.param] or tokenizer
 
 
-def fits(tokenizer, text):
-    """Check a text against the tokens that it has."""
-    limit = text_limit(tokenizer, 1)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    dataclasses.replace(limit, tokens=max(1, len(ids))).check(text, "prompt")
-
-
 def test_a_text_that_fits_is_never_refused(bounded):
+    limit = text_limit(bounded, 1)
+
+    def fits(text):
+        """Check a text against the tokens that it has."""
+        ids = bounded(text, add_special_tokens=False)["input_ids"]
+        dataclasses.replace(limit, tokens=max(1, len(ids))).check(text, "prompt")
+
     @given(st.lists(LETTERS, max_size=30).map("".join))
     def of_any(text):
-        fits(bounded, text)
+        fits(text)
 
     of_any()
     for text in (GREEK * 50, "a" * 300, "<e>" + " " * 300, " " * 300 + "a" + "\n" * 300):
-        fits(bounded, text)
+        fits(text)
 
 
 def test_a_text_that_can_not_fit_is_refused(bounded):
     limit = text_limit(bounded, 10)
     most = 10 * limit.longest
     limit.check("a" * most, "prompt")
-    with pytest.raises(
-        APIError, match=rf"^prompt: got {most + 1} characters, expected at most"
-    ) as no:
+    with pytest.raises(APIError, match=r"^prompt") as no:
         limit.check("a" * (most + 1), "prompt")
     assert (no.value.status, no.value.code) == (400, "context_length_exceeded")
     with pytest.raises(APIError):
@@ -103,6 +98,8 @@ def test_the_limits_of_tokenizers(tokenizer):
 
 
 WORDS = {"[UNK]": 0, "a": 1}
+
+
 UNBOUNDED = {
     "words": wrapped(models.WordLevel(WORDS, unk_token="[UNK]"), None, pre_tokenizers.Whitespace()),
     "unigram": wrapped(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),
@@ -115,17 +112,12 @@ UNBOUNDED = {
 }
 
 
-@pytest.mark.parametrize("name", UNBOUNDED)
-def test_where_characters_may_vanish_there_is_no_limit(name):
-    tokenizer = UNBOUNDED[name]
-    text = "a" + ("\u0301" if name == "accents" else " é" if name == "words" else " " * 9) * 20
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) < len(text)
-    assert text_limit(tokenizer, 9) is None
-
-
-def test_where_a_byte_is_missing_there_is_no_limit():
-    tokens = [letter for letter in BYTE_OF if letter != "Ġ"]  # a space's
+def test_where_characters_may_vanish_there_is_no_limit():
+    for name, tokenizer in UNBOUNDED.items():
+        text = "a" + ("\u0301" if name == "accents" else " é" if name == "words" else " " * 9) * 20
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(ids) < len(text) and text_limit(tokenizer, 9) is None, name
+    tokens = [letter for letter in BYTE_OF if letter != "Ġ"]  # without the byte of a space
     model = models.BPE({token: i for i, token in enumerate(tokens)}, [])
     lossy = wrapped(model, None, pre_tokenizers.ByteLevel(add_prefix_space=False))
     assert lossy("a    ", add_special_tokens=False)["input_ids"] == [tokens.index("a")]

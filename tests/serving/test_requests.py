@@ -30,45 +30,26 @@ def chat(served):
     return lambda **fields: parse_chat({"messages": HI} | fields, served)
 
 
-def test_a_bare_completion_has_openais_defaults(completion, tokenizer):
+def test_bare_requests_have_openais_defaults(completion, chat, tokenizer, served):
     ask = completion()
     (prompt,) = ask.prompts
     assert tokenizer.decode(prompt) == "Hi"
     assert ask.sampling == SamplingParams(max_new_tokens=16, stop_ids=(257,))
     assert (ask.n, ask.logprobs, ask.token_ids, ask.stream) == (1, False, False, False)
-
-
-def test_a_bare_chat_is_templated_and_may_fill_what_is_left(chat, tokenizer, served):
     ask = chat()
     (prompt,) = ask.prompts
     assert tokenizer.decode(prompt) == "<|user|>Hi<|end|><|assistant|>"
-    assert ask.sampling.max_new_tokens == served.max_tokens - len(prompt)
+    assert ask.sampling.max_new_tokens == served.max_tokens - len(prompt)  # what is left
 
 
 def test_every_sampling_field_arrives(completion):
-    fields = {
-        "max_tokens": 9,
-        "temperature": 0,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.1,
-        "repetition_penalty": 1.5,
-        "logit_bias": {"7": -100, "5": 1.5},
-        "stop": ["a", "b", "a"],
-        "stop_token_ids": [9, 3],
-        "logprobs": 4,
-    }
+    same = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
+    fields = {"max_tokens": 9, "stop": ["a", "b", "a"], "stop_token_ids": [9, 3], "logprobs": 4}
+    fields |= same | {"logit_bias": {"7": -100, "5": 1.5}}
     expected = SamplingParams(
-        max_new_tokens=9,
-        temperature=0.0,
-        top_p=0.5,
-        top_k=3,
-        min_p=0.1,
-        repetition_penalty=1.5,
+        **same,
+        **{"max_new_tokens": 9, "stop_ids": (3, 9, 257), "stop": ("a", "b"), "top_logprobs": 4},
         logit_bias=((5, 1.5), (7, -100.0)),
-        stop_ids=(3, 9, 257),
-        stop=("a", "b"),
-        top_logprobs=4,
     )
     assert completion(**fields).sampling == expected
     assert set(vars(expected)) == {f.name for f in dataclasses.fields(SamplingParams)}
@@ -79,20 +60,11 @@ def test_every_sampling_field_arrives(completion):
         0,
     )
     assert completion(stop="x").sampling.stop == ("x",)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("AB", [(32, 33)]),
-        (["A", "B"], [(32,), (33,)]),
-        ([32, 33], [(32, 33)]),
-        ([[32], [33, 34]], [(32,), (33, 34)]),
-        (["A", [33]], [(32,), (33,)]),
-    ],
-)
-def test_prompts_come_as_texts_or_tokens(completion, given, expected):
-    assert list(completion(prompt=given).prompts) == expected
+    for given, prompts in [
+        *(("AB", [(32, 33)]), (["A", "B"], [(32,), (33,)]), ([32, 33], [(32, 33)])),
+        *(([[32], [33, 34]], [(32,), (33, 34)]), (["A", [33]], [(32,), (33,)])),
+    ]:
+        assert list(completion(prompt=given).prompts) == prompts
 
 
 def test_seeds_depend_on_the_choices_index_alone(completion):
@@ -141,108 +113,61 @@ def test_tools_and_keywords_reach_the_template(with_tools):
     assert with_tools(messages=turns) == '[user:Hi][assistant:add{"x": 7}]'
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert with_tools(messages=[{"role": "user", "content": parts}]) == "[user:a\nb]"
-    with pytest.raises(APIError, match="no variable 'shallow'"):
+    with pytest.raises(APIError, match="shallow"):
         with_tools(chat_template_kwargs={"shallow": 1})
     for name in ("messages", "add_generation_prompt", "tools", "tokenize", "chat_template"):
-        with pytest.raises(APIError, match=rf"^chat_template_kwargs\.{name}: got") as caught:
+        with pytest.raises(APIError) as caught:
             with_tools(chat_template_kwargs={"deep": "yes", name: []})
         assert (caught.value.status, caught.value.param) == (400, f"chat_template_kwargs.{name}")
 
 
-BOTH = [
-    {"n": 0},
-    {"n": True},
-    {"n": 9},
-    {"temperature": -0.1},
-    {"temperature": float("nan")},
-    {"temperature": "hot"},
-    {"top_p": 0},
-    {"top_p": 1.1},
-    {"top_k": 1.5},
-    {"top_k": -2},
-    {"min_p": 2},
-    {"repetition_penalty": 0},
-    {"seed": "1"},
-    {"stop": 3},
-    {"stop": ""},
-    {"stop": ["a"] * 17},
-    {"stop_token_ids": [264]},
-    {"logit_bias": {"x": 1}},
-    {"logit_bias": {"264": 1}},
-    {"logit_bias": {"1": 101}},
-    {"logit_bias": [1]},
-    {"max_tokens": 0},
-    {"max_tokens": 256},
-    {"ignore_eos": 1},
-    {"return_token_ids": "yes"},
-    {"stream": 1},
-    {"stream_options": {"include_usage": True}},
-    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-    {"best_of": 2},
-    {"echo": True},
-    {"suffix": "x"},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": -1},
-    {"response_format": {"type": "json_object"}},
-    {"parallel_tool_calls": False},
-    {"functions": [{"name": "f"}]},
-    {"use_beam_search": True},
-    {"temprature": 1.0},
-]
-COMPLETIONS = [
-    {"prompt": None},
-    {"prompt": ""},
-    {"prompt": []},
-    {"prompt": [[]]},
-    {"prompt": {}},
-    {"prompt": [-1]},
-    {"prompt": [264]},
-    {"prompt": [1, "a"]},
-    {"prompt": [1, True]},
-    {"prompt": ["a"] * 9},
-    {"prompt": "\ud800"},
-    {"prompt": "a" * 250},
-    {"logprobs": 21},
-    {"prompt_logprobs": 21},
-    {"prompt_logprobs": -1},
-    {"prompt_logprobs": 0, "stream": True},
-    {"logprobs": True},
-    {"messages": HI},
-]
-CHATS = [
-    {"messages": None},
-    {"messages": []},
-    {"messages": ["Hi"]},
-    {"messages": [{"content": "Hi"}]},
-    {"messages": [{"role": "user", "content": 3}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    {"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}]},
-    {"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-    {"messages": [{"role": "user", "content": "a" * 260}]},
-    {"tool_choice": "required"},
-    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-    {"logprobs": 3},
-    {"prompt_logprobs": 3},
-    {"top_logprobs": 3},
-    {"max_tokens": 3, "max_completion_tokens": 4},
-    {"continue_final_message": True},
-    {"prompt": "Hi"},
-]
+BOTH = {
+    **{"n": (0, True, 9), "temperature": (-0.1, float("nan"), "hot"), "top_p": (0, 1.1)},
+    **{"top_k": (1.5, -2), "min_p": (2,), "repetition_penalty": (0,), "seed": ("1",)},
+    **{"stop": (3, "", ["a"] * 17), "stop_token_ids": ([264],), "max_tokens": (0, 256)},
+    "logit_bias": ({"x": 1}, {"264": 1}, {"1": 101}, [1]),
+    **{"ignore_eos": (1,), "return_token_ids": ("yes",), "stream": (1,), "best_of": (2,)},
+    **{"echo": (True,), "suffix": ("x",), "presence_penalty": (0.5,), "frequency_penalty": (-1,)},
+    **{"response_format": ({"type": "json_object"},), "parallel_tool_calls": (False,)},
+    **{"functions": ([{"name": "f"}],), "use_beam_search": (True,), "temprature": (1.0,)},
+    "stream_options": ({"include_usage": True},),
+}
+COMPLETIONS = {
+    "prompt": (
+        *(None, "", [], [[]], {}, [-1], [264], [1, "a"], [1, True], ["a"] * 9, "\ud800"),
+        "a" * 250,
+    ),
+    **{"logprobs": (21, True), "prompt_logprobs": (21, -1), "messages": (HI,)},
+}
+CHATS = {
+    "messages": (
+        *(None, [], ["Hi"], [{"content": "Hi"}], [{"role": "user", "content": 3}]),
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [*HI, {"role": "assistant", "tool_calls": [{}]}],
+        [*HI, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+        [{"role": "user", "content": "a" * 260}],
+    ),
+    "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
+    **{"logprobs": (3,), "prompt_logprobs": (3,), "top_logprobs": (3,)},
+    **{"continue_final_message": (True,), "prompt": ("Hi",)},
+}
 
 
-@pytest.mark.parametrize("fields", [*BOTH, *COMPLETIONS])
-def test_a_wrong_completion_is_refused(completion, fields):
-    with pytest.raises(APIError) as caught:
-        completion(**fields)
-    assert caught.value.status == 400
-    assert any(name in caught.value.message for name in (*fields, "prompt"))
-
-
-@pytest.mark.parametrize("fields", [*BOTH, *CHATS])
-def test_a_wrong_chat_is_refused(chat, fields):
-    with pytest.raises(APIError) as caught:
-        chat(**fields)
-    assert caught.value.status == 400
+def test_wrong_requests_are_refused(completion, chat, subtests):
+    for ask, tables in ((completion, BOTH | COMPLETIONS), (chat, BOTH | CHATS)):
+        for name, value in ((name, value) for name, values in tables.items() for value in values):
+            with subtests.test(f"{name}={str(value)[:40]}"):
+                with pytest.raises(APIError, match=f"{name}|prompt") as caught:
+                    ask(**{name: value})
+                assert caught.value.status == 400
+    streamed = {"include_usage": True, "continuous_usage_stats": True}
+    for ask, fields in [
+        (completion, {"stream": True, "stream_options": streamed}),
+        (completion, {"prompt_logprobs": 0, "stream": True}),
+        (chat, {"max_tokens": 3, "max_completion_tokens": 4}),
+    ]:
+        with pytest.raises(APIError):
+            ask(**fields)
 
 
 def test_what_changes_nothing_is_accepted(chat, completion):
@@ -252,16 +177,11 @@ def test_what_changes_nothing_is_accepted(chat, completion):
     assert completion(**fields) == completion(seed=1)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"seed": 1' + b"0" * 9999]
-)
-def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(APIError, match="the body is"):
-        parse_body(body)
-
-
-def test_another_models_name_is_not_found(chat):
+def test_a_body_that_is_no_object_and_another_model_are_refused(chat):
+    for body in (b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"seed": 1' + b"0" * 9999):
+        with pytest.raises(APIError, match="body"):
+            parse_body(body)
     assert chat(model="tiny")
-    with pytest.raises(APIError, match="expected 'tiny'") as caught:
+    with pytest.raises(APIError, match="tiny") as caught:
         chat(model="gpt")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")

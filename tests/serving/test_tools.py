@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.turns import TurnTemplate
 from jaxrl_llm.rollout.openai_api.requests import APIError, ServedModel, parse_chat
@@ -21,19 +20,23 @@ from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.serve import find_call_format
 from jaxrl_llm.serving.app import make_app
 from tests.data.real_templates import build
+from tests.refusals import refuses
 from tests.serving.conftest import Scripted, sentencepiece
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
+
 QUESTION = {"role": "user", "content": "How warm is it?"}
-PARAMETERS = {
-    "type": "object",
-    "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["place", "days"],
-}
+
+PROPERTIES = {"place": {"type": "string"}, "days": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["place", "days"]}
 NAMED = {"name": "weather", "description": "Say how warm it is."}
+
 TOOL = {"type": "function", "function": NAMED | {"parameters": PARAMETERS}}
+
 FLAT = {"type": "function", **NAMED, "parameters": PARAMETERS, "strict": True}
+
 ARGUMENTS = {"place": "Zürich", "days": 3}
+
 TEMPLATES = ["qwen3_8", "qwen2_5", "llama3_1", "lfm2_v2", "mistral", "deepseekv31", "gptoss"]
 
 
@@ -171,6 +174,14 @@ def test_text_comes_before_a_call_and_is_streamed_before_it(connect):
     assert len([d for d in deltas if d.content]) > 1
     assert "".join(d.content or "" for d in deltas) == "Let me see."
     assert [bool(d.tool_calls) for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    client.engine.script = script = written("qwen2_5")  # without tools it is no call
+    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        answer = client.chat.completions.create(model="tiny", messages=[QUESTION], **more)
+        assert answer.choices[0].message.content == script
+        assert prompt_of(client) == render("qwen2_5", [QUESTION], tools=())
+    choice = client.chat.completions.create(**ask, max_tokens=12).choices[0]  # it is cut in a call
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content.startswith("<tool_call>")
 
 
 def test_reasoning_is_apart_in_both_apis(connect):
@@ -200,55 +211,40 @@ def test_the_channels_of_gpt_oss_are_reasoning_and_text(connect):
     assert "".join(getattr(d, "reasoning_content", "") for d in deltas) == "I guess."
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["<tool_call>\n{no JSON}\n</tool_call>", '<tool_call>\n{"name": "weather"', "<tool_call>"],
-)
-def test_a_call_that_can_not_be_read_stays_in_the_text(connect, wrong):
-    script = f"So: {written('qwen2_5')}\n{wrong}"
-    client = connect("qwen2_5", script)
-    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
-    choice = client.chat.completions.create(**ask).choices[0]
-    assert (choice.message.content, choice.message.tool_calls) == (script, None)
-    assert choice.finish_reason == "stop"
-    chunks = list(client.chat.completions.create(stream=True, **ask))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == script
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-def test_without_tools_nothing_is_taken_for_a_call(connect):
-    script = written("qwen2_5")
-    client = connect("qwen2_5", script)
-    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-        answer = client.chat.completions.create(model="tiny", messages=[QUESTION], **more)
-        assert answer.choices[0].message.content == script
-        assert prompt_of(client) == render("qwen2_5", [QUESTION], tools=())
-
-
-def test_an_answer_that_is_cut_in_a_call_has_none(connect):
-    client = connect("qwen2_5", written("qwen2_5"))
-    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION], "max_tokens": 12}
-    choice = client.chat.completions.create(**ask).choices[0]
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert choice.message.content.startswith("<tool_call>")
+def test_a_call_that_can_not_be_read_stays_in_the_text(connect):
+    for wrong in ("<tool_call>\n{no JSON}\n</tool_call>", '<tool_call>\n{"name": "weather"'):
+        script = f"So: {written('qwen2_5')}\n{wrong}"
+        client = connect("qwen2_5", script)
+        ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
+        choice = client.chat.completions.create(**ask).choices[0]
+        assert (choice.message.content, choice.message.tool_calls) == (script, None)
+        assert choice.finish_reason == "stop"
+        chunks = list(client.chat.completions.create(stream=True, **ask))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == script
+        assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 GOOD = '{"name": "f", "arguments": {"x": "<think>"}}'
+
 CALLED = f"a<tool_call>{GOOD}</tool_call>"
+
 WORDS = [CALLED, f"<tool_call>{GOOD}", GOOD, "<think>", "</think>", "<tool_call>", "</tool_call>"]
 WORDS += ['{"name": "f", "parameters": {}}', "[f(x=1)]", "[", "{", " \n", "  ", "é🙂", "a b", "<to"]
+WORDS += ["<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"]
 WORDS += [
-    "<|python_tag|>",
-    "<|tool_call_start|>",
-    "<|tool_call_end|>",
     '[TOOL_CALLS]f[ARGS]{"a":1}',
+    "STOP",
+    "ST",
+    "so\n</think>\n\n4.",
+    "<|end|><|start|>assistant",
 ]
 WORDS += ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"]
 WORDS += ["<｜tool▁calls▁end｜>", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"]
-WORDS += ["<|channel|>commentary to=functions.f<|message|>{}", "<|end|><|start|>assistant", " to=f"]
-WORDS += ["STOP", "ST", "so\n</think>\n\n4."]
+WORDS += ["<|channel|>commentary to=functions.f<|message|>{}", " to=f"]
 ALL = [*range(1, 60)]
+
 SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
+
 FORMATS = {"phi3": "hermes", "llama 2": "hermes"}  # whose templates write no calls
 
 
@@ -315,35 +311,27 @@ def test_deltas_make_up_what_the_whole_answer_is_read_as(
         assert [call[:2] for call in agents.calls] == [call[:2] for call in whole.calls]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [{"type": "web_search"}]},
-        {"tools": [{"type": "function", "function": {}}]},
+def test_what_can_not_be_kept_is_refused(served):
+    unread = [
+        called("qwen") | {"tool_calls": [{"function": f}]}
+        for f in ({"arguments": "{}"}, {"name": "f", "arguments": "1"})
+    ]
+    for fields in [
+        *(
+            {"tools": [tool]}
+            for tool in ({"type": "web_search"}, {"type": "function", "function": {}})
+        ),
         {"tools": [TOOL], "tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
         {"tools": [TOOL], "parallel_tool_calls": False},
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
-        {
-            "messages": [
-                called("qwen") | {"tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}
-            ]
-        },
-    ],
-)
-def test_what_can_not_be_kept_is_refused(fields):
-    with pytest.raises(APIError, match="tool") as caught:
-        parse_chat({"messages": [QUESTION]} | fields, model_of("qwen2_5"))
-    assert caught.value.status == 400
-
-
-def test_tools_are_refused_where_the_format_of_calls_is_unknown(served):
-    with pytest.raises(APIError, match="call_format: the chat template writes no calls"):
+        *({"messages": [message]} for message in unread),
+    ]:
+        with pytest.raises(APIError, match="tool") as caught:
+            parse_chat({"messages": [QUESTION]} | fields, model_of("qwen2_5"))
+        assert caught.value.status == 400
+    with pytest.raises(APIError, match="call_format"):  # its template writes no calls
         parse_chat({"messages": [QUESTION], "tools": [TOOL]}, served)
-
-
-def test_an_unknown_format_is_refused_before_anything_is_served():
-    with pytest.raises(ConfigError, match="call_format: got 'xml', expected one of hermes"):
+    with refuses("call_format"):
         find_call_format(build("qwen2_5")[0], "xml")
 
 
@@ -373,12 +361,8 @@ def events_of(client, **fields):
 
 def test_a_response_has_openais_form(connect):
     client = connect("qwen2_5", "Let me see.\n" + written("qwen2_5", 2))
-    ask = {
-        "model": "tiny",
-        "input": "How warm is it?",
-        "tools": [FLAT],
-        "instructions": "Be brief.",
-    }
+    ask = {"model": "tiny", "input": "How warm is it?", "tools": [FLAT]}
+    ask["instructions"] = "Be brief."
     raw = client.responses.with_raw_response.create(**ask)
     Response.model_validate(raw.http_response.json(), strict=True)
     response = raw.parse()
@@ -391,12 +375,11 @@ def test_a_response_has_openais_form(connect):
     assert response.usage.input_tokens == len(client.engine.requests[-1].prompt)
     assert response.usage.output_tokens == len(ids("qwen2_5", client.engine.script)) + 1
     # the next turn, as the Agents SDK sends it, is the chat's
-    outputs = [
-        {"type": "function_call_output", "call_id": c.call_id, "output": f"{i} degrees"}
-        for i, c in enumerate(calls)
-    ]
+    results = [f"{i} degrees" for i in range(2)]
+    outputs = [{"call_id": c.call_id, "output": r} for c, r in zip(calls, results, strict=True)]
+    outputs = [{"type": "function_call_output"} | output for output in outputs]
     client.responses.create(**ask | {"input": [QUESTION, *response.output, *outputs]})
-    told = [{"role": "tool", "content": f"{i} degrees"} for i in range(2)]
+    told = [{"role": "tool", "content": result} for result in results]
     turn = called("qwen2_5", 2) | {"content": "Let me see."}
     assert prompt_of(client) == render("qwen2_5", [system, QUESTION, turn, *told])
 
@@ -433,52 +416,36 @@ def test_events_make_up_the_response(connect, name):
     assert [item.type for item in kept.output] == names
 
 
-def test_a_response_that_is_cut_is_incomplete(connect):
+def test_a_response_that_is_cut_or_empty(connect):
     client = connect("qwen2_5", "It is rather warm today")
     response = client.responses.create(model="tiny", input="Hi", max_output_tokens=5)
-    assert (response.status, response.incomplete_details.reason) == (
-        "incomplete",
-        "max_output_tokens",
-    )
+    reason = response.incomplete_details.reason
+    assert (response.status, reason) == ("incomplete", "max_output_tokens")
     assert response.output[0].status == "incomplete"
     assert events_of(client, max_output_tokens=5)[-1]["type"] == "response.incomplete"
-
-
-def test_an_empty_answer_is_an_empty_message(connect):
-    client = connect("qwen2_5", "")
+    client.engine.script = ""
     assert client.responses.create(model="tiny", input="Hi").output[0].content[0].text == ""
     assert events_of(client)[-1]["response"]["output"][0]["type"] == "message"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"previous_response_id": "resp_1"},
-        {"conversation": "conv_1"},
-        {"background": True},
-        {"truncation": "auto"},
-        {"reasoning": {"effort": "high"}},
-        {"text": {"format": {"type": "json_object"}}},
-        {"include": ["message.output_text.logprobs"]},
-        {"top_logprobs": 2},
-        {"messages": [QUESTION]},
-        {"n": 2},
-        {"max_tokens": 3},
-        {"max_output_tokens": 0},
-        {"tools": [{"type": "web_search"}]},
-        {"input": []},
-        {"input": None},
-        {"input": [3]},
-        {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
-        {"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]},
-    ],
-)
-def test_a_wrong_response_is_refused(fields):
-    with pytest.raises(APIError) as caught:
-        chat_request({"input": "Hi"} | fields)
-    assert caught.value.status == 400
-    assert next(iter(fields)) in caught.value.message
+def test_a_wrong_response_is_refused(subtests):
+    for key, values in {
+        **{"previous_response_id": ["resp_1"], "conversation": ["conv_1"], "background": [True]},
+        **{"truncation": ["auto"], "reasoning": [{"effort": "high"}], "top_logprobs": [2]},
+        **{"text": [{"format": {"type": "json_object"}}], "messages": [[QUESTION]], "n": [2]},
+        **{"include": [["message.output_text.logprobs"]], "max_tokens": [3]},
+        **{"max_output_tokens": [0], "tools": [[{"type": "web_search"}]]},
+        "input": [
+            *([], None, [3], [{"type": "item_reference", "id": "msg_1"}]),
+            [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}],
+            [{"type": "function_call_output", "call_id": "a", "output": 3}],
+        ],
+    }.items():
+        for value in values:
+            with subtests.test(f"{key}={value}"):
+                with pytest.raises(APIError, match=key) as caught:
+                    chat_request({"input": "Hi", key: value})
+                assert caught.value.status == 400
 
 
 def test_what_asks_for_nothing_is_accepted():

@@ -1,5 +1,6 @@
 """A text scored by a real vLLM server on the CPU has the trainer's log-probs, token by token."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,10 +16,10 @@ import pytest
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.openai_api.client import SAMPLE, ScoringClient, ScoringError
 from jaxrl_llm.rollout.vllm.setup import HOME
 from tests.decoders import forward, logits
+from tests.specs import DENSE
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -28,28 +29,18 @@ pytestmark = [
 ]
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+
 LONGEST = 128
-SPEC = ModelSpec(
-    vocab_size=264,
-    hidden_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    ff_width=96,
-    rope_theta=1e4,
-    norm_eps=1e-6,
+
+SPEC = dataclasses.replace(
+    DENSE,
+    **{"vocab_size": 264, "hidden_size": 64, "head_dim": 32, "ff_width": 96},
     tied_embeddings=True,
     max_positions=LONGEST,
 )
-VARIABLES = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+VARIABLES |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+VARIABLES |= {"VLLM_NO_USAGE_STATS": "1"}
 
 
 @pytest.fixture(scope="module")
