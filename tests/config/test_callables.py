@@ -1,5 +1,3 @@
-"""Functions given from Python: in configs, in other processes, and by their sources."""
-
 import functools
 import pickle
 import subprocess
@@ -112,9 +110,6 @@ def test_another_process_gets_the_function_by_value(capped, tmp_path):
     words = [sys.executable, "-c", program, tmp_path / "spec"]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     assert done.stdout == "2.0\n", done.stderr
-
-
-# ------------------------------------------------------------------------------------- sources
 
 
 def test_a_source_is_all_that_a_function_uses_of_its_module(capped, tmp_path):

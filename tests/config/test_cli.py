@@ -1,5 +1,3 @@
-"""The command line of `train` and `sft`."""
-
 import os
 import subprocess
 import sys
@@ -20,11 +18,8 @@ FILES = {
     "train": "run_dir: runs/a\nmodel: {path: m}\ndata: {train: t.parquet}\n",
     "sft": "run_dir: runs/a\nexport_to: out\nmodel: {path: m}\ndata: {train: t.parquet}\n",
 }
-
 MAINS = {"train": train_main, "sft": sft_main}
-
 CLASSES = {"train": TrainConfig, "sft": SftConfig}
-
 BOTH = pytest.mark.parametrize("name", ["train", "sft"])
 
 

@@ -1,5 +1,3 @@
-"""Every key of a config is read by something: a search through the source."""
-
 import ast
 import collections
 import dataclasses
@@ -30,9 +28,7 @@ def sections(cls):
 
 
 CONFIGS = [TrainConfig, SftConfig, PreferConfig, EvaluateConfig, ServeConfig]
-
 SECTIONS = {name: section for cls in CONFIGS for name, section in sections(cls).items()}
-
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 

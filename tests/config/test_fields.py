@@ -1,5 +1,3 @@
-"""What a function asks for, read off its signature."""
-
 import functools
 
 import pytest

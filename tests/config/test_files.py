@@ -1,5 +1,3 @@
-"""Config files: by path, by the name of a packaged one, and on top of a base."""
-
 from pathlib import Path
 
 import pytest

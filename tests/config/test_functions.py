@@ -1,5 +1,3 @@
-"""Functions named by a config: how they are found, and what is said when they are not."""
-
 import sys
 
 import jax.numpy as jnp
@@ -62,9 +60,6 @@ def loaded(name, home=ADVANTAGES, **keywords):
     return load_function(FunctionSpec(name, keywords), home, passed=None)
 
 
-# ---------------------------------------------------------------------------------- forms of a name
-
-
 def test_bare_names_have_a_home_and_dotted_ones_are_imported():
     assert loaded("grpo") is advantages.grpo
     assert loaded("ppo_clip", LOSSES) is losses.ppo_clip
@@ -94,9 +89,6 @@ def test_files_of_the_same_name_are_different_modules(tmp_path):
             load_function(FunctionSpec(f"{tmp_path / folder / 'same.py'}:where"), "math")
         )
     assert [f() for f in functions] == ["a", "b"]
-
-
-# ---------------------------------------------------------------------------------------- not found
 
 
 def test_names_that_are_not_found_get_the_nearest(mine, tmp_path, monkeypatch, subtests):
@@ -145,9 +137,6 @@ def test_an_error_inside_a_users_file_is_one_line_and_leaves_nothing_behind(tmp_
         assert set(sys.modules) == before
     path.write_text("def f(): return 1\n")
     assert load_function(FunctionSpec(f"{path}:f"), ADVANTAGES)() == 1
-
-
-# ----------------------------------------------------------------------------------------- keywords
 
 
 def test_keywords_that_do_not_fit_are_named(mine, subtests):

@@ -1,5 +1,3 @@
-"""The keys of a run: defaults, contradictions, and the ready configs."""
-
 import dataclasses
 import re
 from pathlib import Path
@@ -21,9 +19,7 @@ from tests.config.example import leaves
 from tests.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
-
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-
 FOLDERS = {"run_dir": "runs/a", "model.path": "m", "data.train": "t.parquet"}
 NEEDED = {TrainConfig: FOLDERS, SftConfig: {**FOLDERS, "export_to": "runs/a/model"}}
 NEEDED |= {EvaluateConfig: {"model": "m", "data": "d.parquet"}, PreferConfig: NEEDED[SftConfig]}
@@ -35,9 +31,6 @@ def build_with(cls, *overrides):
     for override in (*needed, *overrides):
         apply_override(tree, override)
     return from_tree(cls, tree)
-
-
-# ------------------------------------------------------------------------------------- description
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
@@ -55,8 +48,6 @@ def test_every_key_is_described_once_with_its_default(cls):
     with refuses(*NEEDED[cls]):
         from_tree(cls, tree)
 
-
-# ---------------------------------------------------------------------------------- contradictions
 
 OUT_OF_RANGE = {
     TrainConfig: [
@@ -159,8 +150,6 @@ def test_the_edges_are_allowed():
         assert divisors(n) == sorted({d for d in range(1, 65) for e in range(1, 65) if d * e == n})
 
 
-# ------------------------------------------------------- images, pairs, a filter, and a reference
-
 FROZEN = {"model.vision": "frozen"}
 PAIRS = {"algorithm.pairs": "best_and_worst", "algorithm.pair_loss": "dpo"}
 
@@ -256,9 +245,6 @@ def test_what_pairs_ask_for_decides_the_models_of_a_run():
     # answers of other engines and of older policies are taken as they are
     assert resolved(PAIRS | {"rollout.staleness": 1}).corrections == ()
     assert resolved({"rollout.staleness": 1}).corrections != ()
-
-
-# --------------------------------------------------------------------------------- ready configs
 
 
 def test_every_ready_config_loads_and_its_functions_are_found(tmp_path, subtests):

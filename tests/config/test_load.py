@@ -1,5 +1,3 @@
-"""From YAML and overrides to records: what is built, and what is said when it can't be."""
-
 import dataclasses
 import math
 
@@ -21,9 +19,6 @@ def write(tmp_path):
         return path
 
     return to_file
-
-
-# -------------------------------------------------------------------------------------------- files
 
 
 def test_a_file_and_overrides_make_a_record(write):
@@ -76,9 +71,6 @@ def test_the_same_key_in_two_groups_and_a_merge_are_fine(write):
     assert read_yaml(write("1: x\n'1': y\n")) == {1: "x", "1": "y"}
 
 
-# ---------------------------------------------------------------------------------------- overrides
-
-
 def test_overrides_of_nothing():
     for override, tree in {
         **{"a=1": {"a": 1}, "a.b.c=1": {"a": {"b": {"c": 1}}}, "a=": {"a": None}},
@@ -122,9 +114,6 @@ def test_malformed_overrides(write, subtests):
             apply_override({"a": value}, "a.b=1")
     with refuses("name"):
         load(Whole, write("name: n"), ["name.x=1"])
-
-
-# ------------------------------------------------------------------------------------ what is built
 
 
 def test_unknown_keys_have_the_nearest_real_one(write):

@@ -1,5 +1,3 @@
-"""From records back to YAML, and what a config is described by."""
-
 import dataclasses
 
 import hypothesis.strategies as st
@@ -13,15 +11,11 @@ from tests.config.example import Group, Whole
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["1e-6", "12e4567", "+1E5", ".5e1", "null", "~", "yes", "0x1F", "2024-01-01", "1:30", "a: b #c"]
 )
-
-
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-
-
 SPECS = st.builds(
     FunctionSpec, TEXTS, st.dictionaries(TEXTS.filter(lambda t: t != "fn"), PLAIN, max_size=3)
 )

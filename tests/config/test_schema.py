@@ -1,5 +1,3 @@
-"""The JSON Schemas that editors read: current, and at one with the configs."""
-
 import functools
 import json
 
@@ -25,7 +23,6 @@ CLASSES = {
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,
 }
-
 FILES = sorted(PACKAGED.rglob("*.yaml"))
 
 

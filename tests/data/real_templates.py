@@ -9,7 +9,6 @@ import pytest
 
 BOS = {"llama": "<|begin_of_text|>", "gemma": "<bos>", "deepseek": "<｜begin▁of▁sentence｜>"}
 BOS |= {"lfm2": "<|startoftext|>", "mistral": "<s>", "cohere": "<BOS_TOKEN>"}
-
 STOPS = {
     "qwen": ("<|im_end|>", "<|endoftext|>"),
     "lfm2": ("<|im_end|>",),
@@ -24,7 +23,6 @@ STOPS = {
     "mistral": ("</s>",),
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
 }
-
 NOT_SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 NOT_SPECIAL += ("<tool_response>", "</tool_response>")
 """Added tokens of Qwen's tokenizers that are not special ones."""
@@ -76,7 +74,6 @@ DEEPSEEK_V31 = (
     "{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1]['role'] == 'user' %}"
     "{{ '<｜Assistant｜></think>' }}{% endif %}"
 )
-
 WRITTEN = {"mistral": MISTRAL, "mistral_named": MISTRAL_NAMED, "deepseekv31": DEEPSEEK_V31}
 MARKER = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<\|?[a-z_]+\|?>|</[a-z_]+>|\[/?[A-Z_]+\]")
 

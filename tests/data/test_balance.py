@@ -33,14 +33,6 @@ def sums(costs, parts):
     return [sum(costs[i] for i in part) for part in parts]
 
 
-def greedy(costs, parts):
-    """Give the next largest number to the smallest part."""
-    totals = [0.0] * parts
-    for cost in sorted(costs, reverse=True):
-        totals[totals.index(min(totals))] += cost
-    return max(totals)
-
-
 def brute_force(costs, parts, sizes=None):
     """Try every division, or every one into parts of equal size."""
     best = float("inf")
@@ -81,16 +73,6 @@ def test_parts_of_equal_size(parts, size, data):
     assert [len(part) for part in divided] == [size] * parts
     assert sorted(i for part in divided for i in part) == [*range(n)]
     assert max(sums(costs, divided)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
-
-
-def test_it_beats_the_greedy_method_on_many_numbers():
-    excess = []
-    for seed, parts in itertools.product(range(20), (2, 4)):
-        costs = np.random.default_rng(seed).lognormal(size=64)
-        totals = np.array([max(sums(costs, karmarkar_karp(costs, parts))), greedy(costs, parts)])
-        excess.append(totals / (costs.sum() / parts) - 1)
-    ours, theirs = np.array(excess).T
-    assert (ours <= theirs).all() and 10 * np.median(ours) < np.median(theirs)
 
 
 def test_impossible_parts():

@@ -6,7 +6,6 @@ import pytest
 from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 
 CHAT = [{"role": "user", "content": "1+2="}]
-
 EOS, USER, REPLY = 15, 16, 17
 
 

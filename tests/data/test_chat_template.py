@@ -16,14 +16,9 @@ SYSTEM, USER, MORE = (
     {"role": "user", "content": "Q one"},
     {"role": "user", "content": "Q two"},
 )
-
 ANSWER, LAST = ({"role": "assistant", "content": content} for content in ("A one", "A two"))
-
 REASON = {"reasoning_content": "R one"}
-
 ROLES = ("system", "developer")
-
-
 SCHEMA = {
     "type": "function",
     "function": {
@@ -32,13 +27,10 @@ SCHEMA = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
     },
 }
-
 SUN = {"name": "look_up", "arguments": {"text": "zsun"}}
 CALLING = {"id": "abcdefghi", "type": "function", "function": SUN}
 CALL = {"role": "assistant", "content": "", "tool_calls": [CALLING]}
 RESULT = {"role": "tool", "content": "C eighteen", "tool_call_id": "abcdefghi"}
-
-
 CHATS = {
     "plain": [USER, ANSWER],
     "system": [SYSTEM, USER, ANSWER],

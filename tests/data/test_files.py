@@ -9,7 +9,6 @@ from jaxrl_llm.files import PARTIAL_SUFFIX, atomic_write, remove_partials
 from jaxrl_llm.runs.directory import build_once
 
 SIZES = {"train_rows": 40, "validation_rows": 10, "sft_rows": 20}
-
 NAMES = ("train.parquet", "validation.parquet", "sft.parquet")
 
 

@@ -195,13 +195,9 @@ def test_a_photo_is_its_first_picture_as_in_transformers(tmp_path, subtests):
 
 
 WHOLE = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)))
-
 JPEG = encoded(np.kron(PIXELS, np.ones((30, 30, 1), np.uint8)), "JPEG")
-
 PASSES = encoded(np.zeros((16, 16), np.uint8), "JPEG", progressive=True)
-
 LAST_PASS = PASSES[PASSES.rindex(b"\xff\xda") : -2]
-
 REFUSED = {
     **{"nothing": None, "a number": 3, "no bytes": b"", "text": b"hello world"},
     "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>",

@@ -32,23 +32,14 @@ from jaxrl_llm.data.rows import (
 from tests.refusals import refuses
 
 USER = {"role": "user", "content": "1+2="}
-
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-
 VERL = {"prompt": [USER], "data_source": "sums", "reward_model": {"ground_truth": "3"}}
-
 WHOLE = {"a": 1, "s": "x", "opts": {"deep": [1], "flag": True}}
-
-
 ARGUMENTS = st.fixed_dictionaries(
     {}, optional={"a": st.integers(0, 9), "s": st.text("xyz"), "opts": st.just(WHOLE["opts"])}
 )
-
-
 CALLED = st.builds(
     lambda name, arguments, identity: {
         **({"id": identity} if identity else {}),
@@ -59,8 +50,6 @@ CALLED = st.builds(
     ARGUMENTS,
     st.sampled_from(["", "call00000"]),
 )
-
-
 ANSWER = st.builds(
     lambda content, calls, more: {
         "role": "assistant",
@@ -72,12 +61,8 @@ ANSWER = st.builds(
     st.lists(CALLED, max_size=2),
     st.fixed_dictionaries({}, optional={"reasoning_content": st.text("cd", min_size=1)}),
 )
-
 RESULT = {"role": "tool", "content": "7", "name": "add", "tool_call_id": "call00000"}
-
 CHAT = st.lists(ANSWER, max_size=2).map(lambda said: [USER, *said, *([RESULT] if said else [])])
-
-
 FULL = {"role": "assistant", "content": "", "reasoning_content": "b"} | {
     "tool_calls": [{**CALL, "id": "i", "function": {"name": "add", "arguments": WHOLE}}]
 }

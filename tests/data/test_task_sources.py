@@ -48,8 +48,6 @@ GSM8K = {
     "question": "Ann has 1,000 apples and buys 200. How many has she? ",
     "answer": "1000 + 200 = <<1000+200=1200>>1200\n#### 1,200",
 }
-
-
 MATH = {
     "problem": "Halve one.",
     "solution": r"It is $1/2$, so \boxed{\frac{1}{2}}.",
@@ -95,8 +93,6 @@ PROBLEM = {
     "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4"},
 }
-
-
 SOLUTION = """First, count.
 <code>
 ```python
@@ -120,8 +116,6 @@ It is 81.
 <answer>
 \\boxed{81}
 </answer>"""
-
-
 TAUGHT = {
     "messages": [
         {"role": "user", "content": "You can run code.\n\n*user question:*\nSquare <answer>9."},

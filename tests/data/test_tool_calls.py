@@ -14,7 +14,6 @@ TOKENIZERS = {
     **{"hermes": "qwen2_5", "qwen3_coder": "qwen3_5_think", "llama3_json": "llama3_1"},
     **{"pythonic": "lfm2_v2", "mistral": "mistral", "deepseek": "deepseekv31", "harmony": "gptoss"},
 }
-
 TEMPLATES = {
     **dict.fromkeys(["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"], "hermes"),
     **dict.fromkeys(["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"], "qwen3_coder"),
@@ -25,13 +24,10 @@ TEMPLATES = {
     **dict.fromkeys(["deepseekv3", "deepseekv31"], "deepseek"),
     "gptoss": "harmony",
 }
-
 LOOK_UP = {"text": {"type": "string"}, "options": {"type": ["object", "null"]}}
 LOOK_UP = {"name": "look_up", "parameters": {"type": "object", "properties": LOOK_UP}}
 SCHEMA = [{"type": "function", "function": LOOK_UP}]
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="<")
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a b'\"\\"), inner),
@@ -258,11 +254,8 @@ def test_templates_whose_format_is_to_be_named(monkeypatch):
 
 
 LOOK = '{"text": "sun"}'
-
 SUN = ToolCall("look_up", {"text": "sun"}, "call_0")
-
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-
 CALL = "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
 
 

@@ -14,22 +14,17 @@ from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import build
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
-
 PROPERTIES = {"text": {"type": "string", "description": "The word."}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["text"]}
 LOOK_UP = {"name": "look_up", "description": "Look a word up.", "parameters": PARAMETERS}
 SCHEMA = {"type": "function", "function": LOOK_UP}
-
 APPEND_ONLY = ["qwen2_5", "qwen3_instruct_2507", "qwen3_8", "llama3_1", "llama3_2", "lfm2_v2"]
 APPEND_ONLY += ["deepseekv3", "deepseekv31", "mistral", "mistral_named", "qwen3_vl"]
-
 WITHOUT_CALLS = ["gemma", "gemma3", "phi3", "llama3", "cohere", "qwen2_5_vl", "lfm2"]
-
 CALLS = tuple(
     ToolCall("look_up", {"text": text}, f"call0000{n}") for n, text in enumerate(("sun", "moon"))
 )
 USER = {"role": "user", "content": "Which?"}
-
 MORE = [{"role": "user", "content": "B"}]
 
 
@@ -152,12 +147,7 @@ def test_openings_are_as_they_were():
     assert make("qwen2_5").opening(chat) == encode_prompt(tokenizer, chat, tools=[SCHEMA])
 
 
-# the twelve reasons why streams drift
-
-
-def test_1_separator_after_the_stop_token():
-    told = make("qwen2_5").following([{"role": "user", "content": "B"}])
-    assert told == encode("qwen2_5", "\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n")
+# of the twelve reasons why streams drift, those that the property above does not see
 
 
 def test_2_drawn_pieces_are_no_drift_however_they_are_cut():
@@ -233,12 +223,6 @@ def test_7_results_that_one_turn_holds():
     )
 
 
-def test_8_and_11_default_prompts_and_dates_are_told_once():
-    for template in ("qwen2_5", "llama3_2", "qwen3_8"):
-        said = build(template)[0].decode(make(template).following(results("18"), calls=CALLS))
-        assert not any(word in said for word in ("system", "Alibaba", "Date", "effort"))
-
-
 def test_9_answers_that_were_cut_are_closed_first():
     new = results("18")
     for template, close in {"qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>"}.items():
@@ -247,13 +231,6 @@ def test_9_answers_that_were_cut_are_closed_first():
         assert turns.following(new, calls=CALLS[:1], closed=False) == [mark, *told]
         assert turns.following(new, calls=CALLS[:1], stop=mark) == told
         assert turns.following(new, calls=CALLS[:1], stop=mark + 1) == [mark, *told]
-
-
-def test_10_the_first_token_is_not_told_again():
-    for template in ("llama3_1", "deepseekv3", "mistral", "gemma", "lfm2_v2"):
-        tokenizer, turns = build(template)[0], make(template)
-        assert tokenizer.bos_token_id not in turns.following(MORE)
-        assert turns.opening([USER]).count(tokenizer.bos_token_id) == 1
 
 
 def test_12_chats_that_a_client_has_rewritten_are_found():

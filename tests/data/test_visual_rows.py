@@ -57,7 +57,6 @@ def tokenized(rows, tokenizer, visuals, **limits):
 
 
 TEXT = {"type": "text", "text": "What?"}
-
 URLS = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (RED, GREEN)]
 FORMS = {
     "verl": row("<image><image>What?", images=[{"bytes": RED}, {"bytes": GREEN}]),
@@ -259,16 +258,3 @@ def test_responses_hold_no_token_of_images(tokenizer, visuals):
     with refuses(rows=(1,)):
         tokenize_examples(rows, tokenizer, max_tokens=99, visuals=visuals)
     assert len(tokenize_examples(rows, tokenizer, max_tokens=99)[0]) == 2
-
-
-def test_a_gemma_prompt_is_expanded_where_templates_and_episodes_encode_it(tmp_path):
-    tokenizer = make_tokenizer("gemma3")
-    folder = write_checkpoint(tmp_path, "gemma3", tokenizer)
-    visuals = RowVisuals(processor=VisualProcessor.from_directory(folder))
-    (prompt,), _ = tokenized([row("<image>What?", images=[RED])], tokenizer, visuals)
-    image = "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n"
-    text = f"<bos><start_of_turn>user\n{image}What?<end_of_turn>\n<start_of_turn>model\n"
-    assert list(prompt.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    with refuses(rows=(0,)):
-        tokenized([row("<image><image_soft_token>", images=[RED])], tokenizer, visuals)
-    assert np.asarray(prompt.loaded().visuals[0].patches).shape == (4096, 588)

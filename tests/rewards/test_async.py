@@ -1,5 +1,3 @@
-"""Reward functions that are `async def`: several calls at once, and every way of failing."""
-
 import asyncio
 import datetime
 import logging
@@ -165,9 +163,6 @@ def test_after_an_error_that_stops_the_run_nothing_runs_on(make, tmp_path):
     assert pool.score(items("1"))[0].score == 1.0
 
 
-# ----------------------------------------------------------------------------------------- unscored
-
-
 @pytest.mark.parametrize(("name", "workers"), [("act", 0), ("sync", 1)])
 def test_a_function_may_leave_a_reply_unscored(make, workers, name, caplog):
     pool = make(workers, name=name, on_error=None)  # it is no failure that stops a run
@@ -189,9 +184,6 @@ def test_other_words_for_failures_are_refused(make):
     for calls, key in (((0, 1), "concurrency"), ((1, -1), "retries")):
         with refuses(key):
             make(0, calls=calls)
-
-
-# ------------------------------------------------------------------------------------------ retries
 
 
 def refused(status, **headers):

@@ -1,5 +1,3 @@
-"""The reward function `python_tests`: what is read, what is run, and what is scored."""
-
 import json
 
 import pytest
@@ -15,7 +13,6 @@ from jaxrl_llm.sandbox import process
 from tests.sandboxes import HAS_LANDLOCK
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
-
 PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 -5"], "outputs": ["3\n", "7", "0"]}
 
 
@@ -112,6 +109,11 @@ def test_long_output_is_compared_to_its_end():
     code = "for i in range(30000): print(i)"
     assert score(code, tests)["score"] == 1.0
     assert score(code + "\nprint(1)", tests)["score"] == 0.0
+    digits = "1" + "0" * 6000
+    reads, calls = {"inputs": ["6000"], "outputs": [digits]}, {"inputs": ["5000"], "fn_name": "f"}
+    assert score("print(10 ** int(input()))", reads)["score"] == 1.0
+    calls["outputs"] = [digits[:5001]]
+    assert score("def f(n):\n    return 10 ** n", calls)["score"] == 1.0
     swap = "for i in range(30000): print(i if i != 15000 else 0)"
     assert score(swap, tests)["score"] == 0.0
 

@@ -1,5 +1,3 @@
-"""What a reward function can't do: outlive the pool, take all memory, read secrets, fool it."""
-
 import json
 import math
 import os
@@ -24,8 +22,6 @@ from tests.refusals import refuses
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
-
-
 FUNCTIONS = """
 import ctypes, json, os, pickle, resource, signal, stat, subprocess, sys, threading, time
 
@@ -127,7 +123,6 @@ ATTACKS = {
     "another's": lambda: forge(number=2),
 }
 """
-
 EACH = 3  # processes of a worker: itself, its supervisor, and what waits between that and the pool
 
 
@@ -216,9 +211,6 @@ def test_a_group_is_taken_where_there_can_be_one_and_the_mark_is_found(make, mar
     assert len(marked(mark)) == EACH
 
 
-# ------------------------------------------------------------------------------------------ memory
-
-
 def test_a_reward_function_that_eats_memory_costs_its_own_answer(make):
     pool = make(memory_gb=0.5)
     for reply in ("list", "array", "malloc", "null"):
@@ -263,9 +255,6 @@ def test_a_group_that_ran_out_of_memory_is_known(tmp_path):
     for kills in (0, 2):
         (tmp_path / "memory.events").write_text(f"low 0\noom 1\noom_kill {kills}\n")
         assert supervisor.ran_out_of_memory(tmp_path) == (kills > 0)
-
-
-# --------------------------------------------------------------------------------------- processes
 
 
 @pytest.mark.parametrize("reply", ["many", "bomb"])
@@ -362,9 +351,6 @@ def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, groupe
     wait_until(lambda: marked(mark) == [] and not Path(group).exists())
 
 
-# ------------------------------------------------------------------------------------- environment
-
-
 def test_the_environment_holds_what_is_usual_and_what_is_named(make, monkeypatch):
     secrets = (
         *("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HTTPS_PROXY"),
@@ -388,9 +374,6 @@ def test_a_reward_function_reads_nothing_from_our_terminal(make):
         os.dup2(ours, 0)
         os.close(ours)
         os.close(reading)
-
-
-# -------------------------------------------------------------------------------------- connection
 
 
 SLOW = ("length", "drip", "half")
@@ -443,9 +426,6 @@ def test_reports_of_any_kind_pass_up_to_a_limit(make):
     (score,) = pool.score(items("report", size=7 * 10**7))
     assert "64000000" in score.error
     assert pool.counts["invalid"] == 1
-
-
-# -------------------------------------------------------------------------------------- the config
 
 
 def test_the_configs_limits_are_the_pools_and_hold(functions_file, make, mark, monkeypatch):

@@ -1,5 +1,3 @@
-"""A judge: what it is asked, what its replies mean, and a server at its worst."""
-
 import math
 import sqlite3
 import threading
@@ -19,7 +17,6 @@ from tests.judge_server import JudgeServer
 from tests.refusals import refuses
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+{answer}?"}]
-
 RETRIES = 1
 
 
@@ -46,9 +43,6 @@ def scored(server, tmp_path):
 
 def values(scores):
     return [None if score.is_unscored else score.score for score in scores]
-
-
-# ---------------------------------------------------------------------------- a server at its worst
 
 
 def test_whatever_the_server_does_nothing_hangs_and_nothing_is_zero(scored, server):
@@ -125,9 +119,6 @@ def test_the_request(scored, server):
     assert body == {"model": "m", "temperature": 0, "max_completion_tokens": 99, "seed": 1}
 
 
-# --------------------------------------------------------------------------------- what it is asked
-
-
 def settings(**keywords):
     return JudgeSettings(**{"url": "http://localhost/v1", "model": "m"} | keywords)
 
@@ -173,9 +164,6 @@ def test_an_answer_can_not_end_its_fence():
     assert inside.count("&lt;") == 9
 
 
-# ----------------------------------------------------------------------------- what its reply means
-
-
 def test_verdicts():
     for keywords, reply, score in [
         ({}, "Score: 3, no, Score: **7.5**", 0.75),
@@ -218,9 +206,6 @@ def test_both_orders_are_asked(scored, server):
     (score,) = scored("7", **keywords)
     assert set(server.asked) == {"7 | the truth", "the truth | 7"}
     assert (score.score, score.extra["agree"]) == (1.0, 1.0)  # better in both places
-
-
-# ------------------------------------------------------------------------------------- its keywords
 
 
 def test_keywords_that_make_no_sense_are_refused_at_the_start(subtests):

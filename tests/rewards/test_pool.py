@@ -1,5 +1,3 @@
-"""The reward pool: order, speed of recovery, and every way in which a reward function can fail."""
-
 import gc
 import logging
 import math
@@ -91,9 +89,6 @@ def items(*replies, **extra_info):
     return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
 
 
-# ----------------------------------------------------------------------------------- what it gives
-
-
 def test_scores_come_in_order(make):
     replies = [str(number) for number in range(100)]
     for workers in (0, 1, 3):
@@ -136,9 +131,6 @@ def test_threads_may_share_a_pool(make):
 def test_long_replies_pass_through_the_pipe(make):
     scores = make(workers=1).score(items(*["1" + " " * 1_000_000] * 40))
     assert [score.score for score in scores] == [1.0] * 40
-
-
-# ------------------------------------------------------------------------------------ what can fail
 
 
 FAILURES = {
@@ -232,9 +224,6 @@ def test_a_hung_reward_functions_own_children_are_killed(make, tmp_path):
     scores = make(1, timeout_s=1.0).score(items("child, hang", file=str(file)))
     assert "timeout" in scores[0].error
     wait_until(lambda: ended(int(file.read_text())))
-
-
-# ------------------------------------------------------------------------------------- starting
 
 
 def test_settings_and_the_function_are_checked_before_anything_runs(make):
@@ -366,9 +355,6 @@ def test_workers_end_when_their_owner_is_killed(functions_file, reply):
         assert not ended(worker)
         owner.kill()
     wait_until(lambda: ended(worker))
-
-
-# --------------------------------------------------------------- numbers beside reward functions
 
 
 def test_numbers_that_float32_can_not_hold_are_named_by_key_or_row():

@@ -1,5 +1,3 @@
-"""Programs in the forms that public data sets have: right ones score 1, and wrong ones 0."""
-
 from itertools import cycle
 
 import pytest
@@ -10,7 +8,6 @@ from tests.rewards.programs import PROGRAMS, READ
 from tests.sandboxes import needs_landlock
 
 pytestmark = needs_landlock
-
 DOCSTRING = '"""Solve it.\n\n```\n>>> f(1)\n```\n    ```python\n    f(2)\n    ```\n"""\n'
 IMPORTS = "from __future__ import annotations\nfrom typing import *\nimport math, sys\n"
 

@@ -1,5 +1,3 @@
-"""A reward model behind a server: what is asked, and which scores are believed."""
-
 import asyncio
 import contextlib
 import http.server
@@ -24,7 +22,6 @@ from jaxrl_llm.workers import retries
 from tests.refusals import refuses
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
-
 PROMPT = [{"role": "user", "content": "1+1="}]
 
 

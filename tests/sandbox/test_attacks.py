@@ -1,5 +1,3 @@
-"""Attacks of code on this machine, at the level `process`, with all layers and with the least."""
-
 import os
 import platform
 import shutil
@@ -19,11 +17,8 @@ pytestmark = [
         platform.machine() != "x86_64", reason="the attacks use numbers of system calls"
     ),
 ]
-
 FAST = [chosen for chosen in read_attacks() if not chosen.slow]
-
 SLOW = [chosen for chosen in read_attacks() if chosen.slow]
-
 GUARDED = ("jaxrl_llm/sandbox/", "benchmarks/sandbox/")
 
 

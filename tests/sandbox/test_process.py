@@ -1,5 +1,3 @@
-"""The level `process`: what code can do there, what holds it, and that it fails closed."""
-
 import concurrent.futures
 import contextlib
 import os

@@ -1,5 +1,3 @@
-"""The filter of system calls, run by an interpreter of the kernel's language for filters."""
-
 import errno
 import os
 import struct
@@ -9,11 +7,8 @@ import pytest
 from jaxrl_llm.sandbox.jail import ALLOW, AUDIT_ARCHS, Layers, build_filter, call_numbers
 
 KILLED = 0x80000000
-
 REFUSED, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-
 ALL = Layers(7, True, False)
-
 OWN_PID = 77
 
 

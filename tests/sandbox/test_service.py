@@ -1,5 +1,3 @@
-"""The level `service` against a server that answers as SandboxFusion does, or in any other way."""
-
 import contextlib
 import json
 import subprocess

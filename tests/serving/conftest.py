@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import shutil
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,13 +151,6 @@ def sentencepiece():
     return built
 
 
-def soon(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     return load_tokenizer(QUICKSTART)
@@ -169,30 +160,6 @@ def tokenizer():
 def served(tokenizer):
     limit = text_limit(tokenizer, MAX_TOKENS)
     return ServedModel(NAME, tokenizer, stop_ids(tokenizer, QUICKSTART), 264, MAX_TOKENS, 8, limit)
-
-
-@pytest.fixture(scope="session")
-def wait_until():
-    """Waits until something holds."""
-    return soon
-
-
-@pytest.fixture(scope="session")
-def serving():
-    """Serves an app on a free port."""
-    return listening
-
-
-@pytest.fixture(scope="session")
-def tokenizer_files():
-    """Copies the quickstart's tokenizer into a folder."""
-
-    def copy(folder):
-        for path in QUICKSTART.iterdir():
-            if path.name != "config.json":
-                shutil.copy(path, folder)
-
-    return copy
 
 
 @pytest.fixture

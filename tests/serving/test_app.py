@@ -1,5 +1,3 @@
-"""The server over HTTP, with the openai client and a scripted engine."""
-
 import asyncio
 import contextlib
 import json
@@ -16,19 +14,16 @@ import pytest
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.token_bytes import Vocabulary
 from jaxrl_llm.rollout.engine import Completion
-from jaxrl_llm.rollout.openai_api.requests import ServedModel
 from jaxrl_llm.rollout.openai_api.responses import completion_logprobs
 from jaxrl_llm.serving import app
 from jaxrl_llm.serving.app import EventStream, make_app
 from tests.listening import listening
-from tests.serving.conftest import Scripted, sentencepiece
+from tests.serving.conftest import sentencepiece
+from tests.waiting import wait_until
 
-CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
-
+CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 120}
 TEXT = "Grüße, 世界: 🙂 one two three"
-
 HI = [{"role": "user", "content": "Hi"}]
-
 ASK = {"model": "tiny", "max_tokens": 200}
 
 
@@ -71,16 +66,13 @@ def begun(address, body=b"{", length=None, head=""):
 
 
 def get(address, path):
-    with urllib.request.urlopen(address + path, timeout=20) as answer:
+    with urllib.request.urlopen(address + path, timeout=120) as answer:
         return answer.read().decode()
 
 
 def samples(address):
     lines = get(address, "/metrics").splitlines()
     return {k: float(v) for k, _, v in (line.rpartition(" ") for line in lines if line[0] != "#")}
-
-
-# ------------------------------------------------------------------------------------- answers
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -109,40 +101,6 @@ def test_both_apis_give_the_text_before_the_stop(connect, stream):
             ends = [plain[-1].choices[0], chat[-1].choices[0]]
             assert stop is not None or len(plain) > 5
         assert [(c.finish_reason, c.stop_reason) for c in ends] == [("stop", reason)] * 2
-
-
-@pytest.fixture
-def begins_with_a_space():
-    """A client of a model whose tokenizer drops the space at a text's beginning."""
-    tokenizer = sentencepiece()
-    engine = Scripted(tokenizer, stop=2, traps="")
-    engine.script = "the world the world"
-    served = ServedModel("tiny", tokenizer, (2,), len(tokenizer), 256, 8, None)
-    with (
-        listening(make_app(engine, served, LimitsConfig(), None)) as address,
-        openai.OpenAI(base_url=f"{address}/v1", **CLIENT) as client,
-    ):
-        yield client
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_keeps_the_space_that_it_begins_with(begins_with_a_space, stream):
-    """As decoding prompt and answer together; and as vLLM."""
-    for stop, text, offsets in [
-        *((None, " the world the world", [0, 4, 10, 14, 20]), (" the", "", [0])),
-        *((" w", " the", [0, 4]), ("d t", " the worl", [0, 4, 10])),
-    ]:
-        client, more = begins_with_a_space, ASK | {"stop": stop, "stream": stream}
-        plain = client.completions.create(prompt="hello", logprobs=0, **more)
-        chat = client.chat.completions.create(messages=HI, **more)
-        chunks, chat = ([*plain], [*chat]) if stream else ([plain], [chat])
-        assert "".join(c.choices[0].text for c in chunks) == text
-        parts = [c.choices[0].logprobs for c in chunks]
-        assert [o for part in parts for o in part.text_offset] == offsets
-        words = [" the", " world", " the", " world", "</s>"][: len(offsets)]
-        assert [token for part in parts for token in part.tokens] == words
-        said = [c.choices[0].delta if stream else c.choices[0].message for c in chat]
-        assert "".join(part.content or "" for part in said) == text
 
 
 def test_an_answer_that_breaks_off_says_so(connect):
@@ -238,9 +196,6 @@ def test_logprobs_of_chats(connect):
     assert {len(entry.top_logprobs) for entry in alone.content} == {0}
 
 
-# ------------------------------------------------------------------------------------- other routes
-
-
 def test_models_health_and_metrics(connect):
     client = connect()
     assert [m.id for m in client.models.list()] == ["tiny"]
@@ -265,9 +220,6 @@ def test_models_health_and_metrics(connect):
     with caught.value as error:
         assert error.code == 404
         assert json.load(error)["error"]["message"] == "GET /v2: Not Found"
-
-
-# ------------------------------------------------------------------------------------- refusals
 
 
 def test_errors_have_openais_format(connect):
@@ -312,7 +264,7 @@ def test_a_large_body_is_refused_declared_or_not(connect):
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_too_many_requests_are_sent_away(connect, engine, wait_until):
+def test_too_many_requests_are_sent_away(connect, engine):
     client = connect(max_running=1, max_waiting=1)
     body, raws = json.dumps(ASK | {"prompt": "Hi?"}).encode(), []
     for running, waiting in ((1, 0), (1, 1)):
@@ -332,8 +284,8 @@ def test_too_many_requests_are_sent_away(connect, engine, wait_until):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_given_up(connect, engine, wait_until, stream):
-    client = connect(timeout_s=1.0)
+def test_a_request_that_takes_too_long_is_given_up(connect, engine, stream):
+    client = connect(timeout_s=2.0 if stream else 0.3)
     if stream:
         pieces = client.completions.create(prompt="Hi?", stream=True, **ASK)
         assert next(pieces).choices[0].text
@@ -344,9 +296,6 @@ def test_a_request_that_takes_too_long_is_given_up(connect, engine, wait_until, 
             client.completions.create(prompt="Hi?", **ASK)
         assert caught.value.status_code == 504
     wait_until(lambda: len(engine.given_up) == 1)
-
-
-# ------------------------------------------------------------------------------ costly requests
 
 
 class Watched:
@@ -361,7 +310,7 @@ class Watched:
 
     def __call__(self, text, **options):
         self.texts.append(text)
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(120)
         return self.tokenizer(text, **options)
 
     def apply_chat_template(self, conversation, *, tokenize, **options):
@@ -371,7 +320,7 @@ class Watched:
 
 
 @pytest.fixture
-def watching(engine, tokenizer, served, serving):
+def watching(engine, tokenizer, served):
     """(limits) -> the address of a server with a watched tokenizer, and that."""
     watched = Watched(tokenizer)
     with contextlib.ExitStack() as stack:
@@ -379,7 +328,7 @@ def watching(engine, tokenizer, served, serving):
         def run(**limits):
             own = served._replace(tokenizer=watched)
             app = make_app(engine, own, LimitsConfig(**limits), None)
-            return stack.enter_context(serving(app)), watched
+            return stack.enter_context(listening(app)), watched
 
         yield run
         watched.may_go_on.set()  # servers end when their threads do
@@ -396,7 +345,7 @@ def asking(address, body):
     thread = threading.Thread(target=lambda: answers.append(post(address, body)))
     thread.start()
     yield answers
-    thread.join(20)
+    thread.join(120)
     assert len(answers) == 1
 
 
@@ -432,7 +381,7 @@ def test_others_are_answered_while_a_request_is_read(watching, monkeypatch, cost
     assert answers[0][0] == 200
 
 
-def test_a_full_gate_refuses_before_it_tokenises(watching, wait_until):
+def test_a_full_gate_refuses_before_it_tokenises(watching):
     address, watched = watching(max_running=1, max_waiting=0)
     watched.may_go_on.clear()
     with asking(address, ask_for("first")) as answers:
@@ -445,38 +394,12 @@ def test_a_full_gate_refuses_before_it_tokenises(watching, wait_until):
     assert watched.texts == ["first"]
 
 
-def test_tokenising_is_a_part_of_a_requests_time(watching, wait_until):
-    address, watched = watching(timeout_s=0.3)
-    watched.may_go_on.clear()
-    status, _, answer = post(address, ask_for("slow"))
-    assert (status, answer["error"]["code"]) == (504, "timeout")
-    wait_until(lambda: samples(address)["jaxrl_llm_requests_running"] == 0)
-
-
-def test_a_client_that_goes_while_its_text_is_tokenised_leaves_the_gate(watching, wait_until):
+def test_a_client_that_goes_while_its_text_is_tokenised_leaves_the_gate(watching):
     address, watched = watching(max_running=1)
     watched.may_go_on.clear()
     with begun(address, ask_for("slow")):
         wait_until(lambda: watched.texts == ["slow"])
     wait_until(lambda: samples(address)["jaxrl_llm_requests_running"] == 0)
-
-
-def test_a_reader_that_stands_still_leaves_the_gate_in_time(engine, served, monkeypatch):
-    monkeypatch.setattr(app, "ERROR_SEND_TIMEOUT_S", 0.05)
-    server = app.Server(engine, served, LimitsConfig(max_running=1))
-
-    async def forever(*_):
-        await asyncio.sleep(1000)
-
-    async def run():
-        replies = server._replies(ask_for("Hi", stream=True), "/v1/completions")
-        first, deadline = await anext(replies), asyncio.get_running_loop().time() + 0.2
-        assert first.startswith("data: ") and server.limiter.running == 1
-        stream = EventStream(first, replies, deadline)
-        await stream({}, forever, forever)
-        assert server.limiter.running == 0
-
-    asyncio.run(run())
 
 
 def test_a_body_that_never_comes_is_given_up(connect):
@@ -485,15 +408,15 @@ def test_a_body_that_never_comes_is_given_up(connect):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_takes_its_request_along(connect, engine, wait_until, stream):
-    client = connect(client={"timeout": 20 if stream else 0.4})
+def test_a_client_that_goes_takes_its_request_along(connect, engine, stream):
+    client, prompts = connect(), ["Hi?", "Hi?"]
     if stream:
-        pieces = client.completions.create(prompt=["Hi?", "Hi?"], stream=True, **ASK)
+        pieces = client.completions.create(prompt=prompts, stream=True, **ASK)
         next(pieces)
         pieces.close()
     else:
-        with pytest.raises(openai.APITimeoutError):
-            client.completions.create(prompt=["Hi?", "Hi?"], **ASK)
+        with begun(client.address, json.dumps(ASK | {"prompt": prompts}).encode()):
+            wait_until(lambda: len(engine.requests) == 2)
     wait_until(lambda: len(engine.given_up) == 2)
     wait_until(lambda: samples(client.address)["jaxrl_llm_requests_running"] == 0)
 
@@ -525,31 +448,3 @@ def test_a_reader_that_stands_still_does_not_outlive_its_time(monkeypatch):
     asyncio.run(run())
     assert closed
     assert sent[:5] == ["http.response.start"] + ["http.response.body"] * 4
-
-
-def test_a_server_that_ends_lets_requests_finish(engine, served, serving):
-    engine.script = "x" * 150
-    with serving(make_app(engine, served, LimitsConfig(), None)) as address:
-        done = []
-        body = json.dumps(ASK | {"prompt": "Hi"}).encode()
-        asking = threading.Thread(target=lambda: done.append(post(address, body)))
-        asking.start()
-        while not engine.requests:
-            pass
-    asking.join(20)
-    assert done[0][2]["choices"][0]["text"] == "x" * 150
-
-
-def test_many_clients_at_once(connect, engine):
-    address = connect(max_running=16, max_waiting=500).address
-
-    async def ask(client, i):
-        pieces = await client.completions.create(prompt=f"Hi{i}", stream=True, **ASK)
-        return "".join([piece.choices[0].text async for piece in pieces])
-
-    async def all_of_them():
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", **CLIENT) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(100)))
-
-    assert asyncio.run(all_of_them()) == [TEXT] * 100
-    assert engine.ended == 100

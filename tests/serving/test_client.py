@@ -1,5 +1,3 @@
-"""The client that scores given tokens: a server that is whole, slow, broken, or of other tokens."""
-
 import asyncio
 import itertools
 import threading
@@ -12,7 +10,10 @@ from starlette.routing import Route
 
 from jaxrl_llm.rollout.openai_api.client import SAMPLE, ScoringClient, ScoringError, parse_scores
 from jaxrl_llm.workers import retries
+from tests.listening import listening
+from tests.waiting import wait_until
 
+ENDING = threading.Event()
 QUICK = {"concurrency": 4, "timeout_s": 60.0, "retries": 2}
 
 
@@ -72,11 +73,12 @@ def teacher():
 
 
 @pytest.fixture
-def connect(teacher, serving, monkeypatch):
+def connect(teacher, monkeypatch):
     """(limits) -> a client of the stand-in."""
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     made = []
-    with serving(teacher.app()) as address:
+    ENDING.clear()
+    with listening(teacher.app()) as address:
 
         def run(**limits):
             made.append(ScoringClient(f"{address}/v1", **(QUICK | limits)))
@@ -86,6 +88,7 @@ def connect(teacher, serving, monkeypatch):
         yield run
         for client in made:
             client.close()
+        ENDING.set()
 
 
 def expected(tokens):
@@ -119,7 +122,8 @@ def failing(teacher, times, make):
 
 
 async def hang(body):
-    await asyncio.sleep(60)
+    while not ENDING.is_set():
+        await asyncio.sleep(0.01)
 
 
 BROKEN = {
@@ -153,9 +157,9 @@ def test_a_refusal_is_not_tried_again(teacher, connect):
     assert len(teacher.asked) == 1
 
 
-def test_a_server_that_dies_midway_is_an_error(serving, teacher, monkeypatch):
+def test_a_server_that_dies_midway_is_an_error(teacher, monkeypatch):
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-    with serving(teacher.app()) as address:
+    with listening(teacher.app()) as address:
         client = ScoringClient(f"{address}/v1", **(QUICK | {"retries": 1}))
         client.open()
         assert len(client.score([[1, 2]])) == 1
@@ -165,7 +169,7 @@ def test_a_server_that_dies_midway_is_an_error(serving, teacher, monkeypatch):
     client.close()  # a second time is none
 
 
-def test_closing_gives_up_what_is_asked_for(teacher, connect, wait_until):
+def test_closing_gives_up_what_is_asked_for(teacher, connect):
     client = connect(timeout_s=590)
     teacher.behave = hang
     future = client.submit([[1, 2]])

@@ -1,5 +1,3 @@
-"""Images in requests: what a model is shown, and that whatever a client sends is told apart."""
-
 import base64
 import contextlib
 import copy
@@ -25,18 +23,11 @@ from tests.listening import listening
 from tests.serving.conftest import Scripted
 
 MODEL = "configs/vision/model"
-
 TOKENIZER = load_tokenizer(MODEL)
-
 STOPS = stop_ids(TOKENIZER, MODEL)
-
 PROCESSOR = VisualProcessor.from_directory(MODEL)
-
 IMAGE = PROCESSOR.placeholders.image_id
-
 ROOM = 256
-
-
 SEEING = ServedModel(
     "tiny", TOKENIZER, STOPS, 272, ROOM, 8, text_limit(TOKENIZER, ROOM), processor=PROCESSOR
 )

@@ -1,5 +1,3 @@
-"""Texts that are too long whatever their tokens are, and tokenizers for which there are none."""
-
 import dataclasses
 
 import pytest
@@ -45,7 +43,6 @@ def with_bytes(normalizer, **end):
 
 
 SPACE = normalizers.Replace(" ", "▁")
-
 LOWER = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
 BOUNDED = {
     **{"quickstart": None, "bytes": of_bytes(), "bytes, NFC": of_bytes(normalizers.NFC())},
@@ -98,8 +95,6 @@ def test_the_limits_of_tokenizers(tokenizer):
 
 
 WORDS = {"[UNK]": 0, "a": 1}
-
-
 UNBOUNDED = {
     "words": wrapped(models.WordLevel(WORDS, unk_token="[UNK]"), None, pre_tokenizers.Whitespace()),
     "unigram": wrapped(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),

@@ -1,5 +1,3 @@
-"""What requests are translated to, and which are refused."""
-
 import copy
 import dataclasses
 

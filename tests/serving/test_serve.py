@@ -1,8 +1,7 @@
-"""The whole server: a real model behind the openai client, and the program as a process."""
-
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,16 +28,15 @@ from jaxrl_llm.rollout.openai_api.requests import choice_seeds
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
+from tests.listening import listening
+from tests.serving.conftest import QUICKSTART
+from tests.waiting import wait_until
 
 transformers.utils.logging.disable_progress_bar()
 ROOT = Path(__file__).parents[2]
-
 CLIENT = {"api_key": "secret", "max_retries": 0, "timeout": 120}
-
 IDS = {"extra_body": {"return_token_ids": True}}
-
 END, VOCAB = 257, 264
-
 HI = [{"role": "user", "content": "Hi é"}]
 
 
@@ -55,10 +53,12 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def directory(model, tmp_path_factory, tokenizer_files):
+def directory(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
-    tokenizer_files(folder)
+    for path in QUICKSTART.iterdir():
+        if path.name != "config.json":
+            shutil.copy(path, folder)
     return folder
 
 
@@ -73,9 +73,9 @@ def opened(directory):
 
 
 @pytest.fixture(scope="module")
-def address(opened, serving):
+def address(opened):
     served, engine, limits = opened
-    with serving(make_app(engine, served, limits, "secret")) as address:
+    with listening(make_app(engine, served, limits, "secret")) as address:
         yield address
 
 
@@ -104,9 +104,6 @@ def random_prompts(count, seed=0, longest=20):
     return [rng.integers(0, 256, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
-# ---------------------------------------------------------------------------------------- memory
-
-
 def test_a_cache_takes_what_is_left_of_the_memory():
     total = psutil.virtual_memory().total
     assert default_cache_gb({}, jax.devices()[:1]) == pytest.approx(total / 2e9, rel=1e-3)
@@ -128,9 +125,6 @@ def test_a_cache_takes_no_more_than_there_is(directory, monkeypatch):
         room.append(engine.stats().cache_tokens)
         engine.close()
     assert room[0] >= 8 * served.max_tokens > room[1] >= served.max_tokens
-
-
-# ------------------------------------------------------------------------------------- one client
 
 
 def test_greedy_answers_are_those_of_transformers(client, greedy, opened):
@@ -244,16 +238,13 @@ def test_what_does_not_fit_is_refused_and_the_server_goes_on(client):
     assert client.completions.create(model="tiny", prompt=[1] * 90, max_tokens=6).choices[0]
 
 
-# ----------------------------------------------------------------------------------- many clients
-
-
 def engine_stats(address):
     with urllib.request.urlopen(f"{address}/metrics", timeout=120) as answer:
         lines = answer.read().decode().splitlines()
     return {k: float(v) for k, _, v in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
+def test_a_crowd_with_cancellations_loses_nothing(address, opened):
     """Of 64 requests a third goes away; the others get what the engine samples for them alone."""
     count, rng = 64, np.random.default_rng(7)
     prompts, lengths = random_prompts(count, seed=3), rng.integers(1, 60, count)
@@ -290,9 +281,6 @@ def test_a_crowd_with_cancellations_loses_nothing(address, opened, wait_until):
     requests = [Request(tuple(prompts[i]), sampling[i], choice_seeds(i, 1)[0]) for i in whole]
     expected = [completion.tokens.tolist() for completion in opened[1].sample(requests)]
     assert [answers[i] for i in whole] == expected
-
-
-# ------------------------------------------------------------------------------------- the program
 
 
 def answers(url):

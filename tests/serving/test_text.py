@@ -1,5 +1,3 @@
-"""Streamed text: whole characters, no stop text, nothing lost."""
-
 import functools
 import itertools
 

@@ -1,5 +1,3 @@
-"""Calls of tools and reasoning in chats, and the Responses API, with templates of real models."""
-
 import contextlib
 import functools
 import json
@@ -20,23 +18,18 @@ from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.serve import find_call_format
 from jaxrl_llm.serving.app import make_app
 from tests.data.real_templates import build
+from tests.listening import listening
 from tests.refusals import refuses
 from tests.serving.conftest import Scripted, sentencepiece
 
-CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 20}
-
+CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 120}
 QUESTION = {"role": "user", "content": "How warm is it?"}
-
 PROPERTIES = {"place": {"type": "string"}, "days": {"type": "integer"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["place", "days"]}
 NAMED = {"name": "weather", "description": "Say how warm it is."}
-
 TOOL = {"type": "function", "function": NAMED | {"parameters": PARAMETERS}}
-
 FLAT = {"type": "function", **NAMED, "parameters": PARAMETERS, "strict": True}
-
 ARGUMENTS = {"place": "Zürich", "days": 3}
-
 TEMPLATES = ["qwen3_8", "qwen2_5", "llama3_1", "lfm2_v2", "mistral", "deepseekv31", "gptoss"]
 
 
@@ -88,8 +81,6 @@ def connect():
     with contextlib.ExitStack() as stack:
 
         def run(name, script):
-            from tests.listening import listening
-
             served = model_of(name)
             engine = Scripted(served.tokenizer, stop=served.stop_ids[0], traps="")
             engine.script = script
@@ -104,9 +95,6 @@ def connect():
 def prompt_of(client):
     """Return the text of the newest prompt."""
     return client.engine.tokenizer.decode(client.engine.requests[-1].prompt)
-
-
-# --------------------------------------------------------------------------------------- chats
 
 
 def test_the_developers_message_reaches_the_model_and_an_unknown_role_is_refused(connect):
@@ -200,17 +188,6 @@ def test_reasoning_is_apart_in_both_apis(connect):
     assert prompt_of(client) == render("qwen3_8", chat, tools=())
 
 
-def test_the_channels_of_gpt_oss_are_reasoning_and_text(connect):
-    thought = "<|channel|>analysis<|message|>I guess.<|end|><|start|>assistant"
-    client = connect("gptoss", f"{thought}<|channel|>final<|message|>18 degrees")
-    ask = {"model": "tiny", "messages": [QUESTION]}
-    message = client.chat.completions.create(**ask).choices[0].message
-    assert (message.content, message.reasoning_content) == ("18 degrees", "I guess.")
-    deltas = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **ask)]
-    assert "".join(d.content or "" for d in deltas) == "18 degrees"
-    assert "".join(getattr(d, "reasoning_content", "") for d in deltas) == "I guess."
-
-
 def test_a_call_that_can_not_be_read_stays_in_the_text(connect):
     for wrong in ("<tool_call>\n{no JSON}\n</tool_call>", '<tool_call>\n{"name": "weather"'):
         script = f"So: {written('qwen2_5')}\n{wrong}"
@@ -225,9 +202,7 @@ def test_a_call_that_can_not_be_read_stays_in_the_text(connect):
 
 
 GOOD = '{"name": "f", "arguments": {"x": "<think>"}}'
-
 CALLED = f"a<tool_call>{GOOD}</tool_call>"
-
 WORDS = [CALLED, f"<tool_call>{GOOD}", GOOD, "<think>", "</think>", "<tool_call>", "</tool_call>"]
 WORDS += ['{"name": "f", "parameters": {}}', "[f(x=1)]", "[", "{", " \n", "  ", "é🙂", "a b", "<to"]
 WORDS += ["<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"]
@@ -242,9 +217,7 @@ WORDS += ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁se
 WORDS += ["<｜tool▁calls▁end｜>", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"]
 WORDS += ["<|channel|>commentary to=functions.f<|message|>{}", " to=f"]
 ALL = [*range(1, 60)]
-
 SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
-
 FORMATS = {"phi3": "hermes", "llama 2": "hermes"}  # whose templates write no calls
 
 
@@ -335,9 +308,6 @@ def test_what_can_not_be_kept_is_refused(served):
         find_call_format(build("qwen2_5")[0], "xml")
 
 
-# ----------------------------------------------------------------------------------- responses
-
-
 @functools.cache
 def event_types():
     return TypeAdapter(ResponseStreamEvent)
@@ -349,7 +319,7 @@ def events_of(client, **fields):
     asked = urllib.request.Request(
         f"{client.address}/v1/responses", body, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=20) as answer:
+    with urllib.request.urlopen(asked, timeout=120) as answer:
         blocks = answer.read().decode().strip().split("\n\n")
     events = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
     for block, event in zip(blocks, events, strict=True):

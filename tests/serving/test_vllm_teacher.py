@@ -1,5 +1,3 @@
-"""A text scored by a real vLLM server on the CPU has the trainer's log-probs, token by token."""
-
 import dataclasses
 import os
 import shutil
@@ -27,11 +25,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.guards("jaxrl_llm/rollout/openai_api/client.py"),
 ]
-
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
-
 LONGEST = 128
-
 SPEC = dataclasses.replace(
     DENSE,
     **{"vocab_size": 264, "hidden_size": 64, "head_dim": 32, "ff_width": 96},
