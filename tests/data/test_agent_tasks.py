@@ -1,9 +1,7 @@
 import contextlib
 import io
-import math
 import random
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,50 +28,6 @@ def episodes(task, count, **settings):
     for number in range(count):
         row = drawn.row(number, rng)
         yield row, drawn.chat(row, rng)
-
-
-@cache
-def found(numbers, guesses):
-    """Return the chance that guesses by chance among the numbers left find one of them."""
-    if not numbers or not guesses:
-        return 0.0
-    return sum(
-        1 + below * found(below, guesses - 1) + above * found(above, guesses - 1)
-        for below, above in ((guess, numbers - 1 - guess) for guess in range(numbers))
-    ) / (numbers * numbers)
-
-
-def right(task, row, chat):
-    answer, truth = chat[-1]["content"], row["reward_model"]["ground_truth"]
-    answer = answer.removeprefix("<answer>").removesuffix("</answer>")
-    return int(answer) == int(truth) if task == "guess_number" else answer == truth
-
-
-@pytest.mark.slow
-@pytest.mark.guards("configs/tasks/agent_task.py")
-def test_teachers_succeed_as_often_as_theory_says(subtests):
-    sure, count = {"guess": 0.0, "forget": 0.0}, 2480
-    for task, settings, expected in [
-        ("look_up", {}, 15 / 32),  # the mean of 1, 1/2, 1/4, 1/8
-        *(("look_up", settings, 1.0) for settings in ({"hops": 1}, {"stop": 0.0})),
-        ("calculator", {}, 0.35 * 0.75 * 2 / 3),
-        ("calculator", {**sure, "miscopy": 0.0}, 1.0),
-        # called again after half of the failures, so f(1/2)f(1/2)… more calls
-        ("calculator", {**sure, "miscopy": 0.0, "failing": 0.2}, 0.8 / 0.9),
-        # half of the failures are followed by another program
-        ("code", {}, 0.6 * (0.8 * 0.3 * 0.75) / (1 - 0.2 / 2)),
-        ("code", {**sure, "broken": 0.0, "wrong": 0.0}, 1.0),
-        ("search", FEW, 0.7 * (1 + 2 * 0.6 * 0.5) / 3),
-        ("search", FEW | {"guess": 0.0, "stop": 0.0, "vague": 0.0}, 1.0),
-        ("search", FEW | {"guess": 1.0, "lands": 2}, 1 / 3),  # by luck
-        ("guess_number", {}, found(31, 5)),
-        ("guess_number", {"high": 63, "guesses": 6}, found(63, 6)),
-        ("guess_number", {"high": 3, "guesses": 3}, 1.0),
-    ]:
-        with subtests.test(f"{task} {settings}"):
-            rate = sum(right(task, *episode) for episode in episodes(task, count, **settings))
-            error = 4.5 * math.sqrt(expected * (1 - expected) / count)
-            assert abs(rate / count - expected) <= error
 
 
 def test_the_grids_teacher_takes_a_shortest_way():
@@ -157,17 +111,6 @@ def test_what_the_teacher_of_search_is_told_is_what_the_tool_finds(tmp_path):
     # a search for a person, for a city and `land`, and for a city alone
     assert kinds.keys() == {(1, "city"), (2, "land")}
     assert kinds[1, "city"] > 150 + 10 and kinds[2, "land"] > 10
-
-
-def test_products_of_both_lengths_are_multiplied_and_copied():
-    lengths = Counter()
-    for row, chat in episodes("calculator", 400, guess=0.0, forget=0.0, miscopy=0.0):
-        problem = row["prompt"][0]["content"].removesuffix("=")
-        assert chat[1]["content"] == f"[calculator(expression='{problem}')]"
-        assert chat[2]["content"] == chat[3]["content"] == str(eval(problem))
-        lengths[len(chat[3]["content"])] += 1
-    assert set(lengths) == {6, 7}
-    assert min(lengths.values()) > 150
 
 
 def test_programs_print_what_the_teacher_is_told():

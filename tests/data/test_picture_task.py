@@ -8,7 +8,7 @@ from PIL import Image
 from scipy import ndimage
 
 from jaxrl_llm.configs.tasks import pictures as task
-from jaxrl_llm.configs.tasks.pictures import DIGITS, GREY, SHAPES, digit_of, pictures, shape_of
+from jaxrl_llm.configs.tasks.pictures import GREY, SHAPES, digit_of, pictures
 from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
@@ -129,14 +129,6 @@ def test_the_command_line_takes_kinds(tmp_path, capsys):
     assert f"{tmp_path}/train.parquet: 2 rows" in capsys.readouterr().out
     assert {r["data_source"] for r in read_rows(tmp_path / "train.parquet")} == {"pictures/dots"}
     assert "sft" not in write(tmp_path / "two", sft_rows=0)
-
-
-def test_digits_and_shapes_differ():
-    assert len(set(DIGITS)) == 10
-    four = "".join(".#"[dot] for row in digit_of(4).tolist() for dot in row)
-    assert four == "#.##.####..#..#"
-    for side in (6, 12):
-        assert len({shape_of(name, side).tobytes() for name in SHAPES}) == len(SHAPES)
 
 
 def test_other_settings_are_refused(tmp_path, subtests):

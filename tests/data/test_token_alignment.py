@@ -1,7 +1,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,12 +56,6 @@ def test_what_follows_a_difference_has_no_span():
     assert alignment.right.tolist() == [0, 0, -1, -1]
     both = np.float32([-1, -2, -3]), np.float32([-0.5, -0.25, -7, -9])
     assert spread_logprobs(*both, alignment).tolist() == [-0.75, 0, 0]
-
-
-def test_the_same_tokens_keep_their_log_probs():
-    pieces, logprobs = [b"a", b"\xe4", b"\xb8\x96"], np.float32([-1.25, -2.5, -3.75])
-    other = np.float32([-0.5, -0.125, -8])
-    assert spread_logprobs(logprobs, other, align_bytes(pieces, pieces)) == pytest.approx(other)
 
 
 def test_a_span_that_is_taken_away_leaves_the_others_as_they_are():

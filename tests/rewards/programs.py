@@ -62,17 +62,9 @@ if __name__ == '__main__':
 print('x' * int(input()))
 raise SystemExit
 #: "", "3", "xxx", ["SystemExit", "KeyError"]
-print(factorial(int(input())) % 1_000_007)
-#: "", "20", "794133", ["factorial", "int"]
 n = int(input())
 print(n / 3)
 #: "", "1", "0.33333333", ["/ 3", "/ 3.001"], ["/ 3", "// 3"]
-x = float(input())
-print(f'{x:.2f} {x=}')
-#: "", "2.5", "2.50 x=2.5", [".2f", ".0f"]
-(c, n), = Counter(input()).most_common(1)
-print(c, n)
-#: "", "abbb", "b 3", ["print(c, n)", "print(n, c)"]
 import sys, threading
 sys.setrecursionlimit(10**6)
 threading.stack_size(64 * 2**20)
@@ -105,15 +97,6 @@ print(input() == 'ab', int(input()) + 1)
 #: "", "ab\r\n4\r\n", "True 5", ["'ab'", "'ab\\r'"]
 print(int(input()) + int(input()))
 #: "", ["1", "2"], ["3"], ["+", "*"]
-from fractions import Fraction
-print(sum(Fraction(x) for x in input().split()))
-#: "", "1/2 1/3", "5/6", ["sum", "max"]
-from decimal import Decimal
-print(Decimal(input()) + Decimal('0.1'))
-#: "", "0.2", "0.3", ["'0.1'", "'0.2'"]
-n = int(input(), 2)
-print(n, bin(n & -n), n.bit_length(), f'{n ^ 1:b}')
-#: "", "1010", "10 0b10 4 1011", ["n & -n", "n"]
 print('''a
 ```
 b''')
@@ -122,12 +105,6 @@ out = StringIO()
 print(input(), file=out)
 print(out.getvalue().strip() * 2)
 #: "", "ab", "abab", ["* 2", "* 3"]
-a = [[1]]
-b = deepcopy(a)
-c = copy.copy(a)
-a[0].append(2)
-print(b, c)
-#: "", "", "[[1]] [[1, 2]]", ["deepcopy", "list"]
 import os
 import sys
 from io import BytesIO, IOBase
@@ -162,10 +139,6 @@ input = sys.stdin.readline
 n = int(input())
 print(n, input().strip())
 #: "", "3\nab\n", "3 ab", [".strip()", "[1:]"]
-import builtins
-print = builtins.print
-print(sorted({*input()}), max('ab', key=ord))
-#: "", "cab", "['a', 'b', 'c'] b", ["sorted", "len"]
 """
 )
 CALLED = read(
@@ -215,9 +188,6 @@ ASSERTED = read(
 def f(xs):
     return sum(x * x for x in xs)
 #: "assert", null, "assert f([1, 2]) == 5", ["x * x", "x"]
-def f(a, b):
-    return set(a) & set(b)
-#: "assert", null, "assert f([1, 2], [2, 3]) == {2}", ["&", "|"]
 class Stack:
     def __init__(self):
         self.xs = []
@@ -241,9 +211,6 @@ def f(x):
 #: "assert", null,
 #: "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass\nassert f(4) == 2",
 #: ["ValueError", "KeyError"]
-def f(t):
-    return tuple(map(sum, zip(*t)))
-#: "assert", null, "assert f([(1, 2), (3, 4)]) == (4, 6)", ["tuple(", "list("]
 print('3')
 f = partial(max, 2)
 if __name__ == '__main__':

@@ -53,7 +53,7 @@ async def _act(word, extra_info, bonus):
     if word == "unscored": raise Unscored("nobody knows")
     if word == "none": return None
     if word == "most": await asyncio.sleep(0.05); return {"score": 1.0, "most": most}
-    if word == "long": await asyncio.sleep(0.5); return 1.0
+    if word == "long": await asyncio.sleep(0.2); return 1.0
     return bonus + float(word)
 
 class Act:
@@ -130,9 +130,9 @@ def test_one_failure_costs_one_reply(make, workers):
 def test_the_call_is_blamed_that_ends_or_stops_its_process(make, monkeypatch, word, kind):
     """The others ran in the same process, and have their scores."""
     monkeypatch.setattr(runner, "SILENCE_S", 1.5)
-    pool = make(1, timeout_s=0.7)
-    scores = pool.score(items("1", "long", word, "long", "2", "long"))
-    assert [score.score for score in scores] == [1.0, 1.0, -1.0, 1.0, 2.0, 1.0]
+    pool = make(1, timeout_s=1.0)
+    scores = pool.score(items("1", "long", word, "long", "2"))
+    assert [score.score for score in scores] == [1.0, 1.0, -1.0, 1.0, 2.0]
     assert pool.counts[kind] == 1 and scores[2].error.startswith(f"{kind}: ")
 
 
@@ -227,14 +227,3 @@ def test_lost_connections_of_the_usual_clients_are_tried_again():
     ]
     assert all(wait_before_retry(error, 1) for error in errors)
     assert not wait_before_retry(FileNotFoundError(), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/workers/", "jaxrl_llm/rewards/")
-def test_signs_of_life_do_not_cost_a_worker(make):
-    """After its last answer they would be taken for what is written by one with nothing to do."""
-    pool, processes = make(1, calls=(4, 0)), set()
-    for _ in range(5):  # a sign comes every second
-        pool.score(items("long", "long"))
-        processes |= {worker._supervisor.pid for worker in pool._worker_pool.workers}
-    assert len(processes) == 1

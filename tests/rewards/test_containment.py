@@ -306,18 +306,6 @@ def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make,
     assert len(marked(mark)) == EACH  # its supervisor has ended what it had started
 
 
-def test_where_orphans_cant_be_adopted_the_process_group_ends(make, mark, monkeypatch):
-    monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
-    patch = "import jaxrl_llm.workers.supervisor as m; m.adopt_orphans = lambda: False;"
-    words, program = "from jaxrl_llm.workers.supervisor import", workers_pool.SUPERVISOR_PROGRAM
-    assert words in program
-    program = program.replace(words, f"{patch} {words}")
-    monkeypatch.setattr(workers_pool, "SUPERVISOR_PROGRAM", program)
-    scores = make(timeout_s=1.0).score(items("1", "bomb", "2"))  # 128 processes of one group
-    assert kinds(scores) == [None, "timeout", None]
-    wait_until(lambda: len(marked(mark)) == EACH)
-
-
 PROGRAM = """
 import sys
 sys.path[:] = {search!r}

@@ -16,7 +16,7 @@ from tests.waiting import ended, wait_until
 ray = pytest.importorskip("ray")
 GUARDED = ("jaxrl_llm/rewards/", "jaxrl_llm/workers/")
 FUNCTIONS = """
-import asyncio, os, re, resource, subprocess, sys, time
+import os, re, resource, subprocess, sys, time
 
 def above(pid):
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
@@ -43,8 +43,6 @@ def act(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
         return 7.0
     if solution_str == "die": mark(file, "died"); os._exit(3)
     if solution_str == "kill Ray's": mark(file, "died"); os.kill(rays(), 9); time.sleep(600)
-    if solution_str == "long nap":
-        mark(file, "start"); time.sleep(2.0); return 1.0
     if solution_str == "meet":
         mark(file, "here")
         while len(mark(file)) < 2: time.sleep(0.01)
@@ -59,18 +57,6 @@ def act(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
 
 def three(data_source, solution_str, ground_truth):
     return 0.0
-
-running = 0
-
-async def act_async(data_source, solution_str, ground_truth, extra_info):
-    global running
-    if solution_str == "die": os._exit(3)
-    if solution_str == "hang": await asyncio.sleep(600)
-    running += 1
-    at_once = running
-    await asyncio.sleep(0.05)
-    running -= 1
-    return {"score": float(solution_str), "at_once": at_once}
 """
 
 
@@ -88,13 +74,9 @@ def cluster(ray_nodes):
 def make(functions_file):
     made = []
 
-    def build(
-        tasks=2, timeout_s=20.0, retries=1, on_error=-1.0, name="act", calls=(16, 3), **keywords
-    ):
+    def build(tasks=2, timeout_s=20.0, retries=1, on_error=-1.0, name="act", **keywords):
         spec = FunctionSpec(f"{functions_file}:{name}", keywords)
-        concurrency, again = calls
-        limits = {"timeout_s": timeout_s, "concurrency": concurrency, "retries": again}
-        config = ScoringConfig(**limits, on_error=on_error)
+        config = ScoringConfig(timeout_s=timeout_s, on_error=on_error)
         made.append(RewardTasks(spec, config, tasks=tasks, retries=retries))
         return made[-1]
 
@@ -131,17 +113,6 @@ def test_scores_come_in_order_from_processes_that_are_kept(make):
     assert tasks.counts == none_failed()
     with pytest.raises(RewardError, match="closed"):
         tasks.score(items("1"))
-
-
-def test_async_functions_run_several_calls_in_each_task(make):
-    tasks = make(name="act_async", timeout_s=1.0, calls=(6, 0))
-    scores = tasks.score(items(*map(str, range(30))))
-    assert values(scores) == list(range(30))
-    assert max(score.extra["at_once"] for score in scores) == 3  # of the 6, in each of two tasks
-    scores = tasks.score(items("1", "hang", "2", "die", "3"))
-    assert values(scores) == [1.0, -1.0, 2.0, -1.0, 3.0]
-    kinds = [score.error and score.error.partition(":")[0] for score in scores[1:4]]
-    assert kinds == ["timeout", None, "died"]
 
 
 def test_limits_hold_below_rays_workers(functions_file):
@@ -193,17 +164,6 @@ def test_hung_call_ends_and_others_keep_their_scores(make, tmp_path):
     assert ended(int(pids.split()[0]))
 
 
-@pytest.mark.slow
-@pytest.mark.guards(*GUARDED)
-def test_time_spent_waiting_for_a_cpu_is_not_the_calls(make, tmp_path):
-    file = tmp_path / "marks"
-    with ThreadPoolExecutor(1) as thread:
-        others = thread.submit(make().score, items("long nap", "long nap", file=file))
-        wait_until(lambda: len(lines(file)) == 2)
-        scores = make(timeout_s=1.0, on_error=None).score(items("1", "2"))
-    assert values(scores) == [1.0, 2.0] and values(others.result()) == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(("reply", "held", "retries"), [("die", 0, 2), ("kill Ray's", 11, 0)])
 def test_item_that_kills_its_process_is_tried_again(make, tmp_path, reply, held, retries):
     replies = [str(number) for number in range(40)]
@@ -234,16 +194,6 @@ def test_process_killed_from_outside_costs_no_score(make, tmp_path, killed, retr
     assert values(scores) == [*range(3), 7.0, *range(4, 40)]
     assert tasks.counts == none_failed(retried=retried)
     wait_until(lambda: ended(worker), seconds=5.0)
-
-
-def test_failure_stops_when_asked_to(make, tmp_path):
-    file = tmp_path / "pids"
-    tasks = make(timeout_s=590.0, on_error=None)
-    with pytest.raises(RewardError, match=r"row 101 .*KeyError"):
-        tasks.score(items("spin", "raise", "2", file=file), rows=range(100, 103))
-    wait_until(lambda: all(ended(int(line.split()[0])) for line in lines(file)))
-    assert values(tasks.score(items("5", "6"))) == [5.0, 6.0]
-    assert tasks.counts == none_failed(exception=1)
 
 
 def test_closing_ends_a_call_in_another_thread(make, tmp_path):
