@@ -390,7 +390,7 @@ def run_is_possible(config: Any) -> Iterator[str]:
 def export_has_a_folder(config: Any) -> Iterator[str]:
     """Refuse to export into the folder of the run."""
     if Path(config.export_to).resolve() == Path(config.run_dir).resolve():
-        yield f"export_to and run_dir are both {config.run_dir!r}: name two folders"
+        yield f"export_to: it and run_dir are both {config.run_dir!r}: name two folders"
 
 
 def set_beside_own_model(section: Any, prefix: str, names: Sequence[str]) -> Iterator[str]:

@@ -91,19 +91,6 @@ def test_the_config_goes_to_the_run_whatever_the_order(config_file):
 
 
 @BOTH
-def test_main_runs_what_it_should(name, config_file, monkeypatch):
-    module = {"train": "jaxrl_llm.training.run", "sft": "jaxrl_llm.training.offline"}[name]
-    runner = {"train": "run_training", "sft": "run_sft"}[name]
-    seen = []
-    fake = type(sys)(module)
-    setattr(fake, runner, seen.append)
-    monkeypatch.setitem(sys.modules, module, fake)
-    assert MAINS[name](["--config", config_file(name), "steps=7"]) == 0
-    assert [type(config) for config in seen] == [CLASSES[name]]
-    assert seen[0].steps == 7
-
-
-@BOTH
 def test_errors_of_the_user_are_one_line_and_status_2(name, config_file, tmp_path, capsys):
     for words, key in [
         *((["sed=1"], "'sed'"), (["seed=one"], "seed: "), (["seed"], "'seed'")),

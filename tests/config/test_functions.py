@@ -144,13 +144,13 @@ def test_keywords_that_do_not_fit_are_named(mine, subtests):
         ("ppo_clip", LOSSES, {"clip_hihg": 0.3}, ("'clip_hihg'", "'clip_high'", "clip_low")),
         ("k3", KLS, {"x": 1}, ("'x'", "none")),
         (f"{mine}:scaled", ADVANTAGES, {}, ("scale",)),
-        ("constant_schedule", SCHEDULES, {}, ("value",)),
         ("ppo_clip", LOSSES, {"advantages": 1.0}, ("'advantages'", "remove")),
     ]:
         message = refused(FunctionSpec(name, keywords), home, passed=None)
         with subtests.test(f"{name} {keywords}"):
             assert all(part in message for part in parts), message
             assert "group_ids" not in message
+    assert "value" in refused(FunctionSpec("constant_schedule"), SCHEDULES)
     spec = FunctionSpec("adamw", {"learning_rate": 1e-3})
     assert "remove" in refused(spec, OPTIMIZERS, passed=("learning_rate",))
     assert loaded(f"{mine}:open_ended", anything=1)(0.0) == {"anything": 1}

@@ -97,7 +97,11 @@ CONTRADICTIONS = {
     ],
     PreferConfig: [("model.vision=frozen", "model.vision")],
     EvaluateConfig: [
-        *(("samples=2 temperature=0", "samples"), ("samples=2 k=[3]", "k"), ("k=[0]", "k"))
+        *(
+            ("samples=2 temperature=0", "samples"),
+            ("samples=2 temperature=1 k=[3]", "k"),
+            ("k=[0]", "k"),
+        )
     ],
 }
 

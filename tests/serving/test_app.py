@@ -1,4 +1,3 @@
-import asyncio
 import contextlib
 import json
 import re
@@ -7,18 +6,13 @@ import threading
 import urllib.error
 import urllib.request
 
-import numpy as np
 import openai
 import pytest
 
 from jaxrl_llm.config.sections import LimitsConfig
-from jaxrl_llm.data.token_bytes import Vocabulary
-from jaxrl_llm.rollout.engine import Completion
-from jaxrl_llm.rollout.openai_api.responses import completion_logprobs
 from jaxrl_llm.serving import app
-from jaxrl_llm.serving.app import EventStream, make_app
+from jaxrl_llm.serving.app import make_app
 from tests.listening import listening
-from tests.serving.conftest import sentencepiece
 from tests.waiting import wait_until
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 120}
@@ -168,19 +162,6 @@ def test_logprobs_of_completions(connect, stream):
     assert values[:5] == [-0.25, -0.5, -0.75, -1.0, -1.25]
     assert [set(top) for part in parts for top in part.top_logprobs][:2] == [{"G", "I"}, {"r", "I"}]
     assert "".join(c.choices[0].text for c in chunks) == "Grü"
-
-
-def test_of_two_tokens_of_one_text_the_likelier_is_told():
-    """`t` and the byte 0x74 are two tokens of Llama 2's tokenizer; whichever was drawn."""
-    tokenizer = sentencepiece()
-    letter, byte = tokenizer.convert_tokens_to_ids(["t", "<0x74>"])
-    assert letter != byte
-    top = np.array([[letter, 5, byte], [byte, 5, letter]]), np.array([[-0.5, -1.0, -4.5]] * 2)
-    drawn = np.array([letter, letter], np.int32)
-    piece = Completion(drawn, np.array([-0.5, -4.5]), np.zeros(2), "length", None, top)
-    told = completion_logprobs(piece, [0, 1], Vocabulary(tokenizer))
-    assert [t["t"] for t in told["top_logprobs"]] == [-0.5, -0.5]
-    assert told["token_logprobs"] == [-0.5, -4.5]
 
 
 def test_logprobs_of_chats(connect):
@@ -394,14 +375,6 @@ def test_a_full_gate_refuses_before_it_tokenises(watching):
     assert watched.texts == ["first"]
 
 
-def test_a_client_that_goes_while_its_text_is_tokenised_leaves_the_gate(watching):
-    address, watched = watching(max_running=1)
-    watched.may_go_on.clear()
-    with begun(address, ask_for("slow")):
-        wait_until(lambda: watched.texts == ["slow"])
-    wait_until(lambda: samples(address)["jaxrl_llm_requests_running"] == 0)
-
-
 def test_a_body_that_never_comes_is_given_up(connect):
     with begun(connect(timeout_s=0.2).address, length=9) as raw:
         assert raw.recv(100).startswith(b"HTTP/1.1 408")
@@ -419,32 +392,3 @@ def test_a_client_that_goes_takes_its_request_along(connect, engine, stream):
             wait_until(lambda: len(engine.requests) == 2)
     wait_until(lambda: len(engine.given_up) == 2)
     wait_until(lambda: samples(client.address)["jaxrl_llm_requests_running"] == 0)
-
-
-def test_a_reader_that_stands_still_does_not_outlive_its_time(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.serving.app.ERROR_SEND_TIMEOUT_S", 0.05)
-    sent, closed = [], []
-
-    async def events():
-        try:
-            for i in range(100):
-                yield f"data: {i}\n\n"
-        finally:
-            closed.append(True)
-
-    async def receive():
-        await asyncio.sleep(1000)
-
-    async def send(message):
-        sent.append(message["type"])
-        if len(sent) == 5:
-            await asyncio.sleep(1000)
-
-    async def run():
-        texts, deadline = events(), asyncio.get_running_loop().time() + 0.1
-        stream = EventStream(await anext(texts), texts, deadline)
-        await asyncio.wait_for(stream({}, receive, send), 10)
-
-    asyncio.run(run())
-    assert closed
-    assert sent[:5] == ["http.response.start"] + ["http.response.body"] * 4

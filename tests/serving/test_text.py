@@ -1,7 +1,6 @@
 import functools
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,17 +12,6 @@ from tests.data.real_templates import build
 from tests.serving.conftest import sentencepiece
 
 ALPHABET = "ab é世🙂\ufffd"
-
-
-@pytest.fixture(scope="module")
-def byte_fallback():
-    """A tokenizer as SentencePiece writes them: words with ▁, and bytes for all else."""
-    vocab = {"<unk>": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
-    vocab |= {"a": 257, "b": 258, "▁a": 259, "▁": 260}
-    made = Tokenizer(models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>"))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return made
 
 
 @functools.cache
@@ -71,24 +59,6 @@ def test_nothing_incomplete_is_shown_and_all_else_is_at_once(tokenizer):
     assert pieces == ["", "é", "", "", "世", "", "", "", "🙂", "!", ""]
     cuts, _ = streamed(tokenizer.decode, tokens[:4], [3])
     assert cuts == ["é", "", "\ufffd"]  # the model broke off inside a character
-
-
-@pytest.mark.parametrize("kind", ["bytes", "fallback"])
-def test_pieces_of_any_tokens_make_up_what_they_decode_to(kind, tokenizer, byte_fallback):
-    """The oracle is the tokenizer on the whole answer, also where that is no valid text."""
-    rng = np.random.default_rng(0)
-    if kind == "bytes":
-        parts = [tokenizer(c, add_special_tokens=False)["input_ids"] for c in "ab é世🙂"]
-        parts += [[int(t)] for t in rng.integers(0, 260, 4)]
-        decode = tokenizer.decode
-    else:
-        parts = [[b + 1 for b in c.encode()] for c in "xé世🙂"] + [[257], [258], [259], [260]]
-        decode = byte_fallback.decode
-    for _ in range(8):
-        tokens = [t for i in rng.integers(0, len(parts), 40) for t in parts[i]]
-        pieces, _ = streamed(decode, tokens, rng.integers(0, len(tokens), 20).tolist())
-        assert "".join(pieces) == decode(tokens)
-        assert len([piece for piece in pieces if piece]) > 5
 
 
 @pytest.mark.parametrize("kind", ["llama 2", "qwen3", "bert"])
