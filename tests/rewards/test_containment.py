@@ -266,11 +266,6 @@ def test_too_many_processes_cost_one_answer(make, mark, grouped, reply):
     assert pool.counts["died"] == 1 and len(marked(mark)) == EACH
 
 
-def test_as_many_processes_as_allowed(make):
-    assert kinds(make(max_processes=5).score(items("start", "1"))) == [None, None]
-    assert kinds(make(max_processes=None, timeout_s=1.0).score(items("many"))) == ["timeout"]
-
-
 @pytest.mark.parametrize(("reply", "kind"), [("start, hang", "timeout"), ("start, die", "died")])
 def test_children_end_with_a_lost_worker_whatever_their_session(make, mark, grouped, reply, kind):
     pool = make(timeout_s=1.0)
