@@ -19,7 +19,6 @@ from jaxrl_llm.sandbox.interpreter import open_interpreter
 from tests.sandboxes import needs_landlock
 
 TASKS = sorted(AGENT_TASKS)
-FEW = {"people": 60, "cities": 50, "lands": 50}
 
 
 def episodes(task, count, **settings):
