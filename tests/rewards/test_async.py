@@ -118,7 +118,7 @@ def test_one_failure_costs_one_reply(make, workers):
         **{"raise": "exception", "exit": "exception", "hang": "timeout", "stubborn": "timeout"},
         **{"cancel": "exception", "none": "invalid"},
     }
-    pool = make(workers, timeout_s=1.0)
+    pool = make(workers, timeout_s=0.6)
     scores = pool.score(items("1", *failures, "2"))
     assert [score.score for score in scores] == [1.0, *[-1.0] * 6, 2.0]
     assert [score.error.split(":")[0] for score in scores[1:-1]] == [*failures.values()]

@@ -35,7 +35,7 @@ def act(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
     if solution_str == "spin": re.match(r"(a+)+$", "a" * 60 + "b")  # never lets go of the GIL
     if solution_str == "die": os._exit(0)
     if solution_str == "crash": ctypes.string_at(0)
-    if solution_str == "nap": time.sleep(0.15); return 1.0
+    if solution_str == "nap": time.sleep(0.3); return 1.0
     if solution_str == "pid": return {"score": 0.0, "pid": os.getpid()}
     if solution_str == "jax": return {"score": 0.0, "jax": "jax" in sys.modules}
     if solution_str == "child":
@@ -204,9 +204,9 @@ def test_many_failures_at_once(make):
 
 
 def test_time_limit_is_per_item_not_per_chunk(make):
-    # 24 items for one worker: the first chunk holds 7, which take 1.05 s
-    scores = make(1, timeout_s=0.9, on_error=None).score(items(*["nap"] * 24))
-    assert [score.score for score in scores] == [1.0] * 24
+    # 8 items for one worker: the first chunk holds 3, which take 0.9 s
+    scores = make(1, timeout_s=0.8, on_error=None).score(items(*["nap"] * 8))
+    assert [score.score for score in scores] == [1.0] * 8
 
 
 def test_many_failures_are_one_line_with_two_different_ones(make, caplog):

@@ -68,10 +68,6 @@ t.join()
 #: "", "20000", "20000", ["n and 1", "n and 0"]
 print(len(open(0).read().split()))
 #: "", "a b\nc", "3", [".split()", ""]
-print('''a
-```
-b''')
-#: "", "", "a\n```\nb", ["b'''", "c'''"]
 import os
 import sys
 from io import BytesIO, IOBase
