@@ -18,7 +18,7 @@ def test_what_a_template_makes_of_messages(tokenizer):
     assert encode_prompt(tokenizer, CHAT, thinking=True) == [*plain, 13]
     with pytest.raises(ValueError, match="enable_thinking"):
         encode_prompt(tokenizer, CHAT, enable_thinking=False)
-    with pytest.raises(ValueError, match=r"critic.*no critics here"):
+    with pytest.raises(ValueError, match=r"critic.*critics"):
         encode_prompt(tokenizer, [{"role": "critic", "content": "1"}])
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"chat_template.jinja"):
@@ -77,5 +77,5 @@ def test_stop_ids_that_are_refused(tokenizer, tmp_path):
             stop_ids(tokenizer, tmp_path)
     path.unlink()
     tokenizer.eos_token = tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"^stop tokens"):
+    with pytest.raises(ValueError, match=r"^stop"):
         stop_ids(tokenizer, tmp_path)

@@ -19,7 +19,7 @@ def names(folder):
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with pytest.raises(OSError, match="disk full"), atomic_write(path) as file:
+    with pytest.raises(OSError, match="disk"), atomic_write(path) as file:
         file.write(b"new")
         raise OSError("disk full")
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])

@@ -236,7 +236,7 @@ def test_what_is_refused(tmp_path, subtests):
         with subtests.test(name), pytest.raises(PictureError):
             read_picture(source, folder=tmp_path)
     for name, source in TOO_MANY_PIXELS.items():
-        with subtests.test(name), pytest.raises(PictureError, match=r"at most"):
+        with subtests.test(name), pytest.raises(PictureError, match="expected"):
             read_picture(source)
     (tmp_path / "a.png").write_bytes(WHOLE)
     for path in (str(tmp_path / "a.png"), {"path": str(tmp_path / "a.png")}):

@@ -186,7 +186,7 @@ def test_what_can_not_be_loaded_says_why(tmp_path, monkeypatch, make):
     )
     with (
         RewardTasks(FunctionSpec(f"{path}:act"), ScoringConfig(), tasks=1, retries=0) as tasks,
-        pytest.raises(RewardError, match="OSError: not here"),
+        pytest.raises(RewardError, match="OSError"),
     ):
         tasks.score(items("1"))
     (tmp_path / "folder").mkdir()
