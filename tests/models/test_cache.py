@@ -81,28 +81,6 @@ def test_decoding_equals_the_teacher_forced_forward(spec, params, tokens, change
         compare(hidden, at)
 
 
-ONE, PIECES = [[12, 12, 12]], [[4, 1, 0], [3, 4, 4], [1, 4, 4], [4, 3, 4]]
-
-
-def test_prompts_may_be_read_in_pieces(spec, run, tokens):
-    """One piece and pieces whose lengths differ among rows give the same."""
-
-    def read(pieces):
-        cache, states = init_cache(spec, 3, SLOTS), np.zeros((3, 12, spec.hidden_size))
-        start, width = np.zeros(3, int), max(map(max, pieces))
-        for lengths in pieces:
-            at = places(start, lengths, width)
-            hidden, cache = run(cache, tokens[np.arange(3)[:, None], at % SLOTS], at)
-            row, column = np.nonzero(at < SLOTS)
-            states[row, at[row, column]] = hidden[row, column]
-            start += lengths
-        assert start.tolist() == [12, 12, 12]
-        return states, cache
-
-    for a, b in zip(*map(jax.tree.leaves, (read(PIECES), read(ONE))), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
 def test_only_the_slots_of_tokens_are_written(run, filled):
     positions = np.array([[1, 2, 3, 4], [9, 10, 14, 14], [17, 14, 14, 14]])
     hidden, after = run(filled, jnp.full((3, 4), 3), positions)

@@ -143,22 +143,6 @@ def test_rows_that_go_on_after_a_cut_equal_whole_rows(packed, cut):
         np.testing.assert_allclose(state, end, atol=2e-6)
 
 
-def test_convolution_equals_torch(packed):
-    _, (x, taps, tail), ids = packed
-    sums, ends = convolve(x, taps, ids, tail)
-    for r, row in enumerate(ids):
-        before = tail[r].reshape(6, -1)
-        for places in spans(row):
-            inputs = np.concatenate([before, x[r, places].reshape(len(places), 6).T], axis=1)
-            expected = torch.nn.functional.conv1d(
-                torch.tensor(inputs)[None], torch.tensor(taps.reshape(6, 1, 4)), groups=6
-            )
-            got = np.asarray(sums)[r, places].reshape(len(places), 6).T
-            np.testing.assert_allclose(got, expected[0].numpy(), atol=2e-6)
-            before = np.zeros_like(before)
-        np.testing.assert_array_equal(np.asarray(ends)[r].reshape(6, 3), inputs[:, -3:])
-
-
 def test_padding_alone_keeps_the_tail_and_no_other_sequence_has_a_gradient(packed):
     _, (x, taps, tail), ids = packed
     np.testing.assert_array_equal(convolve(x, taps, 0 * ids, tail)[1], tail)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.moe.grouped import group_rows, grouped_matmul
-from jaxrl_llm.models.moe.grouped_triton import cut_tiles, multiply_groups, sum_outer_products
+from jaxrl_llm.models.moe.grouped import grouped_matmul
+from jaxrl_llm.models.moe.grouped_triton import multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.mixture import mixture
 from jaxrl_llm.sharding.layout import TOKENS, Layout, make_mesh
 from tests.specs import MOE
@@ -73,20 +73,6 @@ def test_products_equal_a_loop_over_groups(rows, every, width, dtype):
         )
 
 
-def test_tiles_hold_every_row_once():
-    cut = jax.jit(cut_tiles, static_argnums=(1, 2))
-    for sizes in ([3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [200, 1, 90, 9]):
-        group = np.repeat(np.arange(4), sizes)
-        for tile in (1, 4, 64):
-            seen = np.zeros(sum(sizes), int)
-            tiles = map(np.asarray, cut(jnp.array(sizes), sum(sizes), tile))
-            for own, start, stop in zip(*tiles, strict=True):
-                held = slice(start, max(start, min(start + tile, stop)))
-                seen[held] += 1
-                assert set(group[held]) <= {own}
-            assert set(seen) == {1}, (sizes, tile)
-
-
 def test_gradient_of_matrices_is_summed_in_float32():
     """2,049 ones are 2,048 in bfloat16, and so would be every partial sum after it."""
     rows = 2049
@@ -99,15 +85,6 @@ def test_gradient_of_matrices_is_summed_in_float32():
     assert gradient.dtype == np.float32
     assert np.unique(gradient[0]).tolist() == [0.0]
     assert np.unique(gradient[1]).tolist() == [rows]
-
-
-def test_gradients_of_group_rows_are_sums_over_the_group():
-    vectors, sizes, weights = draw(4, 3), jnp.array([2, 0, 3, 1]), draw(8, 3, seed=1)
-    gradient = jax.jit(jax.grad(lambda v: (group_rows(v, sizes, 8) * weights).sum()))(vectors)
-    expected = np.zeros((4, 3))
-    for row, group in enumerate([0, 0, 2, 2, 2, 3]):  # the last two rows have no group
-        expected[group] += weights[row]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
 @functools.cache

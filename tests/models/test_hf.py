@@ -20,14 +20,7 @@ from jaxrl_llm.models.decoder import with_value_head
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.hf.fp8 import blocked_host_arrays, quantize_blocks
 from jaxrl_llm.models.hf.load import load_arrays, load_params
-from jaxrl_llm.models.hf.save import (
-    COMPANION_FILES,
-    host_arrays,
-    join_parts,
-    joined,
-    save_arrays,
-    save_params,
-)
+from jaxrl_llm.models.hf.save import host_arrays, join_parts, joined, save_arrays, save_params
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.rollout.vllm.engine import WeightBuffer
 from jaxrl_llm.sharding.layout import make_mesh, shardings
@@ -117,22 +110,6 @@ def test_load_into_split_layers(spec, params, source, tmp_path):
     assert jax.tree.map(lambda x: x.sharding, loaded) == layout
     save_params(tmp_path / "again", loaded, spec, source=source, dtype=np.float32)
     assert arrays_in(tmp_path / "again") == arrays_in(source)
-
-
-def test_source_files_are_taken_over(spec, params, source, tmp_path):
-    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": 7}
-    config["torch_dtype"] = config.pop("dtype")  # as transformers 4 writes it
-    (source / "config.json").write_text(json.dumps(config))
-    for name in COMPANION_FILES:
-        (source / name).write_text(f"content of {name}")
-    (source / "optimizer.pt").write_text("not for export")
-    save_params(tmp_path / "x", params, spec, source=source, dtype=jnp.bfloat16)
-    expected = {*COMPANION_FILES, "config.json", "model.safetensors"}
-    assert {p.name for p in (tmp_path / "x").iterdir()} == expected
-    for name in COMPANION_FILES:
-        assert (tmp_path / "x" / name).read_text() == f"content of {name}"
-    saved = json.loads((tmp_path / "x" / "config.json").read_text())
-    assert saved == config | {"torch_dtype": "bfloat16"}
 
 
 KILLED = """

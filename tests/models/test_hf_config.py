@@ -8,31 +8,8 @@ import pytest
 
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.hf.families.qwen import DELTA_KEYS, every_nth_attends, read_delta
-from jaxrl_llm.models.rope import LinearScaling, YarnScaling
 
-NO_NORM = {"qk_norm": False}
-LINEAR = {"rope_scaling": LinearScaling(factor=2.0)}
-YARN = {"rope_scaling": YarnScaling(factor=2.0, original_positions=32)}
-WINDOWS = {"window": 8, "windowed_layers": (True, False)}
-GEMMA = {"unit_offset_norms": True, "post_norms": True, "scaled_embeddings": True} | WINDOWS
-GEMMA |= {"activation": "gelu_tanh"}
-OLMO = {"whole_qk_norm": True, "pre_norms": False, "post_norms": True}
 CRITIC = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "value"}}
-WRITTEN = [
-    ({}, "Qwen3"),
-    ({"tied_embeddings": True}, "Qwen3"),
-    (NO_NORM | {"qkv_bias": True}, "Qwen2"),
-    (NO_NORM, "Llama"),
-    (NO_NORM | LINEAR | {"mlp_bias": True}, "Llama"),
-    (NO_NORM | {"window": 8}, "Mistral"),
-    (NO_NORM | GEMMA | {"score_softcap": 5.0, "query_scalar": 9.0}, "Gemma2"),
-    (GEMMA | {"local_rope_theta": 100.0, "logit_softcap": 5.0}, "Gemma3"),
-    (GEMMA | LINEAR | {"local_rope_theta": 9.0}, "Gemma3"),
-    (OLMO | WINDOWS | YARN | {"local_rope_theta": 100.0}, "Olmo3"),
-    (OLMO, "Olmo3"),
-    (NO_NORM | {"rotary_layers": (True, False)}, "SmolLM3"),
-    (NO_NORM | {"rotary_layers": (False, False), "window": 8}, "SmolLM3"),
-]
 
 
 @pytest.fixture
@@ -47,17 +24,13 @@ def edit_config(directory, **changes):
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
-def test_a_model_is_written_as_the_family_that_has_it(spec, tmp_path):
-    for changes, architecture in WRITTEN:
+def test_what_is_written_is_read(spec, tmp_path):
+    """tests/parity has every family."""
+    for changes in ({}, {"tied_embeddings": True}, {"value_head": True}):
         changed = dataclasses.replace(spec, **changes)
-        config = make_config(changed)
-        assert config["architectures"] == [f"{architecture}ForCausalLM"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert read_spec(tmp_path) == changed, changes
-    critic = dataclasses.replace(spec, value_head=True)
-    (tmp_path / "config.json").write_text(json.dumps(make_config(critic)))
-    assert read_spec(tmp_path) == critic
-    with pytest.raises(ValueError, match="rotary_fraction"):
+        (tmp_path / "config.json").write_text(json.dumps(make_config(changed)))
+        assert read_spec(tmp_path) == changed
+    with pytest.raises(ValueError, match="rotary_fraction"):  # that no family has
         make_config(dataclasses.replace(spec, rotary_fraction=0.5))
 
 

@@ -189,15 +189,6 @@ def test_an_address_where_another_program_listens_is_refused(meet, number, says)
     assert address in str(error)
 
 
-def test_put_and_fetch_in_one_process():
-    mesh = make_mesh({"fsdp": 8})
-    tree = {"a": np.arange(16.0, dtype=np.float32), "b": np.arange(8, dtype=np.int32)}
-    placed = distributed.put(tree, NamedSharding(mesh, PartitionSpec("fsdp")))
-    assert placed["a"].addressable_shards[3].data.tolist() == [6.0, 7.0]
-    for name, value in distributed.fetch(placed).items():
-        np.testing.assert_array_equal(value, tree[name])
-
-
 def test_an_error_that_cannot_travel_is_named():
     class Odd(Exception):
         def __init__(self, one, two):
