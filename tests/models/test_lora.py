@@ -155,8 +155,7 @@ FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     [
         ("Qwen3", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
         ("Qwen2", {"r": 3, "target_modules": "all-linear", "use_rslora": True}),
-        ("Qwen3Moe", {"r": 3, "target_modules": ["o_proj"], "target_parameters": FUSED}),
-        ("DeepseekV3", {"r": 3, "target_modules": [], "target_parameters": FUSED[:1]}),
+        ("DeepseekV3", {"r": 3, "target_modules": ["o_proj"], "target_parameters": FUSED[:1]}),
         ("Mixtral", {"r": 3, "target_modules": [], "target_parameters": FUSED[1:]}),
         # gate and up of all experts are one matrix there, whose adapter has twice the rank here
         ("Qwen3Moe", {"r": 3, "target_modules": ["gate_proj", "up_proj", "down_proj", "o_proj"]}),
@@ -187,7 +186,6 @@ def test_an_adapter_of_peft_is_ours(family, options, saved, tmp_path):
 @pytest.mark.parametrize(
     ("family", "targets", "rslora"),
     [
-        ("Qwen3", ["q_proj", "v_proj"], False),
         ("Qwen3", ["all-linear"], True),
         ("Qwen3Moe", ["*.experts.*", "o_proj"], True),
         ("DeepseekV3", ["all-linear"], False),

