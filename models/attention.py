@@ -185,7 +185,7 @@ def attend(
         ValueError: A window is asked for that is not causal.
 
     >>> x = jnp.ones((1, 3, 2, 4))
-    >>> attend(x, x, x, jnp.array([[1, 1, 0]])).shape
+    >>> jax.eval_shape(attend, x, x, x, jnp.array([[1, 1, 0]])).shape
     (1, 3, 2, 4)
     """
     if not options.causal and options.window is not None:

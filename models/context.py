@@ -64,7 +64,8 @@ def attend_in_ring(
 
     >>> from jaxrl_llm.sharding.layout import make_mesh
     >>> x, mesh = jnp.ones((1, 4, 2, 4)), make_mesh({"context": 2}, jax.devices()[:2])
-    >>> attend_in_ring(x, x, x, jnp.ones((1, 4), jnp.int32), layout=Layout(mesh, "ring")).shape
+    >>> ring = functools.partial(attend_in_ring, layout=Layout(mesh, "ring"))
+    >>> jax.eval_shape(ring, x, x, x, jnp.ones((1, 4), jnp.int32)).shape
     (1, 4, 2, 4)
     """
     scale = q.shape[3] ** -0.5 if options.scale is None else options.scale

@@ -789,9 +789,10 @@ class Decoder:
             hold the layers.
 
         >>> decoder = Decoder(tiny_spec())
-        >>> params = decoder.init_params(jax.random.key(0))
+        >>> params = jax.eval_shape(decoder.init_params, jax.random.key(0))
         >>> tokens, positions = jnp.array([[3, 5, 2, 7]]), jnp.array([[0, 1, 0, 1]])
-        >>> decoder.hidden_states(params, tokens, positions, jnp.array([[1, 1, 2, 2]]))[0].shape
+        >>> rows = tokens, positions, jnp.array([[1, 1, 2, 2]])
+        >>> jax.eval_shape(decoder.hidden_states, params, *rows)[0].shape
         (1, 4, 4)
         """
         spec, replays = self.spec, inputs.routes is not None
@@ -908,9 +909,10 @@ class Decoder:
             Hidden states after the final norm, and the cache with the tokens' keys and values.
 
         >>> decoder = Decoder(tiny_spec())
-        >>> params = decoder.init_params(jax.random.key(0))
+        >>> params = jax.eval_shape(decoder.init_params, jax.random.key(0))
         >>> cache = decoder.init_cache(1, 8, dtype="float32")
-        >>> decoder.extend(params, cache, jnp.array([[3, 5, 2]]), jnp.array([[0, 1, 2]]))[0].shape
+        >>> tokens, positions = jnp.array([[3, 5, 2]]), jnp.array([[0, 1, 2]])
+        >>> jax.eval_shape(decoder.extend, params, cache, tokens, positions)[0].shape
         (1, 3, 4)
         """
         spec = self.spec.for_decoding

@@ -67,7 +67,7 @@ def gated_delta_rule(
 
     >>> ones = jnp.ones((1, 2, 1))
     >>> key = jnp.array([[[[1.0, 0.0]], [[0.0, 1.0]]]])
-    >>> read, _ = gated_delta_rule(key, key, key, 0 * ones, ones, jnp.array([[1, 1]]))
+    >>> read, _ = jax.jit(gated_delta_rule)(key, key, key, 0 * ones, ones, jnp.array([[1, 1]]))
     >>> read[0, :, 0].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
@@ -304,7 +304,7 @@ def causal_conv(
         `tail` where all is padding.
 
     >>> x = jnp.array([[[1.0], [2.0], [3.0]]])
-    >>> sums, tail = causal_conv(x, jnp.array([[10.0, 1.0]]), jnp.array([[1, 1, 2]]))
+    >>> sums, tail = jax.jit(causal_conv)(x, jnp.array([[10.0, 1.0]]), jnp.array([[1, 1, 2]]))
     >>> sums[0, :, 0].tolist(), tail[0, 0].tolist()
     ([1.0, 12.0, 3.0], [3.0])
     """

@@ -60,7 +60,8 @@ def attend_gathered(
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> attend_gathered(jnp.ones((2, 3, 16)), LayerCache(k, v), table, positions).shape
+    >>> given = jnp.ones((2, 3, 16)), LayerCache(k, v), table, positions
+    >>> jax.eval_shape(attend_gathered, *given).shape
     (2, 3, 16)
     """
     k = _rows(pages.keys, table, 3)
@@ -100,7 +101,8 @@ def attend_in_turn(
 
     >>> k, v = jnp.ones((3, 1, 16, 4)), jnp.ones((3, 1, 4, 16))
     >>> table, positions = jnp.array([[1, 0], [2, 9]]), jnp.array([5, 3])
-    >>> attend_in_turn(jnp.ones((2, 3, 16)), LayerCache(k, v), table, positions).shape
+    >>> given = jnp.ones((2, 3, 16)), LayerCache(k, v), table, positions
+    >>> jax.eval_shape(attend_in_turn, *given).shape
     (2, 3, 16)
     """
 

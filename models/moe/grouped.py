@@ -138,7 +138,7 @@ def grouped_matmul(
         The products, in the dtype of `x`, to which the matrices are cast.
 
     >>> x, matrices = jnp.ones((3, 1)), jnp.array([[[1.0]], [[5.0]]])
-    >>> grouped_matmul(x, matrices, jnp.array([2, 1]))[:, 0].tolist()
+    >>> jax.jit(grouped_matmul)(x, matrices, jnp.array([2, 1]))[:, 0].tolist()
     [1.0, 1.0, 5.0]
     """
     return _products(kernels, x, matrices, sizes)

@@ -75,7 +75,8 @@ def multiply_groups(
         The products in the dtype of `x`, summed in float32; zeros for rows after the last group.
 
     >>> x, matrices = jnp.ones((3, 16)), jnp.stack([jnp.eye(16), 5 * jnp.eye(16)])
-    >>> multiply_groups(x, matrices, jnp.array([2, 1]), interpret=True)[:, 0].tolist()
+    >>> multiply = jax.jit(functools.partial(multiply_groups, interpret=True))
+    >>> multiply(x, matrices, jnp.array([2, 1]))[:, 0].tolist()
     [1.0, 1.0, 5.0]
     """
     rows, inner = x.shape

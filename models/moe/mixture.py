@@ -89,7 +89,8 @@ def mixture(
     >>> weights = {"router": jnp.ones((1, 2)), "expert_gate": jnp.ones((2, 1, 1)),
     ...            "expert_up": jnp.ones((2, 1, 1)), "expert_down": jnp.ones((2, 1, 1))}
     >>> real = jnp.array([[True, True, False]])
-    >>> out, stats, experts = mixture(weights, spec, jnp.ones((1, 3, 1)), real)
+    >>> mix = jax.jit(mixture, static_argnums=1)
+    >>> out, stats, experts = mix(weights, spec, jnp.ones((1, 3, 1)), real)
     >>> out.shape, stats.tokens.tolist(), experts.shape
     ((1, 3, 1), 2.0, (1, 3, 1))
     """
@@ -277,8 +278,8 @@ def expert_parallel_mixture(
     >>> routing = Routing(jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)) / 2)
     >>> choose, same = lambda weights, x, routes: routing, lambda weights, rows, sizes: rows
     >>> x, weights = jnp.array([[4.0]]), {"expert_up": jnp.ones((2, 1, 1))}
-    >>> expert_parallel_mixture(x, weights, choose, same, layout)[0]
-    Array([[3.]], dtype=float32)
+    >>> jax.jit(lambda x: expert_parallel_mixture(x, weights, choose, same, layout)[0])(x).tolist()
+    [[3.0]]
     """
     peers, tensor = layout.mesh.shape["expert"], layout.mesh.shape["tensor"]
     total, width = weights["expert_up"].shape[0], weights["expert_up"].shape[2]

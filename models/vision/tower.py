@@ -89,7 +89,7 @@ def encode(
     >>> spec = tiny_vision()
     >>> params = {name: jnp.zeros(decl.shape) for name, decl in declare_vision(spec).items()}
     >>> rows = patch_rows(spec, [[Visual(np.zeros((8, 24), np.uint8), (1, 2, 4), 2, b"")]], 12)
-    >>> encode(params, spec, rows).features.shape
+    >>> jax.eval_shape(lambda params: encode(params, spec, rows), params).features.shape
     (1, 3, 4)
     """
     rows = _split(rows, spec, layout)

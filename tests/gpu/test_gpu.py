@@ -28,7 +28,6 @@ from jaxrl_llm.models.paged_attention import choose_paged_kernel, paged_differen
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.models.quantization import quantize_matrix, quantized_product
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated, shardings
@@ -36,21 +35,14 @@ from jaxrl_llm.sharding.reshard import to_device, to_host
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import Batch
+from tests.specs import DENSE
 
 pytestmark = pytest.mark.gpu
 
-SPEC = ModelSpec(
-    vocab_size=512,
-    hidden_size=256,
-    layers=4,
-    heads=8,
-    kv_heads=4,
-    head_dim=64,
-    ff_width=768,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    max_positions=512,
+SPEC = dataclasses.replace(
+    DENSE,
+    **dict(vocab_size=512, hidden_size=256, layers=4, heads=8, kv_heads=4, head_dim=64),
+    **dict(ff_width=768, rope_theta=1e6, tied_embeddings=True, max_positions=512),
 )
 LENGTH = 128
 
@@ -85,19 +77,16 @@ def _sequences(device, dtype, kernel=None, kv_cache_dtype="auto"):
     return mesh, params, batch, reported, logprobs
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
-def test_decoding_agrees_with_the_forward_pass(dtype, tolerance):
-    _, _, batch, reported, logprobs = _sequences(jax.devices("gpu")[0], dtype)
-    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
-def test_decoding_over_pages_in_place_agrees_with_the_forward_pass(dtype, tolerance):
-    device = jax.devices("gpu")[0]
-    layout = Layout(make_mesh({}, [device]))
-    choice = choose_paged_kernel("auto", SPEC, layout, dtype, device=this_device())
-    assert choice.kernel is not None, choice.reason
-    _, _, batch, reported, logprobs = _sequences(device, dtype, choice.kernel)
+def test_decoding_agrees_with_the_forward_pass(dtype, tolerance, in_place):
+    device, kernel = jax.devices("gpu")[0], None
+    if in_place:
+        layout = Layout(make_mesh({}, [device]))
+        choice = choose_paged_kernel("auto", SPEC, layout, dtype, device=this_device())
+        assert choice.kernel is not None, choice.reason
+        kernel = choice.kernel
+    _, _, batch, reported, logprobs = _sequences(device, dtype, kernel)
     assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -14,14 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
+from safetensors.numpy import load_file, save_file
 
+from jaxrl_llm.models.arrays import NORMAL, ArrayDecl, HfPart
 from jaxrl_llm.models.decoder import with_value_head
-from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.hf.load import from_hf, load_params
-from jaxrl_llm.models.hf.save import COMPANION_FILES, save_params, to_hf
+from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.hf.fp8 import blocked_host_arrays, quantize_blocks
+from jaxrl_llm.models.hf.load import load_arrays, load_params
+from jaxrl_llm.models.hf.save import host_arrays, join_parts, joined, save_arrays, save_params
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.sharding.layout import shardings
+from jaxrl_llm.rollout.vllm.engine import WeightBuffer
+from jaxrl_llm.sharding.layout import make_mesh, shardings
+from tests.specs import DELTA, MOE, draw
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -35,108 +38,72 @@ def source(spec, params, tmp_path):
 
 def edit_arrays(directory, change):
     path = directory / "model.safetensors"
-    arrays = safetensors.numpy.load_file(path)
+    arrays = load_file(path)
     change(arrays)
-    safetensors.numpy.save_file(arrays, path)
+    save_file(arrays, path)
 
 
 def assert_same(got, expected):
     chex.assert_trees_all_equal(got, expected, strict=True)  # dtypes, too
 
 
-def hf_arrays(declaration, array):
-    return {name: to_hf(declaration, array[index]) for name, index in declaration.hf_indices()}
-
-
-def test_conversion_by_loops(spec, params):
-    """q_proj.weight[n*H + h, d] is query[layer, d, n, h]; o_proj.weight[d, n*H + h] is output."""
-    declared, width = declare(spec)["layers"], spec.head_dim
-    query, output = (np.asarray(params["layers"][name]) for name in ("query", "output"))
-    theirs = hf_arrays(declared["query"], query) | hf_arrays(declared["output"], output)
-    o_proj = theirs["model.layers.2.self_attn.o_proj.weight"]
-    for d, n, h in np.ndindex(spec.hidden_size, spec.heads, width):
-        assert theirs[QUERY][n * width + h, d] == query[1, d, n, h]
-        assert o_proj[d, n * width + h] == output[2, n, h, d]
-    np.testing.assert_array_equal(from_hf(declared["query"], theirs[QUERY]), query[1])
-
-
-def test_conversion_is_traceable(spec, params):
-    decl = declare(spec)["layers"]["down"]
-    traced = jax.jit(lambda x: hf_arrays(decl, x))(params["layers"]["down"])
-    plain = hf_arrays(decl, np.asarray(params["layers"]["down"]))
-    assert traced.keys() == plain.keys()
-    chex.assert_trees_all_equal(traced, plain)
-
-
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 4000, 1])
 @pytest.mark.parametrize("tied", [True, False])
-def test_save_then_load_is_exact(spec, params, tied, max_shard_bytes, tmp_path):
+def test_save_then_load_is_exact(spec, params, tied, tmp_path):
+    """In files that keep to their size, of any size."""
     spec = dataclasses.replace(spec, tied_embeddings=tied)
     params = {k: v for k, v in params.items() if k != "head" or not tied}
-    save_params(
-        tmp_path / "a" / "model",
-        params,
-        spec,
-        source=None,
-        dtype=np.float32,
-        max_shard_bytes=max_shard_bytes,
-    )
-    assert read_spec(tmp_path / "a" / "model") == spec
-    assert_same(load_params(tmp_path / "a" / "model", spec), params)
-    files = sorted(p.name for p in (tmp_path / "a" / "model").glob("*.safetensors"))
     arrays = 2 + (not tied) + 11 * spec.layers
-    assert len(files) == 1 if max_shard_bytes == 10**9 else 1 < len(files) <= arrays
-    assert (len(files) == arrays) == (max_shard_bytes == 1)
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["model"]
-
-
-def test_shards_keep_to_their_size(spec, params, tmp_path):
-    save_params(tmp_path / "x", params, spec, source=None, dtype=np.float32, max_shard_bytes=4000)
-    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
-    total = 0
-    for path in (tmp_path / "x").glob("*.safetensors"):
-        arrays = safetensors.numpy.load_file(path)
-        assert {index["weight_map"][name] for name in arrays} == {path.name}
-        size = sum(array.nbytes for array in arrays.values())
+    for most, files in ((10**9, {1}), (4000, range(2, arrays)), (1, {arrays})):
+        folder = tmp_path / str(most) / "model"
+        save_params(folder, params, spec, source=None, dtype=np.float32, max_shard_bytes=most)
+        assert read_spec(folder) == spec
+        assert_same(load_params(folder, spec), params)
+        assert len([*folder.glob("*.safetensors")]) in files
+        assert [p.name for p in folder.parent.iterdir()] == ["model"]
+    folder, total = tmp_path / "4000" / "model", 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for path in folder.glob("*.safetensors"):
+        stored = load_file(path)
+        assert {index["weight_map"][name] for name in stored} == {path.name}
+        size = sum(array.nbytes for array in stored.values())
         assert size <= 4000
         total += size
     assert (
-        index["metadata"]["total_size"] == total == 4 * sum(x.size for x in jax.tree.leaves(params))
+        index["metadata"]["total_size"] == total == sum(x.nbytes for x in jax.tree.leaves(params))
     )
 
 
-def test_bfloat16_round_trip(spec, params, tmp_path):
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    save_params(tmp_path / "x", params, spec, source=None, dtype=jnp.bfloat16)
-    config = json.loads((tmp_path / "x" / "config.json").read_text())
-    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    assert_same(load_params(tmp_path / "x", spec, dtype=jnp.bfloat16), narrow)
-    widened = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
-    assert_same(load_params(tmp_path / "x", spec), widened)
-
-
-def mesh_of(**sizes):
-    types = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}, {"data": 8}, {"tensor": 2}]
+    ("sizes", "dtype"), [({"fsdp": 2, "tensor": 4}, jnp.float32), ({"data": 8}, jnp.bfloat16)]
 )
 def test_load_into_shardings(spec, params, source, sizes, dtype):
-    layout = shardings(declare(spec), mesh_of(**sizes))
-    loaded = load_params(source, spec, shardings=layout, dtype=dtype)
-    assert_same(loaded, jax.tree.map(lambda x: x.astype(dtype), params))
-    assert jax.tree.map(lambda x: x.sharding, loaded) == layout
+    """And donate what was loaded: arrays never alias each other."""
+    layout = shardings(declare(spec), make_mesh(sizes))
+    expected = jax.tree.map(lambda x: x.astype(dtype), params)
+    for where in (None, layout):
+        loaded = load_params(source, spec, shardings=where, dtype=dtype)
+        assert_same(loaded, expected)
+        assert where is None or jax.tree.map(lambda x: x.sharding, loaded) == layout
+        negate = jax.jit(lambda p: jax.tree.map(lambda x: -x, p), donate_argnums=0)
+        negated = negate(loaded)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(loaded))
+        for leaf, value in zip(jax.tree.leaves(negated), jax.tree.leaves(expected), strict=True):
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(shard.data, -np.asarray(value)[shard.index])
+
+
+def arrays_in(directory):
+    arrays = {}
+    for path in directory.glob("*.safetensors"):
+        arrays |= {k: v.tobytes() for k, v in load_file(path).items()}
+    return arrays
 
 
 def test_load_into_split_layers(spec, params, source, tmp_path):
     """A device that holds one layer reads one layer; the stack is never on the host."""
-    split = jax.sharding.NamedSharding(mesh_of(data=3), jax.sharding.PartitionSpec("data"))
-    host = jax.sharding.NamedSharding(
-        mesh_of(data=3), jax.sharding.PartitionSpec(), memory_kind="pinned_host"
-    )
+    mesh = make_mesh({"data": 2}, jax.devices()[:2])
+    split = jax.NamedSharding(mesh, jax.P("data"))
+    host = jax.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
     layout = jax.tree.map(lambda decl: split if decl.stacked else host, declare(spec))
     loaded = load_params(source, spec, shardings=layout)
     assert_same(loaded, params)
@@ -145,72 +112,26 @@ def test_load_into_split_layers(spec, params, source, tmp_path):
     assert arrays_in(tmp_path / "again") == arrays_in(source)
 
 
-def arrays_in(directory):
-    arrays = {}
-    for path in directory.glob("*.safetensors"):
-        arrays |= {k: v.tobytes() for k, v in safetensors.numpy.load_file(path).items()}
-    return arrays
-
-
-def test_source_files_are_taken_over(spec, params, source, tmp_path):
-    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": 7}
-    config["torch_dtype"] = config.pop("dtype")  # as transformers 4 writes it
-    (source / "config.json").write_text(json.dumps(config))
-    for name in COMPANION_FILES:
-        (source / name).write_text(f"content of {name}")
-    (source / "optimizer.pt").write_text("not for export")
-    save_params(tmp_path / "x", params, spec, source=source, dtype=jnp.bfloat16)
-    expected = {*COMPANION_FILES, "config.json", "model.safetensors"}
-    assert {p.name for p in (tmp_path / "x").iterdir()} == expected
-    for name in COMPANION_FILES:
-        assert (tmp_path / "x" / name).read_text() == f"content of {name}"
-    saved = json.loads((tmp_path / "x" / "config.json").read_text())
-    assert saved == config | {"torch_dtype": "bfloat16"}
-
-
-def test_failed_save_leaves_nothing(spec, params, source, tmp_path, monkeypatch):
-    written = []
-
-    def full_disk(descriptor):
-        written.append(descriptor)
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        save_params(tmp_path / "x", params, spec, source=source, dtype=np.float32)
-    assert written
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-def test_save_after_a_killed_save(spec, params, source, tmp_path):
-    (tmp_path / ".x.partial").mkdir()
-    (tmp_path / ".x.partial" / "model-00001-of-00009.safetensors").write_text("half")
-    save_params(tmp_path / "x", params, spec, source=source, dtype=np.float32)
-    assert_same(load_params(tmp_path / "x", spec), params)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "x"]
-
-
 KILLED = """
 import os, signal, sys
-import jax, numpy as np
+import numpy as np
+from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.hf.config import read_spec
-from jaxrl_llm.models.parameters import init_params
-spec = read_spec(sys.argv[1])
-left = int(sys.argv[3])
+spec, left = read_spec(sys.argv[1]), 2
 def fsync(descriptor):
     global left
     left -= 1
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
+params = load_params(sys.argv[1], spec)
 os.fsync = fsync
-save_params(sys.argv[2], init_params(spec, key=jax.random.key(0)), spec, source=sys.argv[1],
-            dtype=np.float32, max_shard_bytes=9000)
+save_params(sys.argv[2], params, spec, source=sys.argv[1], dtype=np.float32, max_shard_bytes=9000)
 """
 
 
 def test_killed_save_leaves_nothing_by_that_name(source, spec, params, tmp_path):
-    command = [sys.executable, "-c", KILLED, source, tmp_path / "x", "2"]
+    command = [sys.executable, "-c", KILLED, source, tmp_path / "x"]
     done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "x").exists()
@@ -219,39 +140,21 @@ def test_killed_save_leaves_nothing_by_that_name(source, spec, params, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "x"]
 
 
-def test_saving_holds_one_layer_of_one_array(spec, params, tmp_path, monkeypatch):
-    """What is fetched from the devices is never a whole stack, and is let go of before the next."""
-    fetched = []
-    fetch = np.asarray
-
-    def watched(array, *rest, **more):
-        if isinstance(array, jax.Array):
-            fetched.append(array.shape)
-        return fetch(array, *rest, **more)
-
-    monkeypatch.setattr(np, "asarray", watched)
-    save_params(tmp_path / "x", params, spec, source=None, dtype=np.float32)
-    sizes = [int(np.prod(shape)) for shape in fetched]
-    assert len(sizes) == 3 + spec.layers * len(params["layers"])
-    assert sum(sizes) == sum(x.size for x in jax.tree.leaves(params))
-
-
-def test_save_refuses(spec, params, source, tmp_path):
-    def save(directory=tmp_path / "x", params=params, spec=spec, source=source, dtype=np.float32):
-        save_params(directory, params, spec, source=source, dtype=dtype)
-
-    with pytest.raises(FileExistsError, match="source exists and is not empty"):
-        save(directory=source)
-    with pytest.raises(ValueError, match=r"dtype int8; expected one of .'float32', 'bfloat16'"):
-        save(dtype=np.int8)
-    with pytest.raises(ValueError, match=r"embed: got \(36, 16\), expected \(37, 16\)"):
-        save(params=params | {"embed": params["embed"][1:]})
-    with pytest.raises(
-        ValueError, match=r"(?s)extra: got \(2,\), expected nothing.*head: got nothing"
+def test_save_refuses(spec, params, source, tmp_path, monkeypatch):
+    headless = {k: v for k, v in params.items() if k != "head"} | {"extra": jnp.ones(2)}
+    for kind, named, given in (
+        (FileExistsError, "source", {"directory": source}),
+        (ValueError, "int8", {"dtype": np.int8}),
+        (ValueError, "embed", {"params": params | {"embed": params["embed"][1:]}}),
+        (ValueError, "(?s)extra.*head", {"params": headless}),
+        (ValueError, "source", {"spec": dataclasses.replace(spec, rope_theta=1e6)}),
     ):
-        save(params={k: v for k, v in params.items() if k != "head"} | {"extra": jnp.ones(2)})
-    with pytest.raises(ValueError, match="the model's spec is not that of its source"):
-        save(spec=dataclasses.replace(spec, rope_theta=1e6))
+        plain = {"directory": tmp_path / "x", "params": params, "spec": spec, "dtype": np.float32}
+        with pytest.raises(kind, match=named):
+            save_params(**plain | given, source=source)
+    monkeypatch.setattr("os.fsync", lambda descriptor: 1 / 0)  # as of a full disk
+    with pytest.raises(ZeroDivisionError):
+        save_params(tmp_path / "x", params, spec, source=source, dtype=np.float32)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
@@ -259,55 +162,49 @@ def test_load_lists_what_does_not_fit(spec, source):
     def spoil(arrays):
         del arrays["model.norm.weight"]
         arrays["model.norm.bias"] = np.ones(16, np.float32)
-        arrays[QUERY] = arrays[QUERY].T.copy()
-        arrays["lm_head.weight"] = np.ones((37, 16), np.int8)
+        arrays[QUERY] = np.ones((3, 16), np.float32)
+        arrays["lm_head.weight"] = np.ones((32, 16), np.int8)
 
     edit_arrays(source, spoil)
-    with pytest.raises(ValueError, match="does not fit the spec") as error:
+    with pytest.raises(ValueError) as error:
         load_params(source, spec)
-    assert str(error.value).splitlines()[1:] == [
-        "  missing: model.norm.weight",
-        "  surplus: model.norm.bias",
-        "  unsupported type: lm_head.weight is I8, expected one of ['F32', 'BF16', 'F16']",
-        f"  misshapen: {QUERY} is (16, 24), expected (24, 16)",
+    lines = [line.split(" is ")[0].strip() for line in str(error.value).splitlines()[1:]]
+    assert lines == [
+        "missing: model.norm.weight",
+        "surplus: model.norm.bias",
+        "unsupported type: lm_head.weight",
+        f"misshapen: {QUERY}",
     ]
 
 
-def test_saved_rotary_frequencies_are_no_weights(spec, params, source):
+def test_what_may_be_there_besides(spec, params, source):
+    """Rotary frequencies, which are no weights, and the head of a tied model."""
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_arrays(source, lambda arrays: arrays.update({name: np.ones(3, np.float32)}))
     assert_same(load_params(source, spec), params)
-
-
-def test_tied_model_may_carry_its_head(spec, params, source):
     tied = dataclasses.replace(spec, tied_embeddings=True)
     assert_same(load_params(source, tied), {k: v for k, v in params.items() if k != "head"})
 
 
-@pytest.mark.parametrize("with_source", [True, False])
-def test_critic_round_trip(spec, params, source, with_source, tmp_path):
+def test_critic_round_trip(spec, params, source, tmp_path):
     critic, critic_spec = with_value_head(params, spec)
     critic["score"] = critic["score"].at[:, 0].set(jnp.arange(16.0))
     critic["score_bias"] = critic["score_bias"] - 0.1
-    origin = source if with_source else None
-    save_params(tmp_path / "x", critic, critic_spec, source=origin, dtype=np.float32)
-    assert read_spec(tmp_path / "x") == critic_spec
-    assert_same(load_params(tmp_path / "x", critic_spec), critic)
-    arrays = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
+    for number, origin in enumerate((source, None)):
+        folder = tmp_path / str(number)
+        save_params(folder, critic, critic_spec, source=origin, dtype=np.float32)
+        assert read_spec(folder) == critic_spec
+        assert_same(load_params(folder, critic_spec), critic)
+    arrays = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in arrays
     np.testing.assert_array_equal(arrays["score.weight"], np.arange(16.0)[None])
     assert arrays["score.bias"].tolist() == [np.float32(-0.1)]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_is_no_critic(spec, source, tied):
-    wrong = dataclasses.replace(spec, value_head=True, tied_embeddings=tied)
-    with pytest.raises(ValueError, match="does not fit the spec") as error:
-        load_params(source, wrong)
-    assert str(error.value).splitlines()[1:] == [
-        "  missing: score.bias",
-        "  missing: score.weight",
-        "  surplus: lm_head.weight",
+    with pytest.raises(ValueError) as error:  # a language model is no critic
+        load_params(source, critic_spec)
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
+        "missing: score.bias",
+        "missing: score.weight",
+        "surplus: lm_head.weight",
     ]
 
 
@@ -316,26 +213,22 @@ def test_load_refuses_damaged_files(spec, params, source, tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-100], whole + b"0", whole[:5], b"", b"x" * 500, whole[8:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"model\.safetensors is damaged or truncated"):
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
             load_params(source, spec)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"has neither model.safetensors nor model.safe"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         load_params(source, spec)
 
     sharded = tmp_path / "x"
     save_params(sharded, params, spec, source=source, dtype=np.float32, max_shard_bytes=9000)
-    parts = [sharded / f"model-0000{n}-of-00004.safetensors" for n in (1, 2)]
-    names = [set(safetensors.numpy.load_file(part)) for part in parts]
-    saved = parts[1].read_bytes()
-    parts[1].write_bytes(saved[:-4])
-    with pytest.raises(ValueError, match=r"model-00002-of-00004\.safetensors is damaged or trunc"):
-        load_params(sharded, spec)
-    parts[1].write_bytes(parts[0].read_bytes())
-    with pytest.raises(ValueError, match=r"00002.* holds arrays that another file holds too") as e:
-        load_params(sharded, spec)
-    assert all(name in str(e.value) for name in names[0])
-    parts[1].unlink()
-    with pytest.raises(ValueError, match=r"do not exist: \['model-00002-of-00004.safetensors'\]"):
+    first, second, *_ = sorted(sharded.glob("*.safetensors"))
+    saved = second.read_bytes()
+    for damaged in (saved[:-4], first.read_bytes()):  # the second: arrays that are there twice
+        second.write_bytes(damaged)
+        with pytest.raises(ValueError, match=second.name):
+            load_params(sharded, spec)
+    second.unlink()
+    with pytest.raises(ValueError, match=second.name):
         load_params(sharded, spec)
 
 
@@ -353,22 +246,124 @@ def test_no_bit_of_a_saved_file_changes_what_is_loaded(spec, params, source):
             assert_same(load_params(source, spec), params)
         except ValueError as error:
             refused += 1
-            assert number % 2 or re.search(r"damaged: .* is not what was written", str(error))
+            assert number % 2 or "damaged" in str(error)
         else:
             assert number % 2, "a byte of an array has changed"
     assert refused > 50
 
 
-def test_loaded_arrays_can_be_donated(spec, source):
-    """Loading makes arrays that a train step may consume, and that never alias each other."""
-    layout = shardings(declare(spec), mesh_of(data=2, fsdp=2))
-    for where in (None, layout):
-        loaded = load_params(source, spec, shardings=where)
-        double = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)
-        doubled = double(loaded)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(loaded))
-        again = load_params(source, spec)
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), doubled, again)
-        for leaf, expected in zip(jax.tree.leaves(doubled), jax.tree.leaves(again), strict=True):
-            for shard in leaf.addressable_shards:
-                np.testing.assert_array_equal(shard.data, 2 * np.asarray(expected)[shard.index])
+# ------------------------------------------------------------- parts of arrays, and experts
+
+HYBRID = dataclasses.replace(DELTA, qkv_bias=True)
+JOINED_QUERY = "model.layers.2.self_attn.q_proj.weight"
+
+
+def part(name, shape, axes, hf_axes, hf_part=None):
+    groups = tuple(tuple(group.split("*")) for group in hf_axes.split())
+    return ArrayDecl(
+        shape=shape,
+        axes=tuple(axes.split()),
+        initializer=NORMAL,
+        hf_name=name,
+        hf_axes=groups,
+        hf_part=hf_part,
+    )
+
+
+def test_parts_that_are_missing_or_overlap_are_refused():
+    first, second, other = (
+        part("q", (4, 3), "d f", "f d", HfPart(("f",), start, total))
+        for start, total in ((0, 6), (3, 6), (0, 7))
+    )
+    x = np.ones((3, 4))
+    for parts in ([first], [first, first], [first, other]):
+        with pytest.raises(ValueError, match="q"):
+            join_parts(parts, [x] * len(parts))
+    with pytest.raises(ValueError, match="q"):
+        joined([(first, x, None)])
+    with pytest.raises(ValueError, match=r"bfloat16.*float32"):
+        joined([(first, x, "float32"), (second, x, "bfloat16")])
+
+
+def test_a_model_with_joined_arrays_is_saved_and_loaded(tmp_path):
+    """Also into a mesh that splits heads, whose parts lie apart in the files."""
+    spec, params = HYBRID, draw(HYBRID)
+    save_arrays(tmp_path / "x", params, declare(spec), config=None, source=None, dtype=np.float32)
+    stored = load_file(tmp_path / "x" / "model.safetensors")
+    heads = stored[JOINED_QUERY].reshape(spec.heads, 2, spec.head_dim, -1)
+    for n in range(spec.heads):
+        for i, name in enumerate(("query", "attention_gate")):
+            ours = params["layers"][name][0, :, n]
+            np.testing.assert_array_equal(heads[n, i], ours.T)
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    for layout in (None, shardings(declare(spec), mesh)):
+        loaded = load_params(tmp_path / "x", spec, shardings=layout)
+        chex.assert_trees_all_equal(loaded, params)
+
+
+def test_joined_arrays_in_blocks_of_float8():
+    """Blocks are those of the whole; what a DeltaNet has stays as it is."""
+    spec = dataclasses.replace(HYBRID, head_dim=66)
+    params = draw(spec)
+    leaves = [
+        (decl, np.asarray(leaf), np.dtype(np.float32))
+        for decl, leaf in zip(jax.tree.leaves(declare(spec)), jax.tree.leaves(params), strict=True)
+    ]
+    plain, arrays = dict(host_arrays(leaves)), dict(blocked_host_arrays(leaves))
+    scaled = {name.removesuffix("_scale_inv") for name in arrays if name.endswith("_scale_inv")}
+    assert JOINED_QUERY in scaled
+    assert not any("linear_attn" in name for name in scaled)
+    for name, x in plain.items():
+        if name in scaled:
+            values, scale = map(np.asarray, quantize_blocks(jnp.asarray(x)))
+            np.testing.assert_array_equal(arrays[name], values)
+            np.testing.assert_allclose(arrays[f"{name}_scale_inv"], scale, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(arrays[name], x)
+
+
+def test_the_push_to_vllm_has_blocks_of_joined_arrays():
+    buffer = WeightBuffer(HYBRID, "bfloat16", quantized=True)
+    kinds = {entry.name: entry.dtype for entry in buffer.entries}
+    buffer.close()
+    assert kinds[JOINED_QUERY] == "float8_e4m3fn"
+    assert kinds[f"{JOINED_QUERY}_scale_inv"] == "float32"
+    assert kinds["model.layers.0.linear_attn.in_proj_qkv.weight"] == "bfloat16"
+
+
+def fused(layers):
+    """Declare experts as Qwen 3.5 has them in its files."""
+    gate, up, down = (layers[f"expert_{name}"] for name in ("gate", "up", "down"))
+    width, at = gate.shape[3], "model.layers.{layers}.mlp.experts."
+    both = {"hf_name": at + "gate_up_proj", "hf_axes": (("experts",), *gate.hf_axes)}
+    parts = [HfPart(("expert_ff",), start, 2 * width) for start in (0, width)]
+    return layers | {
+        "expert_gate": dataclasses.replace(gate, **both, hf_part=parts[0]),
+        "expert_up": dataclasses.replace(up, **both, hf_part=parts[1]),
+        "expert_down": dataclasses.replace(
+            down, hf_name=at + "down_proj", hf_axes=(("experts",), *down.hf_axes)
+        ),
+    }
+
+
+def test_experts_are_loaded_in_both_forms(tmp_path):
+    spec, params, apart = MOE, draw(MOE), declare(MOE)
+    together = apart | {"layers": fused(apart["layers"])}
+    save_params(tmp_path / "apart", params, spec, source=None, dtype=np.float32)
+    save_arrays(tmp_path / "together", params, together, config=None, source=None, dtype=np.float32)
+    stored = load_file(tmp_path / "together" / "model.safetensors")
+    assert stored["model.layers.1.mlp.experts.gate_up_proj"].shape == (8, 32, 16)
+    for directory in ("apart", "together"):
+        for declared in (apart, together):
+            loaded = load_arrays(tmp_path / directory, declared)
+            chex.assert_trees_all_equal(loaded, params)
+    (tmp_path / "together" / "config.json").write_text(json.dumps(make_config(spec)))
+    save_params(tmp_path / "x", params, spec, source=tmp_path / "together", dtype=np.float32)
+    again = load_file(tmp_path / "x" / "model.safetensors")
+    chex.assert_trees_all_equal(again, stored)  # in the form of its source
+    del stored["model.layers.0.mlp.experts.gate_up_proj"]
+    stored["model.layers.1.mlp.experts.0.up_proj.weight"] = np.ones((16, 16), np.float32)
+    save_file(stored, tmp_path / "together" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.0\.") as error:
+        load_arrays(tmp_path / "together", apart)
+    assert "surplus: model.layers.1.mlp.experts.gate_up_proj" in str(error.value)

@@ -1,14 +1,12 @@
 """Names of the hub, found in a cache that the test lays out by hand; nothing asks the network."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub import constants, errors, utils
+from huggingface_hub import constants, utils
 
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.models.hf import hub
@@ -43,18 +41,15 @@ def cache(tmp_path, monkeypatch):
     asking.cache_clear()
 
 
-def test_a_directory_comes_first(cache, tmp_path, monkeypatch):
+def test_a_directory_comes_first_then_the_cache(cache, tmp_path, monkeypatch):
     snapshot = cache()
     monkeypatch.chdir(tmp_path)
-    assert resolve(REPO) == snapshot
+    for name in (REPO, f"{REPO}@main", f"{REPO}@{COMMIT}"):
+        assert resolve(name) == snapshot
+    with pytest.raises(FileNotFoundError, match=REPO):
+        resolve(Path(REPO))  # a path is always local
     (tmp_path / REPO).mkdir(parents=True)
     assert resolve(REPO).samefile(tmp_path / REPO)
-
-
-@pytest.mark.parametrize("name", [REPO, f"{REPO}@main", f"{REPO}@{COMMIT}"])
-def test_cached_repository_is_found_offline(cache, name):
-    snapshot = cache()
-    assert resolve(name) == snapshot
 
 
 def test_model_and_tokenizer_of_a_repository(cache, spec, params, tmp_path):
@@ -69,7 +64,7 @@ def test_model_and_tokenizer_of_a_repository(cache, spec, params, tmp_path):
     save_params(tmp_path / "y", loaded, spec, source=REPO, dtype=np.float32)
     assert (tmp_path / "y" / "generation_config.json").exists()
 
-    with pytest.raises(ValueError, match=r"can't load one from .*/0123.*: there is none of tokeni"):
+    with pytest.raises(ValueError, match=COMMIT):
         load_tokenizer(REPO)
     for path in QUICKSTART.glob("tokenizer*"):
         (snapshot / path.name).symlink_to(path)
@@ -77,34 +72,18 @@ def test_model_and_tokenizer_of_a_repository(cache, spec, params, tmp_path):
     assert stop_ids(tokenizer, REPO) == tuple(sorted({3, 4, tokenizer.eos_token_id}))
 
 
-def test_what_is_not_cached_is_an_error_offline(cache, tmp_path):
+def test_what_is_not_cached_or_no_name_is_an_error_offline(cache, tmp_path, monkeypatch):
     cache()
-    for name, message in (
-        (
-            "someone/other",
-            r"no directory 'someone/other' here, and the hub's cache .*hub does not ",
-        ),
-        (f"{REPO}@v2", r"does not hold it at revision 'v2', and HF_HUB_OFFLINE is set"),
-    ):
-        with pytest.raises(FileNotFoundError, match=message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("someone/other", f"{REPO}@v2"):
+        with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
             resolve(name)
-    with pytest.raises(ValueError, match=r"tokenizer: .*no directory 'someone/other' here"):
+    with pytest.raises(ValueError, match="someone/other"):
         load_tokenizer("someone/other")
-
-
-@pytest.mark.parametrize("name", ["nowhere", "./a/b", "/a/b", "a/b/c", "a/b@", "a b/c"])
-def test_what_is_no_name_of_the_hub(cache, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "_snapshot", None)  # is not asked
-    with pytest.raises(FileNotFoundError, match=r"no directory '.*'$"):
-        resolve(name)
-
-
-def test_a_path_is_always_local(cache, tmp_path, monkeypatch):
-    cache()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"no directory '{REPO}'$"):
-        resolve(tmp_path.relative_to(tmp_path) / REPO)
+    for name in ("nowhere", "./a/b", "/a/b", "a/b/c", "a/b@", "a b/c"):
+        with pytest.raises(FileNotFoundError, match=name):
+            resolve(name)
 
 
 def test_only_what_a_model_needs_is_downloaded(monkeypatch, tmp_path):
@@ -124,28 +103,3 @@ def test_only_what_a_model_needs_is_downloaded(monkeypatch, tmp_path):
     refused = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "x.py"]
     kept = utils.filter_repo_objects(expected + refused, allow_patterns=WANTED_FILES)
     assert list(kept) == expected
-
-
-def test_failing_download_names_the_repository(monkeypatch):
-    def download(repo, **options):
-        raise errors.LocalEntryNotFoundError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    message = r"no directory 'a/b' here, and it can't be had from the Hugging Face hub: no route"
-    with pytest.raises(FileNotFoundError, match=message):
-        resolve("a/b")
-
-
-def test_environment_is_respected(tmp_path):
-    """HF_HUB_CACHE and HF_HUB_OFFLINE, as a user sets them."""
-    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (tmp_path / "hub" / "models--a--b" / "refs").mkdir()
-    (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text(COMMIT)
-    code = "from jaxrl_llm.models.hf.hub import resolve; print(resolve('a/b'))"
-    environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(snapshot)

@@ -1,7 +1,12 @@
-"""cuDNN's packed kernel as it is called, and the decision whether it is; GPUs run the rest."""
+"""cuDNN's packed kernel as it is called, and the decisions whether kernels are taken.
+
+GPUs run the rest.
+"""
 
 import dataclasses
+import functools
 import logging
+import sys
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
@@ -9,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxrl_llm.models.paged_attention as paged
 from jaxrl_llm import kernel_choice
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
 from jaxrl_llm.data.packing import MAX_SEQUENCES_PER_ROW
 from jaxrl_llm.models.attention import PLAIN, Attending, attend
@@ -19,6 +24,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import (
     MOST_SEGMENTS,
     DeviceInfo,
+    GroupedKernels,
     Heads,
     attend_cudnn,
     choose_kernel,
@@ -26,42 +32,38 @@ from jaxrl_llm.models.kernels import (
     heads_on,
     objection,
 )
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.models.moe import grouped, grouped_triton
+from jaxrl_llm.models.moe.mixture import mixture
+from jaxrl_llm.models.paged_triton import attend_pages
+from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.vision.tower import tower_heads_on, tower_layout
+from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training import load_model
+from tests.refusals import refuses
+from tests.specs import DENSE, LATENT, MOE, draw, tiny_vision
 
 HOPPER = DeviceInfo("cuda", (9, 0), (0, 11, 2))
-SPEC = ModelSpec(
-    vocab_size=8,
-    hidden_size=4,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ff_width=6,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    max_positions=32,
-)
+AMPERE = DeviceInfo("cuda", (8, 0), (0, 10, 2))
+CPU, OLD = DeviceInfo("cpu", (), (0, 11, 2)), DeviceInfo("cuda", (7, 5), (0, 11, 2))
+WIDE = dataclasses.replace(DENSE, head_dim=16)
 ROWS = [[5, 1, 9, 0], [15, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 12]]
+
+
+def layout_on(by="heads", **sizes):
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return Layout(make_mesh(sizes, devices), by)
+
+
+ONE = layout_on()
 
 
 def packed(rows, length=16):
     """Lay segments of these sizes out as ids; what is left of a row is padding."""
     ids = np.zeros((len(rows), length), np.int32)
     for r, sizes in enumerate(rows):
-        at = 0
-        for number, size in enumerate(s for s in sizes if s):
-            ids[r, at : at + size] = number + 1
-            at += size
+        ids[r, : sum(sizes)] = np.repeat(np.arange(len(sizes)) + 1, sizes)
     return ids
-
-
-def one_device(**changed):
-    return Layout(make_mesh({}, jax.devices()[:1]), **changed)
 
 
 def test_sizes_and_starts_equal_a_loop():
@@ -110,20 +112,23 @@ def described(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mas
     return kernel(q, k, v)
 
 
+def random_heads():
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(4, 16, n, 8)), jnp.float32) for n in (4, 2, 2, 4)]
+
+
 def test_the_kernel_is_told_the_segments_and_padding_stays_out(monkeypatch):
     monkeypatch.setattr(cudnn, "dot_product_attention", described)
     ids = jnp.array(packed(ROWS))
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, out = (
-        jax.random.normal(key, (4, 16, n, 8)) for key, n in zip(keys, (4, 2, 2, 4), strict=True)
-    )
+    q, k, v, out = random_heads()
     options, real = Attending(scale=0.3), (ids != 0)[:, :, None, None]
 
-    def results(kernel):
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(kernel, q, k, v, out):
         mixed, backward = jax.vjp(lambda *x: kernel(*x, ids, options), q, k, v)
         return mixed, *backward(out)
 
-    got, expected = jax.jit(results, static_argnums=0)(attend_cudnn), results(attend)
+    got, expected = (results(kernel, q, k, v, out) for kernel in (attend_cudnn, attend))
     for a, b in zip(got, (jnp.where(real, expected[0], 0), *expected[1:]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -132,60 +137,88 @@ def test_too_many_segments_are_never_silently_wrong(monkeypatch):
     monkeypatch.setattr(cudnn, "dot_product_attention", described)
     ids = jnp.arange(1, MOST_SEGMENTS + 3)[None]
     x = jnp.ones((1, MOST_SEGMENTS + 2, 1, 8))
-    lost = jnp.isnan(attend_cudnn(x, x, x, ids)).any((0, 2, 3))
+    lost = jnp.isnan(jax.jit(attend_cudnn)(x, x, x, ids)).any((0, 2, 3))
     assert lost.tolist() == [False] * MOST_SEGMENTS + [True] * 2
 
 
-PLAIN_HEADS = Heads(16, 8, 128, (PLAIN,))
+# ------------------------------------------------------------------------- what speaks against one
+
+HEADS = Heads(16, 8, 128, (PLAIN,))
+LAST = Heads(16, 1, 48, (PLAIN,), latent=40)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "machine", "expected"),
-    [
-        (PLAIN_HEADS, "bfloat16", HOPPER, None),
-        (PLAIN_HEADS, "float16", DeviceInfo("cuda", (10, 0), (0, 12, 0)), None),
-        (PLAIN_HEADS, "bfloat16", DeviceInfo("cpu", (), (0, 11, 2)), "cpu, not cuda"),
-        (PLAIN_HEADS, "bfloat16", DeviceInfo("cuda", (8, 9), (0, 11, 2)), "capability 8.9"),
-        (PLAIN_HEADS, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 10, 2)), "jax 0.10.2"),
-        (PLAIN_HEADS, "float32", HOPPER, "dtype is float32"),
-        (PLAIN_HEADS._replace(width=100), "bfloat16", HOPPER, "100 wide"),
-        (PLAIN_HEADS._replace(width=264), "bfloat16", HOPPER, "264 wide"),
-        (PLAIN_HEADS._replace(options=(Attending(window=64),)), "bfloat16", HOPPER, "window of 64"),
+def test_what_speaks_against_kernels():
+    every = [  # and a part of each
+        (objection(HEADS, "bfloat16", HOPPER), None),
+        (objection(HEADS, "float16", DeviceInfo("cuda", (10, 0), (0, 12, 0))), None),
+        (objection(HEADS, "bfloat16", CPU), "cpu, not cuda"),
+        (objection(HEADS, "bfloat16", DeviceInfo("cuda", (8, 9), (0, 11, 2))), "capability 8.9"),
+        (objection(HEADS, "bfloat16", DeviceInfo("cuda", (9, 0), (0, 10, 2))), "jax 0.10.2"),
+        (objection(HEADS, "float32", HOPPER), "float32"),
+        (objection(HEADS._replace(width=100), "bfloat16", HOPPER), "100 wide"),
+        (objection(HEADS._replace(width=264), "bfloat16", HOPPER), "264 wide"),
+        (objection(HEADS._replace(options=(Attending(window=64),)), "bfloat16", HOPPER), "window"),
         (
-            PLAIN_HEADS._replace(options=(Attending(softcap=50.0),)),
-            "bfloat16",
-            HOPPER,
-            "soft-cap of 50",
+            objection(HEADS._replace(options=(Attending(softcap=5.0),)), "bfloat16", HOPPER),
+            "soft-cap",
         ),
-        (PLAIN_HEADS._replace(has_sinks=True), "bfloat16", HOPPER, "attention sinks"),
-    ],
-)
-def test_what_speaks_against_the_kernel(heads, dtype, machine, expected):
-    reason = objection(heads, dtype, machine)
-    assert reason is None if expected is None else expected in reason
+        (objection(HEADS._replace(has_sinks=True), "bfloat16", HOPPER), "sinks"),
+        (grouped.grouped_objection("bfloat16", AMPERE), None),
+        (grouped.grouped_objection("float16", HOPPER), None),
+        (grouped.grouped_objection("bfloat16", CPU), "cpu, not cuda"),
+        (grouped.grouped_objection("bfloat16", OLD), "capability 7.5"),
+        (grouped.grouped_objection("float32", AMPERE), "float32"),
+        (paged.paged_objection(HEADS, "float32", AMPERE), None),
+        (paged.paged_objection(HEADS, "bfloat16", CPU), "cpu, not cuda"),
+        (paged.paged_objection(HEADS, "bfloat16", OLD), "capability 7.5"),
+        (paged.paged_objection(HEADS, "int8", HOPPER), "int8"),
+        (paged.paged_objection(HEADS._replace(width=20), "bfloat16", HOPPER), "20 wide"),
+        (paged.paged_objection(LAST, "bfloat16", HOPPER), "40 wide"),
+        (heads_on(WIDE, layout_on(data=2, tensor=2))[:2], (2, 1)),
+        (heads_on(WIDE, layout_on(context=2, tensor=2))[:2], (1, 1)),
+        (heads_on(WIDE, layout_on("keys", context=2)), "context_by=keys"),
+        (heads_on(WIDE, layout_on("ring", context=2)), "context_by=ring"),
+        (heads_on(WIDE, layout_on(tensor=4)), "2 key/value heads"),
+        (heads_on(WIDE, layout_on(stage=2)), "stage=2"),
+        (paged.paged_heads(WIDE, layout_on(tensor=4)), "2 key/value heads"),
+        (paged.paged_heads(WIDE, layout_on(tensor=2))[:2], (2, 1)),
+        (paged.paged_heads(LATENT, layout_on(tensor=2))[:2], (2, 1)),
+    ]
+    for number, (given, expected) in enumerate(every):
+        if isinstance(expected, str):
+            assert expected in given, number
+        else:
+            assert given == expected, number
 
 
-def test_heads_are_asked_for_with_their_sinks():
-    layout = Layout(make_mesh({}, jax.devices()[:1]))
-    assert not heads_on(SPEC, layout).has_sinks
-    assert heads_on(dataclasses.replace(SPEC, attention_sinks=True), layout).has_sinks
+def test_kernels_are_tried_with_what_a_device_has():
+    assert not heads_on(DENSE, ONE).has_sinks
+    sinks = dataclasses.replace(WIDE, attention_sinks=True)
+    assert heads_on(sinks, ONE).has_sinks and paged.paged_heads(sinks, ONE).has_sinks
+    assert paged.paged_heads(LATENT, ONE).latent == 8
+    tower = tiny_vision(hidden_size=32, heads=4)
+    assert not tower_heads_on(tower, ONE).options[0].causal
+    shared = Layout(make_mesh({"tensor": 8}), kernel=attend)
+    assert isinstance(tower_heads_on(tower, shared), str)
+    assert tower_layout(tower, shared).kernel is None
+    assert tower_layout(tower, dataclasses.replace(ONE, kernel=attend)).kernel is attend
+    assert kernel_choice.choose_tower_attention("cudnn", tower, ONE, "bfloat16").name == "xla"
+    windows = dataclasses.replace(WIDE, window=8, windowed_layers=(True, False))
+    assert [options.window for options in paged.paged_heads(windows, ONE).options] == [None, 8]
+    spec = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, ff_width=24))
+    for sizes, more, expected in (
+        ({"expert": 4, "fsdp": 2}, (), {(16, 24), (24, 16)}),
+        ({"tensor": 4}, (), {(16, 6), (6, 16)}),
+        ({"tensor": 5}, (), {(16, 24), (24, 16)}),
+        ({}, ("expert_up",), {(16, 24), (24, 16), (16, 4), (4, 24)}),
+        ({}, ("expert_down", "up"), {(16, 24), (24, 16), (24, 4), (4, 16)}),
+    ):
+        lora = LoraSpec(rank=4, alpha=8.0, targets=more) if more else None
+        widths = grouped.grouped_widths(dataclasses.replace(spec, lora=lora), layout_on(**sizes))
+        assert set(widths) == expected, sizes
 
 
-@pytest.mark.parametrize(
-    ("sizes", "context", "expected"),
-    [
-        ({"data": 2, "tensor": 2}, "heads", (2, 1)),
-        ({"context": 2, "tensor": 2}, "heads", (1, 1)),
-        ({"context": 2}, "keys", "mesh.context_by=keys"),
-        ({"context": 2}, "ring", "mesh.context_by=ring"),
-        ({"tensor": 4}, "heads", "2 key/value heads"),
-        ({"stage": 2}, "heads", "stage=2"),
-    ],
-)
-def test_where_the_kernel_can_stand(sizes, context, expected):
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    result = heads_on(SPEC, Layout(make_mesh(sizes, devices), context))
-    assert expected in result if isinstance(expected, str) else result[:2] == expected
+# ---------------------------------------------------------------------- taken, if it agrees
 
 
 def heedless(q, k, v, segment_ids, options=PLAIN):
@@ -196,60 +229,120 @@ def one_sided(q, k, v, segment_ids, options=PLAIN):
     return attend(q, jax.lax.stop_gradient(k), v, segment_ids, options)
 
 
-def broken(q, k, v, segment_ids, options=PLAIN):
-    raise RuntimeError("No valid engine configs for this graph\nand more")
+def transposing(x, matrices, sizes, *, transposed, between):
+    """Right unless matrices are interleaved, as on a mesh, and transposed."""
+    products = grouped.BLOCKED.multiply(x, matrices, sizes, transposed=transposed, between=between)
+    return products * 1.05 if between and transposed else products
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name", "reason"),
-    [
-        (attend, "cudnn", "differ from XLA's in float32 by up to"),
-        (heedless, "xla", "at most 4% is rounding"),
-        (one_sided, "xla", "forward or backward"),
-        (broken, "xla", "failed: RuntimeError: No valid engine configs for this graph"),
-    ],
-)
-def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kernel, name, reason):
-    heads = heads_on(SPEC, one_device())
-    choice = choose_kernel("auto", heads, "bfloat16", device=HOPPER, kernel=kernel)
-    assert choice.name == name
-    assert choice.kernel is (kernel if name == "cudnn" else None)
-    assert reason in choice.reason
+def forgetful(x, y, sizes, *, between):
+    """Leaves out the first rows."""
+    return grouped.BLOCKED.sum_outer_products(x.at[:100].set(0), y, sizes, between=between)
 
 
-def test_a_vision_tower_has_a_kernel_that_agrees_without_causality():
-    tower = VisionSpec(
-        **dict(kind="qwen3", layers=1, hidden_size=32, heads=4, ff_width=8, patch=2, merge=2),
-        **dict(frames_per_patch=2, out_size=4, position_side=4, image_id=1),
-        **dict(image_mean=(0.5,) * 3, image_std=(0.5,) * 3),
+def tenth_too_much(*arguments, **options):
+    return paged.attend_gathered(*arguments, **options) * jnp.bfloat16(1.1)
+
+
+def broken(*_, **__):
+    raise RuntimeError("register spilling\nand more")
+
+
+def choose(kind, asked, kernel, *, spec=WIDE, device=HOPPER, dtype="bfloat16"):
+    if kind == "cudnn":
+        return choose_kernel(asked, heads_on(spec, ONE), dtype, device=device, kernel=kernel)
+    if kind == "paged":
+        return paged.choose_paged_kernel(asked, spec, ONE, dtype, device=device, kernel=kernel)
+    return grouped.choose_grouped_kernels(asked, MOE, ONE, dtype, device=device, kernels=kernel)
+
+
+KERNELS = {
+    "cudnn": (attend, [heedless, one_sided, broken]),
+    "paged": (paged.attend_gathered, [tenth_too_much, broken]),
+    "grouped": (
+        grouped.BLOCKED,
+        [
+            grouped.BLOCKED._replace(multiply=transposing),
+            grouped.BLOCKED._replace(sum_outer_products=forgetful),
+            grouped.BLOCKED._replace(multiply=broken),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kind, monkeypatch):
+    monkeypatch.setattr(grouped, "TRIED", grouped.TRIED[1:])  # groups of more than one tile
+    agreeing, others = KERNELS[kind]
+    choice = choose(kind, "auto", agreeing)
+    assert (choice.name, choice.kernel) == ("cudnn" if kind == "cudnn" else "triton", agreeing)
+    for kernel in others:
+        choice = choose(kind, "auto", kernel)
+        assert (choice.name, choice.kernel) == ("xla", None), kernel
+        assert ("RuntimeError" in choice.reason) == (kernel is others[-1])
+        assert "\n" not in choice.reason
+    assert choose(kind, "xla", others[-1]).name == "xla"
+    if kind != "paged":  # which the engine can do without
+        with pytest.raises(ValueError, match="RuntimeError"):
+            choose(kind, "cudnn" if kind == "cudnn" else "triton", others[-1])
+    if kind != "cudnn":
+        untried = choose(kind, "auto", others[-1], device=HOPPER._replace(is_here=False))
+        assert (untried.name, untried.kernel) == ("triton", others[-1])
+
+
+def test_kernels_that_can_not_be_had_are_refused_for_their_own_reason(monkeypatch):
+    """These are the kernels themselves, which no CPU compiles."""
+    choice = choose("grouped", "auto", None)
+    assert choice.name == "xla"
+    assert "nterpret" in choice.reason
+    monkeypatch.setitem(sys.modules, "jaxrl_llm.models.moe.grouped_triton", None)
+    assert "ModuleNotFoundError" in choose("grouped", "auto", None).reason
+
+
+@pytest.mark.parametrize(("axis", "name"), [("stage", "xla"), ("data", "triton")])
+def test_kernels_are_tried_on_a_batch_where_there_are_stages(monkeypatch, axis, name):
+    difference = lambda *_, is_batched: float(is_batched)  # noqa: E731
+    monkeypatch.setattr(grouped, "grouped_difference", difference)
+    layout, given = layout_on(**{axis: 2}), {"device": AMPERE, "kernels": grouped.BLOCKED}
+    assert grouped.choose_grouped_kernels("auto", MOE, layout, "bfloat16", **given).name == name
+
+
+def test_interpreted_kernels_agree(monkeypatch):
+    monkeypatch.setattr(grouped, "TRIED", grouped.TRIED[:1])
+    kernels = GroupedKernels(
+        functools.partial(grouped_triton.multiply_groups, interpret=True),
+        functools.partial(grouped_triton.sum_outer_products, interpret=True),
     )
-
-    def causal(q, k, v, segment_ids, options=PLAIN):
-        return attend(q, k, v, segment_ids, options._replace(causal=True))
-
-    def choose(kernel, tower=tower, layout=None, asked="auto"):
-        heads = tower_heads_on(tower, layout or one_device())
-        return choose_kernel(asked, heads, "bfloat16", device=HOPPER, kernel=kernel)
-
-    assert choose(attend).kernel is attend
-    assert "differ" in choose(causal).reason
-    narrow = dataclasses.replace(tower, heads=8)
-    assert "heads are 4 wide" in choose(attend, narrow).reason
-    shared = Layout(make_mesh({"tensor": 8}))
-    assert "4 heads can't be split over 8 devices" in choose(attend, layout=shared).reason
-    assert choose(attend, asked="xla").reason == "it was asked for"
-    wished = kernel_choice.choose_tower_attention("cudnn", tower, one_device(), "bfloat16")
-    assert wished == ("xla", "the devices are cpu, not cuda", None)
-    assert tower_layout(tower, dataclasses.replace(one_device(), kernel=attend)).kernel is attend
-    assert tower_layout(tower, dataclasses.replace(shared, kernel=attend)).kernel is None
+    assert 0 < grouped.grouped_difference(kernels, [(16, 16)], "bfloat16", is_batched=True) < 2**-8
+    heads = Heads(4, 2, 16, (Attending(softcap=3.0, window=20),), is_int8=True)
+    kernel = functools.partial(attend_pages, interpret=True)
+    assert paged.paged_difference(kernel, heads, "float32") < 1e-5
 
 
-def test_xla_is_not_questioned_and_cudnn_is_no_wish():
-    heads = heads_on(SPEC, one_device())
-    choice = choose_kernel("xla", heads, "bfloat16", device=HOPPER, kernel=broken)
-    assert (choice.name, choice.kernel) == ("xla", None)
-    with pytest.raises(ValueError, match=r"failed: RuntimeError.*expected auto or xla"):
-        choose_kernel("cudnn", heads, "bfloat16", device=HOPPER, kernel=broken)
+def test_sinks_and_scales_are_tried():
+    """A kernel that knows of none is found out, where a model has them."""
+
+    def sinkless(q, pages, table, positions, options, **more):
+        return paged.attend_gathered(
+            q, pages, table, positions, options._replace(sinks=None), **more
+        )
+
+    def unscaled(q, pages, *arguments, **options):
+        ones = jax.tree.map(jnp.ones_like, (pages.key_scales, pages.value_scales))
+        pages = pages._replace(key_scales=ones[0], value_scales=ones[1])
+        return paged.attend_gathered(q, pages, *arguments, **options)
+
+    heads = Heads(4, 1, 32, (Attending(),), latent=16)
+    assert hash(heads) == hash(heads._replace())  # decisions are kept by it
+    for kernel, change in ((sinkless, {"has_sinks": True}), (unscaled, {"is_int8": True})):
+        assert paged.paged_difference(kernel, heads, "float32") == 0
+        assert paged.paged_difference(kernel, heads._replace(**change), "float32") > 0.1
+        assert (
+            paged.paged_difference(paged.attend_gathered, heads._replace(**change), "float32") == 0
+        )
+
+
+# --------------------------------------------------------------------------------- where they run
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 2, "context": 2}])
@@ -260,10 +353,7 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
         seen.append((q.shape, k.shape))
         return attend(q, k, v, segment_ids, options)
 
-    mesh = make_mesh(sizes, jax.devices()[:4])
-    ids = jnp.array(packed(ROWS))
-    keys = jax.random.split(jax.random.key(0), 3)
-    given = [jax.random.normal(k, (4, 16, n, 8)) for k, n in zip(keys, (4, 2, 2), strict=True)]
+    layout, ids, given = layout_on(**sizes), jnp.array(packed(ROWS)), random_heads()[:3]
 
     def run(layout):
         def loss(q, k, v):
@@ -274,20 +364,58 @@ def test_each_device_of_a_mesh_runs_the_kernel_on_its_part(sizes):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*given)
 
-    got, expected = run(Layout(mesh, kernel=kernel)), run(Layout(mesh))
+    got, expected = run(dataclasses.replace(layout, kernel=kernel)), run(layout)
     assert set(seen) == {((2, 16, 2, 8), (2, 16, 1, 8))}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
-def test_a_run_says_once_what_attends_and_refuses_what_can_not(monkeypatch, caplog):
+@pytest.mark.parametrize("sizes", [{"data": 1}, {"expert": 2, "fsdp": 2}], ids=str)
+def test_experts_are_multiplied_by_what_the_layout_says(sizes):
+    seen = []
+
+    def multiply(*given, **how):
+        seen.append(how["between"])
+        return grouped.BLOCKED.multiply(*given, **how)
+
+    layout = layout_on(**sizes)
+    told = Layout(layout.mesh, grouped_kernels=grouped.BLOCKED._replace(multiply=multiply))
+    weights = {name: x[0] for name, x in draw(MOE)["layers"].items()}
+    x = jax.random.normal(jax.random.key(4), (4, 8, 16))
+
+    def run(layout):
+        mix = functools.partial(mixture, weights, MOE.moe, layout=layout)
+        return jax.jit(lambda x: mix(x, jnp.ones((4, 8), bool))[0])(x)
+
+    np.testing.assert_array_equal(run(told), run(layout))
+    assert set(seen) == {"fsdp" in sizes}
+
+
+@pytest.fixture
+def undecided(monkeypatch):
     monkeypatch.setattr(kernel_choice, "_DECIDED", {})
-    layout = one_device()
+
+
+def test_a_run_decides_once_and_refuses_what_can_not_be(undecided, caplog):
     with caplog.at_level(logging.DEBUG, "jaxrl_llm"):
         for _ in range(2):
-            settings = load_model.forward_config(ModelConfig(path="-"), Decoder(SPEC), layout)
-    assert settings.kernel is None
-    assert [r.message for r in caplog.records] == [
-        "attention by xla: the devices are cpu, not cuda"
-    ]
-    with pytest.raises(ConfigError, match=r"^model\.attention=cudnn: .* are cpu, not cuda"):
-        load_model.forward_config(ModelConfig(path="-", attention="cudnn"), Decoder(SPEC), layout)
+            config = ModelConfig(path="-", dtype="bfloat16")
+            settings = load_model.forward_config(config, Decoder(MOE), ONE)
+    assert settings.kernel is settings.grouped_kernels is None
+    assert len(caplog.records) == 2  # of attention and experts
+    asked = ModelConfig(path="-", attention="cudnn")
+    with refuses("model.attention"):
+        load_model.forward_config(asked, Decoder(MOE), ONE)
+    with refuses("model.experts"):
+        kernel_choice.choose_experts("triton", MOE, ONE, "bfloat16")
+    for value in ("xla", "triton"):
+        asked = ModelConfig(path="-", experts=value)
+        with refuses("model.experts"):
+            load_model.check_expert_keys(asked, DENSE, is_adapted=False)
+
+
+def test_processes_decide_alike(undecided, monkeypatch):
+    monkeypatch.setattr(kernel_choice, "device_of", lambda _: AMPERE._replace(is_here=False))
+    assert kernel_choice.choose_experts("auto", MOE, ONE, "float16") is grouped_triton.TRITON
+    other = ["xla", "the kernels failed: over there"]
+    monkeypatch.setattr(distributed, "all_gather", lambda own: [own, other])
+    assert kernel_choice.choose_experts("auto", MOE, ONE, "bfloat16") is None

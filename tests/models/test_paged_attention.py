@@ -1,7 +1,9 @@
 """Attention over pages in place, interpreted on a CPU, against loops and against gathered rows."""
 
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,7 +92,12 @@ def looped(q, pages, table, positions, options, value_width):
 def check(given, options=FULL, *, value_width=None, blocks=None):
     """Compare the kernel with loops and with what is gathered."""
     dtype = given[0].dtype
-    got = attend_pages(*given, options, value_width=value_width, blocks=blocks, interpret=True)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attend, given):
+        return attend(*given, options, value_width=value_width)
+
+    got = run(functools.partial(attend_pages, blocks=blocks, interpret=True), given)
     assert got.dtype == dtype
     got = np.asarray(got.astype(jnp.float32))
     expected = looped(*given, options, value_width)
@@ -98,7 +105,7 @@ def check(given, options=FULL, *, value_width=None, blocks=None):
     np.testing.assert_allclose(got, expected, atol=bound, rtol=bound)
     real = np.asarray(given[3]) >= 0
     for gather in (attend_gathered, attend_in_turn):
-        gathered = gather(*given, options, value_width=value_width).astype(jnp.float32)
+        gathered = run(gather, given).astype(jnp.float32)
         np.testing.assert_allclose(got[real], np.asarray(gathered)[real], atol=bound, rtol=bound)
 
 
@@ -106,28 +113,25 @@ CASES = {
     "groups of two, half precision": (4, 2, 64, "bfloat16", Attending(), SPLIT),
     "a width of two parts, groups of seven": (14, 2, 80, "float32", Attending(), SPLIT),
     "a window": (5, 1, 16, "float32", Attending(window=20), SPLIT),
-    "a window of one": (1, 1, 16, "float32", Attending(window=1), None),
     "a traced window": (4, 4, 16, "float32", Attending(window=jnp.array(33)), SPLIT),
     "a soft-cap and a scale": (2, 1, 16, "float32", Attending(0.7, None, 1.5), None),
     "sinks": (6, 2, 16, "float32", Attending(sinks=jnp.linspace(-2, 4, 6)), SPLIT),
-    "sinks, a window, one part": (
-        *(4, 2, 64, "bfloat16"),
-        Attending(window=20, sinks=jnp.full(4, 2.0)),
-        None,
-    ),
     "two blocks of queries": (40, 1, 16, "float32", Attending(), Blocks(32, 4, 4, 2)),
 }
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_pages_in_place(case, is_int8):
-    heads, kv_heads, width, dtype, options, blocks = case
+BY_INT8 = ("a window", "sinks")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_int8"), [*((name, False) for name in CASES), *((name, True) for name in BY_INT8)]
+)
+def test_pages_in_place(name, is_int8):
+    heads, kv_heads, width, dtype, options, blocks = CASES[name]
     check(drawn(heads, kv_heads, width, dtype, is_int8=is_int8), options, blocks=blocks)
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("width", [64, 48])
+@pytest.mark.parametrize(("width", "is_int8"), [(64, False), (48, True)])
 def test_keys_that_are_values(width, is_int8):
     given = drawn(20, 1, 80, value_width=width, is_int8=is_int8)
     check(given, Attending(scale=0.1), value_width=width, blocks=SPLIT)
@@ -147,31 +151,19 @@ def test_nothing_is_read_of_other_sequences():
 
 def test_what_cannot_be_read_is_refused():
     q, (keys, values, *_), table, positions = drawn(2, 1, 16)
-    with pytest.raises(ValueError, match="a power of two of tokens, got 12"):
+    with pytest.raises(ValueError, match="12"):
         pages = LayerCache(keys[..., :12], values[:, :, :12])
         attend_pages(q, pages, table, positions, interpret=True)
-    with pytest.raises(ValueError, match="a multiple of 16, got 8"):
+    with pytest.raises(ValueError, match="16"):
         pages = LayerCache(keys[:, :, :8], values[..., :8])
         attend_pages(q[..., :8], pages, table, positions, interpret=True)
 
 
-@pytest.mark.parametrize("pages", [1, 2, 7, 128, 2048])
-@pytest.mark.parametrize("programs", [1, 64, 4096])
-def test_all_pages_are_in_a_split(programs, pages):
-    blocks = choose_blocks(programs, 4, 512, PAGE, pages)
-    assert blocks.per_split % blocks.pages == 0
-    assert (blocks.splits - 1) * blocks.per_split < pages <= blocks.splits * blocks.per_split
-
-
-# ------------------------------------------------------------------------------------- every shape
-
-EVERY_OPTIONS = [
-    (Attending(), SPLIT),
-    (Attending(window=37), None),
-    (Attending(window=4096), SPLIT),
-    (Attending(softcap=2.0, window=jnp.array(20)), SPLIT),
-    (Attending(scale=0.2), None),
-]
+def test_all_pages_are_in_a_split():
+    for programs, pages in itertools.product((1, 64, 4096), (1, 2, 7, 128, 2048)):
+        blocks = choose_blocks(programs, 4, 512, PAGE, pages)
+        assert blocks.per_split % blocks.pages == 0
+        assert (blocks.splits - 1) * blocks.per_split < pages <= blocks.splits * blocks.per_split
 
 
 @pytest.mark.slow
@@ -180,17 +172,21 @@ EVERY_OPTIONS = [
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
 def test_every_shape(group, dtype):
     """Each width with other options than its neighbours."""
-    for width, options in itertools.product([64, 80, 96, 128, 256], range(len(EVERY_OPTIONS))):
-        if (group + width // 16 + options) % 3 == 0:
-            given = drawn(2 * group, 2, width, dtype)
-            check(given, EVERY_OPTIONS[options][0], blocks=EVERY_OPTIONS[options][1])
+    every = [
+        *((FULL, SPLIT), (Attending(window=37), None), (Attending(window=4096), SPLIT)),
+        *((Attending(softcap=2.0, window=jnp.array(20)), SPLIT), (Attending(scale=0.2), None)),
+    ]
+    for width, (number, (options, blocks)) in itertools.product(
+        [64, 80, 96, 128, 256], enumerate(every)
+    ):
+        if (group + width // 16 + number) % 3 == 0:
+            check(drawn(2 * group, 2, width, dtype), options, blocks=blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.guards("models/", *NATIVE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_latent_of_its_published_size(heads, dtype):
-    given = drawn(heads, 1, 576, dtype, value_width=512, positions=(0, 16, 95, -1))
+def test_a_latent_of_its_published_size(heads):
+    given = drawn(heads, 1, 576, "bfloat16", value_width=512, positions=(0, 16, 95, -1))
     for blocks in (None, SPLIT):
         check(given, Attending(scale=192**-0.5), value_width=512, blocks=blocks)

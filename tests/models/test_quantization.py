@@ -1,17 +1,15 @@
 """Float8 matrices against numpy loops of their formula."""
 
+import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxrl_llm.models.linear import linear, project
-from jaxrl_llm.models.mla import LatentSpec
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import compute_dtypes, declare, init_params
+from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.quantization import (
     QuantizedMatrix,
     declare_quantized,
@@ -20,7 +18,8 @@ from jaxrl_llm.models.quantization import (
     quantize_stack,
     quantized_dtypes,
 )
-from tests.specs import tiny_spec
+from tests.specs import DENSE, LATENT, SIGMOID, tiny_spec
+from tests.specs import draw as draw_params
 
 E4M3 = ml_dtypes.float8_e4m3fn
 RNG = np.random.default_rng(0)
@@ -38,7 +37,7 @@ def draw(*shape):
     return (RNG.normal(size=shape) * np.exp(2 * RNG.normal(size=shape))).astype(np.float32)
 
 
-@pytest.mark.parametrize(("shape", "inputs"), [((5, 7), 1), ((5, 2, 4), 1), ((2, 4, 5), 2)])
+@pytest.mark.parametrize(("shape", "inputs"), [((5, 2, 4), 1), ((2, 4, 5), 2)])
 def test_a_matrix_is_rounded_by_channel(shape, inputs):
     matrix = draw(*shape)
     matrix[..., 1] = 0
@@ -51,28 +50,13 @@ def test_a_matrix_is_rounded_by_channel(shape, inputs):
         np.testing.assert_array_equal(np.asarray(got.values[channel]).ravel(), values)
 
 
-def test_a_number_is_off_by_a_sixteenth_at_most():
-    matrix = draw(64, 32)
-    got = quantize_matrix(jnp.asarray(matrix))
-    back = (np.asarray(got.values).astype(np.float32) * np.asarray(got.scale)[:, None]).T
-    smallest = np.asarray(got.scale) * 2.0**-10  # half of the smallest subnormal
-    bound = np.maximum(np.abs(matrix) / 16, smallest) * (1 + 1e-6)
-    assert np.all(np.abs(back - matrix) <= bound)
-    assert np.abs(back - matrix).max() > 0
-    assert np.isfinite(np.asarray(got.values).astype(np.float32)).all()
-
-
 def test_what_is_no_number_stays_none():
-    matrix = jnp.ones((4, 2)).at[1, 0].set(jnp.nan)
-    got = quantize_matrix(matrix)
-    assert np.isnan(np.asarray(got.values).astype(np.float32)).tolist() == [
-        [False, True, False, False],
-        [False] * 4,
-    ]
+    got = quantize_matrix(jnp.ones((4, 2)).at[1, 0].set(jnp.nan))
+    assert np.isnan(np.asarray(got.values, np.float32)).tolist() == [[0, 1, 0, 0], [0] * 4]
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(jnp.float32, 20), (jnp.bfloat16, 7)])
-@pytest.mark.parametrize(("shape", "inputs"), [((6, 10), 1), ((6, 2, 5), 1), ((3, 2, 10), 2)])
+@pytest.mark.parametrize(("shape", "inputs"), [((6, 2, 5), 1), ((3, 2, 10), 2)])
 def test_a_product_is_the_loops(shape, inputs, dtype, bits):
     matrix, x = draw(*shape), draw(2, 3, *shape[:inputs])
     x[0, 1] = 0
@@ -99,61 +83,43 @@ def test_bias_is_added_to_the_product():
     np.testing.assert_allclose(y, np.full((1, 1, 6), 5.0), rtol=1e-6)
 
 
-LATENT = LatentSpec(query_rank=6, kv_rank=4, nope_width=2, rope_width=2, value_width=2)
-MIXTURE = MoeSpec(experts=4, experts_per_token=2, ff_width=6, shared_ff_width=6, dense_layers=1)
-SPECS = {
-    "dense": (tiny_spec(qkv_bias=True), "query key value output gate up down"),
-    "mixture": (
-        tiny_spec(layers=2, moe=MIXTURE),
-        "query key value output gate up down shared_gate shared_up shared_down",
-    ),
-    "latent": (
-        tiny_spec(latent=LATENT, kv_heads=2, head_dim=4, qk_norm=False),
-        "query_a query_b kv_a output gate up down",
-    ),
+SHARED = dataclasses.replace(SIGMOID, moe=dataclasses.replace(SIGMOID.moe, shared_ff_width=6))
+CASES = {
+    "dense": (DENSE, "query key value output gate up down"),
+    "sigmoid": (SHARED, "query key value output gate up down shared_gate shared_up shared_down"),
+    "latent": (LATENT, "query kv_a output gate up down"),
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", CASES)
 def test_only_matrices_of_layers_are_in_float8(name):
-    spec, expected = SPECS[name]
-    declared, plain = declare_quantized(spec), declare(spec)
-    names = set()
+    """And they have the declared forms, rounded one layer after the other."""
+    spec, expected = CASES[name]
+    declared, plain, names = declare_quantized(spec), declare(spec), set()
+    dtypes, params = compute_dtypes(spec, "bfloat16"), draw_params(spec)
+    held, kinds = quantize_params(params, declared, dtypes), quantized_dtypes(declared, dtypes)
     for stack in spec.stacks:
         for key, decl in declared[stack].items():
-            if isinstance(decl, QuantizedMatrix):
-                names.add(key)
-                assert sorted(decl.values.axes) == sorted(plain[stack][key].axes)
-            else:
-                assert decl.axes == plain[stack][key].axes
+            got, was = held[stack][key], plain[stack][key]
+            if not isinstance(decl, QuantizedMatrix):
+                assert decl.axes == was.axes
+                assert got is params[stack][key]
+                continue
+            names.add(key)
+            assert sorted(decl.values.axes) == sorted(was.axes)
+            for part in ("values", "scale"):
+                array = getattr(got, part)
+                assert array.shape == getattr(decl, part).shape
+                assert array.dtype == getattr(kinds[stack][key], part)
+            if key not in ("output", "down"):
+                continue  # each shape takes a program
+            last = np.asarray(params[stack][key][-1]).astype(ml_dtypes.bfloat16)
+            alone = quantize_matrix(jnp.asarray(last), decl.inputs)
+            np.testing.assert_array_equal(got[-1].values, alone.values)
+            np.testing.assert_array_equal(got[-1].scale, alone.scale)
     assert names == set(expected.split())
     others = [name for name in plain if name not in spec.stacks]
     assert [declared[name].axes for name in others] == [plain[name].axes for name in others]
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_a_models_weights_have_the_declared_forms(name):
-    spec, _ = SPECS[name]
-    declared, dtypes = declare_quantized(spec), compute_dtypes(spec, "bfloat16")
-    params = init_params(spec, key=jax.random.key(0))
-    held = quantize_params(params, declared, dtypes)
-    kinds = quantized_dtypes(declared, dtypes)
-
-    for stack in spec.stacks:
-        for key, decl in declared[stack].items():
-            got = held[stack][key]
-            if not isinstance(decl, QuantizedMatrix):
-                assert got is params[stack][key]
-                continue
-            assert (got.values.shape, got.scale.shape) == (decl.values.shape, decl.scale.shape)
-            assert (got.values.dtype, got.scale.dtype) == (
-                kinds[stack][key].values,
-                kinds[stack][key].scale,
-            )
-            last = params[stack][key][-1].astype(jnp.bfloat16)
-            alone = quantize_matrix(last, decl.inputs)
-            np.testing.assert_array_equal(got[-1].values, alone.values)
-            np.testing.assert_array_equal(got[-1].scale, alone.scale)
 
 
 def test_a_stack_is_rounded_to_its_dtype_first():

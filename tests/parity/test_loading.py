@@ -19,6 +19,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
 from tests.decoders import forward, head_matrix
+from tests.parity.reference import randomize
 from tests.specs import tiny_spec
 
 pytestmark = pytest.mark.guards("models/")
@@ -31,7 +32,7 @@ QUICKSTART = ROOT / "configs" / "quickstart"
 CONFIG = dict(
     vocab_size=61,
     hidden_size=24,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=6,
@@ -41,15 +42,6 @@ CONFIG = dict(
     max_position_embeddings=64,
     pad_token_id=0,
 )
-
-
-def randomize(model):
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-    return model.eval()
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -77,17 +69,24 @@ FAMILIES = {
     | {"v_head_dim": 5, "num_key_value_heads": 4, "head_dim": 4},
 }
 REWARD, CRITIC = "SequenceClassification", "TokenClassification"
-HEADS = [(family, kind) for family in FAMILIES for kind in (REWARD, CRITIC)]
-HEADS.remove(("Gemma3Text", CRITIC))  # transformers has no such class
+BY_DEFAULT = [("Qwen3", REWARD), ("Qwen3", CRITIC), ("Gemma3Text", REWARD), ("DeepseekV3", REWARD)]
+HEADS = [
+    pytest.param(family, kind, marks=() if (family, kind) in BY_DEFAULT else pytest.mark.slow)
+    for family in FAMILIES
+    for kind in (REWARD, CRITIC)
+    if (family, kind) != ("Gemma3Text", CRITIC)  # transformers has no such class
+]
 
 
 def language_model(**changes):
+    torch.manual_seed(0)
     return randomize(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG | changes)))
 
 
 def model_with_head(family="Qwen3", kind=REWARD, **changes):
     """Build the class that transformers itself chooses for the config."""
-    own = CONFIG | {"num_labels": 1, "num_hidden_layers": 2} | FAMILIES[family]
+    torch.manual_seed(0)
+    own = CONFIG | {"num_labels": 1} | FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(**own | changes)
     config._experts_implementation = config._attn_implementation = "eager"
     return randomize(getattr(transformers, f"AutoModelFor{kind}").from_config(config))
@@ -107,8 +106,7 @@ def assert_same_bits(got, expected):
         assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+@pytest.mark.parametrize(("dtype", "shard_size"), [("float32", "20KB"), ("bfloat16", "5GB")])
 def test_load_and_save_keep_every_bit(dtype, shard_size, tmp_path):
     """Whole and in shards, from transformers and back to it, with tokenizer and settings."""
     model = language_model().to(getattr(torch, dtype))
@@ -175,7 +173,7 @@ def test_scores_and_values_are_those_of_transformers(family, kind, tmp_path):
     assert ours.dtype == jnp.float32
     assert theirs.std() > 0.2
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
-    with pytest.raises(ValueError, match=r"a model with a (reward|value) head has no logits"):
+    with pytest.raises(ValueError, match="logits"):
         head_matrix(params, spec)
 
     save_params(saved, params, spec, source=None, dtype=np.float32)
@@ -186,11 +184,11 @@ def test_scores_and_values_are_those_of_transformers(family, kind, tmp_path):
     )
     assert not any(report.values()), report
     assert type(loaded) is type(model)
-    assert json.loads((saved / "config.json").read_text())["architectures"] == [
-        type(model).__name__
-    ]
-    assert loaded.config.num_labels == 1
     assert_same_bits(dict(loaded.state_dict()), dict(model.state_dict()))
+    save_params(tmp_path / "again", params, spec, source=source, dtype=np.float32)
+    before, after = ((path / "config.json").read_text() for path in (source, tmp_path / "again"))
+    moved = {"num_nextn_predict_layers": 0} if family == "DeepseekV3" else {}
+    assert json.loads(after) == json.loads(before) | moved
 
 
 def scores_of(model, tokens):
@@ -204,16 +202,6 @@ def test_a_sequence_without_tokens_scores_zero():
     scorer = Decoder(tiny_spec(reward_head=True))
     scores = scorer.sequence_scores(head, jnp.ones((1, 3, 4)), none, none, none)
     assert scores.tolist() == [0.0]
-
-
-def test_a_reward_model_keeps_the_config_of_its_source(tmp_path):
-    source, saved = tmp_path / "source", tmp_path / "saved"
-    model_with_head().save_pretrained(source)
-    spec = read_spec(source)
-    save_params(saved, load_params(source, spec), spec, source=source, dtype=np.float32)
-    before, after = (json.loads((path / "config.json").read_text()) for path in (source, saved))
-    assert after == before
-    assert_same_bits(saved_arrays(saved), saved_arrays(source))
 
 
 def test_a_critic_may_begin_as_a_reward_model(tmp_path):
@@ -239,12 +227,6 @@ def test_a_critic_may_begin_as_a_reward_model(tmp_path):
     )
     assert not any(report.values()), report
     assert torch.equal(loaded.score.weight, model.score.weight)
-
-
-def test_reward_models_with_more_labels_are_refused(tmp_path):
-    model_with_head(num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification with 3 labels; supported"):
-        read_spec(tmp_path)
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ BASE = dict(
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FAMILIES = {
     "Qwen3": {},
-    "Qwen3Moe": EXPERTS | {"num_experts": 4},
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "DeepseekV3": EXPERTS
     | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}

@@ -1,6 +1,6 @@
 """Logits of models whose configs are drawn at random, for every family, against `transformers`.
 
-To add a family, name its `model_type` and draw the options that are its own.
+To add a family, name its `model_type` and the options that are its own.
 """
 
 import zlib
@@ -35,6 +35,18 @@ class Draw:
 
     def maybe(self):
         return self.one(True, False)
+
+    def options(self, parts):
+        """Draw what a family's parts say; with a latent each query has its own keys."""
+        drawn = {}
+        for part in parts:
+            if isinstance(part, str):
+                drawn |= getattr(self, part)()
+            else:
+                drawn |= {key: self.one(*values) for key, values in part.items()}
+        if "latent" in parts:
+            drawn["num_key_value_heads"] = drawn["num_attention_heads"]
+        return drawn
 
     def within(self, low, high):
         return float(self.rng.uniform(low, high))
@@ -76,7 +88,7 @@ class Draw:
         rope = self.rope(partial_rotary_factor=self.one(0.5, 0.75, 1.0))
         return {"head_dim": self.one(8, 16), "rope_parameters": rope}
 
-    def long_rope(self, original):
+    def long_rope(self, original=64):
         width, fraction = self.one((8, 0.5), (8, 0.75), (16, 1.0))
         kind = {"rope_type": self.one("default", "longrope")}
         if kind["rope_type"] == "longrope":
@@ -89,11 +101,9 @@ class Draw:
             "num_key_value_heads": self.one(1, 48 // width),
             "head_dim": width,
             "max_position_embeddings": self.one(1, 4) * original,
+            "original_max_position_embeddings": original,
             "rope_parameters": kind | {"rope_theta": 1e4, "partial_rotary_factor": fraction},
         }
-
-    def kinds(self):
-        return [self.one(FULL, SLIDING) for _ in range(self.layers)]
 
     def delta(self):
         key_heads = self.one(1, 2, 3)
@@ -109,26 +119,20 @@ class Draw:
             **self.part_of_head(),
         )
 
-    def shared_expert(self):
-        return dict(shared_expert_intermediate_size=self.one(10, 14))
-
     def window(self):
-        return dict(sliding_window=self.one(2, 5, 8), layer_types=self.kinds())
+        kinds = [self.one(FULL, SLIDING) for _ in range(self.layers)]
+        return dict(sliding_window=self.one(2, 5, 8), layer_types=kinds)
 
-    def caps(self):
-        return dict(
-            query_pre_attn_scalar=self.one(6, 10, 24),
-            final_logit_softcapping=self.one(None, 4.0),
-            hidden_activation=self.one("gelu_pytorch_tanh", "silu"),
-            attention_bias=self.maybe(),
-        )
+    def two_ropes(self):
+        return {"rope_parameters": {FULL: self.rope(), SLIDING: self.rope("default")}}
 
-    def experts(self, name="num_experts", width="moe_intermediate_size"):
-        return {
-            name: self.one(4, 6),
-            "num_experts_per_tok": self.one(1, 2, 3),
-            width: self.one(10, 16),
-        }
+    def some_rotated(self):
+        rotated = [self.one(0, 1) for _ in range(self.layers)]
+        return {"use_sliding_window": True, "no_rope_layers": rotated}
+
+    def dense_first(self):
+        kinds = ["dense"] * self.one(0, 1) + ["sparse"] * 3
+        return {"mlp_layer_types": kinds[: self.layers], "first_k_dense_replace": None}
 
     def sigmoid_experts(self):
         groups = self.one(1, 2, 4)
@@ -157,97 +161,35 @@ class Draw:
         )
 
 
-def one_key_per_query(options):
-    return options | {"num_key_value_heads": options["num_attention_heads"]}
-
-
-FAMILIES = {
-    "qwen2": lambda draw: draw.common() | {"use_sliding_window": True} | draw.window(),
-    "qwen3": lambda draw: (
-        draw.common() | {"use_sliding_window": True, "attention_bias": draw.maybe()} | draw.window()
-    ),
-    "llama": lambda draw: (
-        draw.common() | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
-    ),
-    "mistral": lambda draw: draw.common() | {"sliding_window": draw.one(None, 3, 6)},
-    "gemma2": lambda draw: (
-        draw.common()
-        | draw.window()
-        | draw.caps()
-        | {"attn_logit_softcapping": draw.one(None, 3.0)}
-    ),
-    "gemma3_text": lambda draw: (
-        draw.common()
-        | draw.window()
-        | draw.caps()
-        | {"rope_parameters": {FULL: draw.rope(), SLIDING: draw.rope("default")}}
-    ),
-    "qwen3_moe": lambda draw: (
-        draw.common()
-        | draw.experts()
-        | {"norm_topk_prob": draw.maybe(), "attention_bias": draw.maybe()}
-    ),
-    "mixtral": lambda draw: (
-        draw.common()
-        | draw.experts("num_local_experts", "intermediate_size")
-        | {"sliding_window": draw.one(None, 4)}
-    ),
-    "deepseek_v3": lambda draw: one_key_per_query(
-        draw.common() | draw.sigmoid_experts() | draw.latent()
-    ),
-}
-FAMILIES |= {
-    "glm4_moe": lambda draw: (
-        draw.common()
-        | draw.sigmoid_experts()
-        | draw.part_of_head()
-        | {"use_qk_norm": draw.maybe(), "attention_bias": draw.maybe()}
-    ),
-    "glm4_moe_lite": lambda draw: one_key_per_query(
-        draw.common()
-        | draw.sigmoid_experts()
-        | draw.latent()
-        | {"mlp_layer_types": (["dense"] * draw.one(0, 1) + ["sparse"] * 3)[: draw.layers]}
-        | {"first_k_dense_replace": None}
-    ),
-    "minimax_m2": lambda draw: (
-        draw.common() | draw.experts("num_local_experts", "intermediate_size") | draw.part_of_head()
-    ),
-    "olmo3": lambda draw: (
-        draw.common()
-        | draw.window()
-        | {"rope_parameters": {FULL: draw.rope(), SLIDING: draw.rope("default")}}
-        | {"attention_bias": draw.maybe()}
-    ),
-    "phi3": lambda draw: (
-        draw.common()
-        | draw.long_rope(64)
-        | {"sliding_window": draw.one(None, 3, 100), "original_max_position_embeddings": 64}
-    ),
-    "qwen3_5_text": lambda draw: draw.common() | draw.delta(),
-    "qwen3_5_moe_text": lambda draw: (
-        draw.common() | draw.delta() | draw.experts() | draw.shared_expert()
-    ),
-    "qwen3_next": lambda draw: (
-        draw.common()
-        | draw.delta()
-        | draw.experts()
-        | draw.shared_expert()
-        | {"norm_topk_prob": draw.maybe()}
-    ),
-    "smollm3": lambda draw: (
-        draw.common()
-        | draw.window()
-        | {"use_sliding_window": True, "no_rope_layers": [draw.one(0, 1) for _ in range(3)]}
-        | {"attention_bias": draw.maybe(), "mlp_bias": draw.maybe()}
-    ),
-    "gpt_oss": lambda draw: (
-        draw.common()
-        | draw.experts("num_local_experts", "intermediate_size")
-        | draw.window()
-        | {"hidden_act": "silu", "attention_bias": draw.maybe()}
-        | {"swiglu_alpha": draw.one(1.0, 1.702), "swiglu_limit": draw.one(0.5, 2.0, 7.0)}
-    ),
+BOTH = (True, False)
+BIAS = {"attention_bias": BOTH}
+CAPS = {"query_pre_attn_scalar": (6, 10, 24), "final_logit_softcapping": (None, 4.0)}
+CAPS |= BIAS | {"hidden_activation": ("gelu_pytorch_tanh", "silu")}
+PER_TOKEN = {"num_experts_per_tok": (1, 2, 3)}
+EXPERTS = PER_TOKEN | {"num_experts": (4, 6), "moe_intermediate_size": (10, 16)}
+LOCAL = PER_TOKEN | {"num_local_experts": (4, 6), "intermediate_size": (10, 16)}
+SHARED = {"shared_expert_intermediate_size": (10, 14)}
+CLIPPED = {"swiglu_alpha": (1.0, 1.702), "swiglu_limit": (0.5, 2.0, 7.0), "hidden_act": ["silu"]}
+FAMILIES = {  # methods of `Draw`, and keys with what they are drawn from
+    "qwen2": ["common", "window", {"use_sliding_window": [True]}],
+    "qwen3": ["common", "window", {"use_sliding_window": [True]}, BIAS],
+    "llama": ["common", BIAS, {"mlp_bias": BOTH}],
+    "mistral": ["common", {"sliding_window": (None, 3, 6)}],
+    "gemma2": ["common", "window", CAPS, {"attn_logit_softcapping": (None, 3.0)}],
+    "gemma3_text": ["common", "window", CAPS, "two_ropes"],
+    "qwen3_moe": ["common", EXPERTS, {"norm_topk_prob": BOTH}, BIAS],
+    "mixtral": ["common", LOCAL, {"sliding_window": (None, 4)}],
+    "deepseek_v3": ["common", "sigmoid_experts", "latent"],
+    "glm4_moe": ["common", "sigmoid_experts", "part_of_head", {"use_qk_norm": BOTH}, BIAS],
+    "glm4_moe_lite": ["common", "sigmoid_experts", "latent", "dense_first"],
+    "minimax_m2": ["common", LOCAL, "part_of_head"],
+    "olmo3": ["common", "window", "two_ropes", BIAS],
+    "phi3": ["common", "long_rope", {"sliding_window": (None, 3, 100)}],
+    "qwen3_5_text": ["common", "delta"],
+    "qwen3_5_moe_text": ["common", "delta", EXPERTS, SHARED],
+    "qwen3_next": ["common", "delta", EXPERTS, SHARED, {"norm_topk_prob": BOTH}],
+    "smollm3": ["common", "window", "some_rotated", BIAS, {"mlp_bias": BOTH}],
+    "gpt_oss": ["common", LOCAL, "window", BIAS, CLIPPED],
 }
 BY_DEFAULT = ("llama", "gemma3_text", "glm4_moe_lite", "phi3")
 SEEDS = 3
@@ -261,7 +203,7 @@ CASES = [
 
 
 def random_model(family, seed):
-    options = FAMILIES[family](Draw(zlib.crc32(family.encode()), seed))
+    options = Draw(zlib.crc32(family.encode()), seed).options(FAMILIES[family])
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     config = transformers.AutoConfig.for_model(family, **options, **tokens)
     config._attn_implementation = config._experts_implementation = "eager"

@@ -11,63 +11,28 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from jaxrl_llm.models.hf.family import read_ropes
 from jaxrl_llm.models.rope import rotate, rotation
 
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=8192)
+YARN = dict(rope_type="yarn", original_max_position_embeddings=4096)
+DEEPSEEK = dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.707)
 PUBLISHED = {
-    "Llama 3.1": (
-        128,
-        dict(
-            rope_type="llama3",
-            rope_theta=5e5,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-    ),
-    "Llama 3.2": (
-        64,
-        dict(
-            rope_type="llama3",
-            rope_theta=5e5,
-            factor=32.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-    ),
-    "Qwen2.5, YaRN": (
-        128,
-        dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768),
-    ),
-    "DeepSeek-V3": (
-        64,
-        dict(
-            rope_type="yarn",
-            rope_theta=1e4,
-            factor=40.0,
-            original_max_position_embeddings=4096,
-            beta_fast=32,
-            beta_slow=1,
-            mscale=1.0,
-            mscale_all_dim=0.707,
-        ),
-    ),
-    "YaRN, not truncated": (
-        64,
-        dict(
-            rope_type="yarn",
-            rope_theta=15e4,
-            factor=32.0,
-            original_max_position_embeddings=4096,
-            truncate=False,
-        ),
-    ),
+    "Llama 3.1": (128, LLAMA3 | dict(factor=8.0)),
+    "Llama 3.2": (64, LLAMA3 | dict(factor=32.0)),
+    "YaRN": (128, YARN | dict(rope_theta=1e6, factor=4.0)),
+    "YaRN, DeepSeek-V3": (64, YARN | DEEPSEEK | dict(rope_theta=1e4, factor=40.0)),
+    "YaRN, not truncated": (64, YARN | dict(rope_theta=15e4, factor=32.0, truncate=False)),
     "Gemma 3": (256, dict(rope_type="linear", rope_theta=1e6, factor=8.0)),
     "dynamic": (128, dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
 }
 
 
-@pytest.mark.parametrize(("width", "rope"), PUBLISHED.values(), ids=PUBLISHED.keys())
-def test_frequencies_and_attention_factors_equal(width, rope):
+def test_frequencies_and_attention_factors_equal(subtests):
+    for name, (width, rope) in PUBLISHED.items():
+        with subtests.test(name):
+            check_frequencies(width, rope)
+
+
+def check_frequencies(width, rope):
     config = transformers.LlamaConfig(
         hidden_size=width, num_attention_heads=1, max_position_embeddings=1000, rope_parameters=rope
     )

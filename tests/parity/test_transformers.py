@@ -1,10 +1,12 @@
-"""Our models against `transformers`, for every family, from the files that it writes."""
+"""Our models against `transformers`, from the files that it writes: a small one per mechanism.
+
+By default those in which a mechanism is new; the slow tests run all.
+"""
 
 import copy
 import dataclasses
+import functools
 import json
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -14,22 +16,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.models.arrays import Params
+from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.decoder import Decoder, with_value_head
-from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.save import save_params
+from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.native.programs import (
-    DecodeState,
-    PrefillChunk,
-    decode,
-    gather_pages,
-    make_pool,
-    prefill,
-)
-from jaxrl_llm.rollout.native.sampler import BatchSamplingParams
+from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.layout import Layout, make_mesh
+from tests.decoders import extend, logits
 from tests.parity.reference import (
     assert_near,
     batch,
@@ -41,18 +41,8 @@ from tests.parity.reference import (
     their_packed_logits,
 )
 
-FAMILIES = {
-    "Qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "Qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "Mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "Gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    "Gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    "Olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
-    "SmolLM3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
-    "Phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
-}
-DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+pytestmark = pytest.mark.guards("models/")
+
 BASE = dict(
     vocab_size=61,
     hidden_size=24,
@@ -61,61 +51,53 @@ BASE = dict(
     num_key_value_heads=2,
     head_dim=6,
     intermediate_size=40,
-    rope_parameters=DEFAULT,
     tie_word_embeddings=True,
     max_position_embeddings=64,
     pad_token_id=None,
     bos_token_id=None,
     eos_token_id=None,
 )
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = dict(num_hidden_layers=3, sliding_window=4, query_pre_attn_scalar=10)
-OWN = {  # what every model of a family has here
-    "Gemma2": GEMMA | dict(attn_logit_softcapping=3.0, final_logit_softcapping=4.0),
-    "Gemma3": GEMMA
-    | dict(
-        layer_types=MIXED,
-        rope_parameters={
-            "full_attention": DEFAULT | {"rope_theta": 1e3},
-            "sliding_attention": DEFAULT,
-        },
-    ),
-}
-YARN = DEFAULT | dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-LLAMA3 = DEFAULT | dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-LINEAR = DEFAULT | dict(rope_type="linear", factor=3.0)
-LONGROPE = DEFAULT | dict(  # 6 of 8 dimensions are rotated
-    rope_type="longrope",
-    short_factor=[1.0, 1.2, 1.9],
-    long_factor=[1.5, 4.0, 9.0],
-    partial_rotary_factor=0.75,
-)
+UNTIED = {"tie_word_embeddings": False}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR = PLAIN | dict(rope_type="linear", factor=3.0)
+YARN = PLAIN | dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+MSCALE = YARN | dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.5)
+LLAMA3 = PLAIN | dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=32)
+LONGROPE = PLAIN | dict(rope_type="longrope", partial_rotary_factor=0.75)  # 6 of 8 are rotated
+LONGROPE |= dict(short_factor=[1.0, 1.2, 1.9], long_factor=[1.5, 4.0, 9.0])
+DELTA, SLIDING, FULL = "linear_attention", "sliding_attention", "full_attention"
+MIXED = {"layer_types": [SLIDING, FULL], "sliding_window": 4}
+TWO_ROPES = {FULL: PLAIN | {"rope_theta": 1e3}, SLIDING: PLAIN}
+CAPS = dict(attn_logit_softcapping=3.0, final_logit_softcapping=4.0, query_pre_attn_scalar=10)
+GEMMA3 = MIXED | dict(query_pre_attn_scalar=10, rope_parameters=TWO_ROPES)
+OLMO = MIXED | UNTIED | dict(rope_parameters={FULL: YARN, SLIDING: PLAIN})
 PHI = dict(hidden_size=32, head_dim=8, rope_parameters=LONGROPE)
-OLMO = dict(
-    num_hidden_layers=3,
-    sliding_window=4,
-    layer_types=MIXED,
-    rope_parameters={"full_attention": YARN, "sliding_attention": DEFAULT},
+ROUTED = UNTIED | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=10)
+MIXTRAL = UNTIED | dict(num_local_experts=4, intermediate_size=20)
+DEEPSEEK = UNTIED | dict(
+    **dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=10, n_group=4),
+    **dict(topk_group=2, first_k_dense_replace=1, num_key_value_heads=4, head_dim=4),
+    **dict(q_lora_rank=8, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
 )
-ALL_FULL = ["full_attention"] * 3
-ALL_SLIDE = ["sliding_attention"] * 3
+GLM = UNTIED | dict(
+    **dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=10, head_dim=8),
+    **dict(routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True),
+)
+QWEN_DELTA = UNTIED | dict(
+    **dict(head_dim=8, layer_types=[DELTA, FULL], linear_key_head_dim=6, linear_value_head_dim=5),
+    **dict(linear_num_key_heads=2, linear_num_value_heads=4),
+)
+SHARED = ROUTED | dict(shared_expert_intermediate_size=14)
+GPT_OSS = MIXTRAL | dict(
+    **dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=4, swiglu_limit=0.5),
+    rope_parameters=YARN | {"truncate": False},
+)
 CASES = {
-    "Qwen2": ("Qwen2", {}),
-    "Qwen2, untied, width of heads derived": (
-        "Qwen2",
-        {"tie_word_embeddings": False, "head_dim": None},
-    ),
     "Qwen2, window in the last layers": (
         "Qwen2",
-        dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=1, head_dim=None),
     ),
-    "Qwen2, yarn": ("Qwen2", {"rope_parameters": YARN}),
     "Qwen2, yarn with its own attention factor": (
         "Qwen2",
         {"rope_parameters": YARN | dict(attention_factor=0.7, beta_fast=16, truncate=False)},
@@ -123,185 +105,133 @@ CASES = {
     "Qwen3": ("Qwen3", {}),
     "Qwen3, untied, one kv head, wide heads": (
         "Qwen3",
-        dict(tie_word_embeddings=False, num_key_value_heads=1, head_dim=16),
+        UNTIED | dict(num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-2),
     ),
-    "Qwen3, as many kv heads, other theta and eps": (
-        "Qwen3",
-        dict(
-            num_key_value_heads=4, rope_parameters=DEFAULT | {"rope_theta": 1e6}, rms_norm_eps=1e-2
-        ),
-    ),
-    "Qwen3, one layer, narrow heads": (
-        "Qwen3",
-        dict(num_hidden_layers=1, head_dim=2, intermediate_size=16),
-    ),
-    "Qwen3, biases, mixed windows": (
-        "Qwen3",
-        dict(
-            num_hidden_layers=3,
-            attention_bias=True,
-            use_sliding_window=True,
-            sliding_window=5,
-            layer_types=MIXED,
-        ),
-    ),
-    "Llama": ("Llama", {"tie_word_embeddings": False}),
-    "Llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "Llama, llama3": ("Llama", UNTIED | {"rope_parameters": LLAMA3}),
     "Llama, linear, biases": (
         "Llama",
         dict(rope_parameters=LINEAR, attention_bias=True, mlp_bias=True),
     ),
-    "Llama, dynamic, wide heads": (
-        "Llama",
-        dict(rope_parameters=LINEAR | {"rope_type": "dynamic"}, head_dim=10),
-    ),
-    "Llama, yarn with mscale, gelu": (
-        "Llama",
-        dict(
-            rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5),
-            hidden_act="gelu_pytorch_tanh",
-            num_key_value_heads=4,
-        ),
-    ),
-    "Mistral": ("Mistral", dict(sliding_window=5, tie_word_embeddings=False)),
-    "Mistral without window": ("Mistral", dict(sliding_window=None, head_dim=8)),
-    "Gemma2": ("Gemma2", {}),
-    "Gemma2, untied, biases, no caps": (
-        "Gemma2",
-        dict(
-            tie_word_embeddings=False,
-            attention_bias=True,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=None,
-            query_pre_attn_scalar=6,
-        ),
-    ),
-    "Gemma2, all layers full, linear": (
-        "Gemma2",
-        dict(layer_types=ALL_FULL, rope_parameters=LINEAR, num_key_value_heads=1),
-    ),
-    "Gemma3": ("Gemma3", {}),
-    "Gemma3, linear, cap, biases": (
-        "Gemma3",
-        dict(
-            rope_parameters={"full_attention": LINEAR, "sliding_attention": DEFAULT},
-            final_logit_softcapping=4.0,
-            attention_bias=True,
-        ),
-    ),
-    "Gemma3, all layers slide": ("Gemma3", {"layer_types": ALL_SLIDE}),
-    "Gemma3, all layers full": ("Gemma3", {"layer_types": ALL_FULL}),
-    "Olmo3": ("Olmo3", OLMO | {"tie_word_embeddings": False}),
-    "Olmo3, biases, as many kv heads": (
-        "Olmo3",
-        OLMO | dict(attention_bias=True, num_key_value_heads=4),
-    ),
+    "Mistral": ("Mistral", UNTIED | dict(sliding_window=5)),
+    "Gemma2": ("Gemma2", MIXED | CAPS),
+    "Gemma3": ("Gemma3", GEMMA3),
+    "Gemma3, all layers slide": ("Gemma3", GEMMA3 | {"layer_types": [SLIDING] * 2}),
+    "Gemma3, all layers full": ("Gemma3", GEMMA3 | {"layer_types": [FULL] * 2}),
+    "Olmo3": ("Olmo3", OLMO),
     "Phi3": ("Phi3", PHI | {"original_max_position_embeddings": 32}),
-    "Phi3, window, untied": (
-        "Phi3",
-        dict(hidden_size=32, head_dim=8, sliding_window=5, tie_word_embeddings=False),
+    "SmolLM3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
+    "Qwen3-MoE": ("Qwen3Moe", ROUTED | {"norm_topk_prob": True}),
+    "Qwen3-MoE, weights not normalized, biased, tied": (
+        "Qwen3Moe",
+        ROUTED
+        | {"norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True}
+        | {"num_experts_per_tok": 3, "num_key_value_heads": 4},
     ),
-    "SmolLM3": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
-    "SmolLM3, windows where nothing is rotated, biases": (
-        "SmolLM3",
-        dict(
-            num_hidden_layers=3,
-            no_rope_layers=[0, 1, 0],
-            use_sliding_window=True,
-            sliding_window=5,
-            attention_bias=True,
-            mlp_bias=True,
-        ),
+    "Mixtral": ("Mixtral", MIXTRAL),
+    "DeepSeek-V3": ("DeepseekV3", DEEPSEEK),
+    "DeepSeek-V3, YaRN, two dense layers, two shared experts": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {"num_hidden_layers": 3, "rope_parameters": MSCALE}
+        | {"first_k_dense_replace": 2, "n_shared_experts": 2},
+    ),
+    "DeepSeek-V3, no query latent, halves rotated, no dense layer, one group": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 10},
+    ),
+    "GLM-4.5": ("Glm4Moe", GLM),
+    "MiniMax-M2": (
+        "MiniMaxM2",
+        MIXTRAL | {"head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 2},
+    ),
+    "Qwen3.5": ("Qwen3_5", QWEN_DELTA),
+    "Qwen3.5-MoE, a longer period, half a head rotated, tied, biased": (
+        "Qwen3_5Moe",
+        QWEN_DELTA
+        | SHARED
+        | {"num_hidden_layers": 3, "layer_types": [DELTA, DELTA, FULL]}
+        | {"tie_word_embeddings": True, "attention_bias": True}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "Qwen3-Next": ("Qwen3Next", QWEN_DELTA | SHARED),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss, no biases in attention, all layers slide, plain rotation, tied": (
+        "GptOss",
+        GPT_OSS
+        | {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.0}
+        | {"layer_types": [SLIDING] * 2, "rope_parameters": PLAIN},
     ),
 }
-# one of each family with what is special to it
-TYPICAL = {
-    name.split(",")[0]: name
-    for name in (
-        "Qwen2, window in the last layers",
-        "Qwen3",
-        "Llama, llama3",
-        "Mistral",
-        "Gemma2",
-        "Gemma3",
-        "Olmo3",
-        "SmolLM3",
-        "Phi3",
-    )
-}
-each_case = pytest.mark.parametrize("case", CASES, indirect=True)
-each_family = pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL.keys(), indirect=True)
+NO_QUERY_LATENT = "DeepSeek-V3, no query latent, halves rotated, no dense layer, one group"
+YARN_DEEPSEEK = "DeepSeek-V3, YaRN, two dense layers, two shared experts"
+MECHANISMS = [
+    *("Qwen2, window in the last layers", "Qwen3, untied, one kv head, wide heads"),
+    *("Llama, llama3", "Llama, linear, biases", "Mistral", "Gemma2", "Gemma3", "Olmo3", "Phi3"),
+    *("SmolLM3", "Qwen3-MoE, weights not normalized, biased, tied", YARN_DEEPSEEK),
+    *(NO_QUERY_LATENT, "MiniMax-M2", "Qwen3-Next", "gpt-oss"),
+]
 
 
-class Case(NamedTuple):
+def by_default(*names, among=CASES):
+    """Run a test with these models, and with the others where slow tests are run."""
+    cases = [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in among]
+    return pytest.mark.parametrize("name", cases)
+
+
+class Loaded(NamedTuple):
     """A model of transformers, where it is saved, and our spec and parameters read from there."""
 
     model: Any
-    directory: Path
+    directory: Any
     spec: ModelSpec
     params: Params
 
 
-@pytest.fixture(scope="module")
-def case(request, tmp_path_factory):
-    family, changes = CASES[request.param]
-    model, directory = reference_model(family, **changes), tmp_path_factory.mktemp("source")
-    model.save_pretrained(directory)
-    params, spec = load(directory)
-    return Case(model, directory, spec, params)
+def make_config_of(family, **changes):
+    of_text = getattr(transformers, f"{family}TextConfig", None)
+    given = copy.deepcopy(BASE | changes)  # a config adds keys to the dicts that it is given
+    if given["head_dim"] is None:
+        del given["head_dim"]
+    config = (of_text or getattr(transformers, f"{family}Config"))(**given)
+    config._experts_implementation = config._attn_implementation = "eager"
+    return config
 
 
-def reference_config(family="Qwen3", **changes):
-    given = BASE | OWN.get(family, {}) | changes
-    given = {key: value for key, value in given.items() if (key, value) != ("head_dim", None)}
-    return FAMILIES[family][0](**given, attn_implementation="eager")
-
-
-def reference_model(family="Qwen3", **changes):
+def build(family, changes, **more):
     torch.manual_seed(0)
-    return randomize(FAMILIES[family][1](reference_config(family, **changes)))
+    config = make_config_of(family, **changes | more)
+    return randomize(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
-@each_case
-def test_logits_of_packed_and_padded_rows_equal(case):
-    model, _, spec, params = case
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    @functools.cache
+    def load_case(name):
+        model, directory = build(*CASES[name]), tmp_path_factory.mktemp("source")
+        model.save_pretrained(directory)
+        params, spec = load(directory)
+        return Loaded(model, directory, spec, params)
+
+    return load_case
+
+
+@by_default(*MECHANISMS)
+def test_logits_of_packed_and_padded_rows_equal(name, loaded):
+    model, _, spec, params = loaded(name)
     tokens, positions, segment_ids = packed_batch(spec.vocab_size)
     theirs = their_packed_logits(model, tokens, segment_ids)
     real = segment_ids > 0
     ours = np.asarray(our_logits(params, spec, tokens, positions, segment_ids))
     assert_near(ours[real], theirs[real])
-
-
-WITHOUT_WINDOW = {"window": None, "windowed_layers": (), "local_rope_theta": None}
-WITHOUT = {
-    "Qwen2": [WITHOUT_WINDOW],
-    "Qwen3": [{"qk_norm": False}],
-    "Llama": [{"rope_scaling": None}],
-    "Mistral": [WITHOUT_WINDOW],
-    "Gemma2": [{"score_softcap": None}, {"query_scalar": None}],
-    "Gemma3": [{"local_rope_theta": None}],
-    "Olmo3": [{"local_rope_theta": None}],
-    "SmolLM3": [{"rotary_layers": ()}, {"rotary_layers": (False,) * 3}],
-    "Phi3": [{"rope_scaling": None}],
-}
-
-
-@each_family
-def test_what_a_family_adds_matters_here(case):
-    """The comparisons of this file would notice if a part of the model were left out."""
-    model, _, spec, params = case
-    rows = packed_batch(spec.vocab_size)
-    whole = our_logits(params, spec, *rows)
-    for fields in WITHOUT[type(model).__name__.removesuffix("ForCausalLM")]:
-        difference = our_logits(params, dataclasses.replace(spec, **fields), *rows) - whole
-        assert jnp.abs(difference)[rows[2] > 0].max() > 1e-2, fields
+    assert np.isfinite(ours).all()
 
 
 @pytest.mark.parametrize("original", [24, 23])
 def test_all_sequences_have_the_long_factors_where_one_may_need_them(original, tmp_path):
     """transformers chooses by the longest row of a batch, here 24 tokens."""
-    changes = PHI | {"original_max_position_embeddings": original}
-    model = reference_model("Phi3", **changes)
+    model = build("Phi3", PHI | {"original_max_position_embeddings": original})
     model.save_pretrained(tmp_path)
     params, spec = load(tmp_path)
     rows = batch(spec.vocab_size)
@@ -310,58 +240,77 @@ def test_all_sequences_have_the_long_factors_where_one_may_need_them(original, t
     assert_near(our_logits(params, chosen, *rows), their_logits(model, rows[0]))
     other = spec.for_length(24 if original == 24 else 1000)
     assert make_config(other) == make_config(spec), "what is saved has both lists"
-    short = our_logits(params, spec, *rows)
-    longer = our_logits(params, spec.for_length(1000), *rows)
-    assert jnp.abs(short - longer).max() > 1e-2
 
 
-@partial(jax.jit, static_argnames=("spec", "new", "dtype"))
-def decode_greedily(params, spec, prompts, lengths, last, *, new, dtype="float32"):
-    """Read all but the last token of each prompt, then decode as the native engine does."""
-    count, width = prompts.shape
-    size = -(-(width + new) // 2)
-    table = jnp.arange(2 * count).reshape(count, 2)
-    pool = make_pool(Decoder(spec), 1, 2 * count, size, slots=count, dtype=dtype)
-    none, off, own = jnp.zeros(count, jnp.int32), jnp.zeros(count), jnp.arange(count)
-    slots = (own, own) if pool.states else None
-    chunk = PrefillChunk(table, prompts, none, lengths, table, slots)
-    pool = prefill(params, Decoder(spec), pool, chunk)
-    rows = DecodeState(
-        tokens=last,
-        positions=lengths,
-        generated=none,
-        left=jnp.full(count, new),
-        stop_ids=jnp.full((count, 1), -1),
-        sampling=BatchSamplingParams(
-            none.astype("uint32"), off, top_p=off + 1, top_k=none, min_p=off
-        ),
-    )
-    cache = gather_pages(pool, table, own if pool.states else None)
-    _, drawn = decode(params, Decoder(spec), cache, rows, steps=new)
-    return drawn.tokens, drawn.logprobs
+@functools.partial(jax.jit, static_argnums=1)
+def read_and_score(params, spec, cache, tokens, positions, last):
+    hidden, cache = extend(params, spec, cache, tokens, positions)
+    return logits(params, spec, jnp.take_along_axis(hidden, last, axis=1)[:, 0]), cache
 
 
-@each_family
-def test_greedy_continuations_are_identical(case):
-    model, _, spec, params = case
-    prompts, new = batch(spec.vocab_size, rows=3, length=9)[0], 12
-    lengths = np.array([9, 2, 6])
-    before = lengths - 1
-    last = prompts[np.arange(3), before]
-    answers, logprobs = decode_greedily(params, spec, prompts, before, last, new=new)
-    for row, length in enumerate(lengths):
-        prompt = torch.from_numpy(prompts[row : row + 1, :length])
-        whole = model.generate(prompt, max_new_tokens=new, do_sample=False, eos_token_id=None)
-        np.testing.assert_array_equal(answers[row], whole[0, length:].numpy())
-        scores = jax.nn.log_softmax(their_logits(model, whole.numpy())[0, length - 1 : -1])
-        chosen = np.asarray(scores)[np.arange(new), answers[row]]
-        np.testing.assert_allclose(logprobs[row], chosen, atol=1e-4)
+def continue_greedily(params, spec, prompts, lengths, new):
+    rows, width = prompts.shape
+    cache, index = init_cache(spec, rows, width + new), np.arange(width)
+    at, tokens, scores = np.array(lengths)[:, None], [], []
+    piece, positions = prompts, np.where(index < at, index, width + new)
+    last = (at - 1)[:, :, None]
+    for done in range(new):
+        drawn, cache = read_and_score(params, spec, cache, piece, positions, last)
+        scores.append(np.asarray(drawn))
+        piece, positions, last = scores[-1].argmax(-1)[:, None], at + done, 0 * last
+        tokens.append(piece[:, 0])
+    return np.stack(tokens, axis=1), np.stack(scores, axis=1)
 
 
-@each_family
-def test_bfloat16_is_as_near_as_theirs(case):
+@by_default("Gemma3", YARN_DEEPSEEK)
+def test_greedy_continuations_and_their_logits_equal(name, loaded):
+    model, _, spec, params = loaded(name)
+    lengths, new, theirs, forced = [9, 4], 6, [], []
+    prompts = batch(spec.vocab_size)[0][:, : lengths[0]]
+    for prompt, length in zip(prompts, lengths, strict=True):
+        out = model.generate(
+            torch.from_numpy(prompt[None, :length]), do_sample=False, max_new_tokens=new
+        )
+        theirs.append(out[0, length:].tolist())
+        forced.append(their_logits(model, out.numpy())[0, length - 1 : -1])
+    tokens, scores = continue_greedily(params, spec.for_decoding, prompts, lengths, new)
+    assert tokens.tolist() == theirs
+    assert_near(scores, np.stack(forced))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("gpt-oss", attend_gathered),
+        pytest.param("gpt-oss", None, marks=pytest.mark.slow),
+        pytest.param("Qwen3.5", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_answers_as_transformers(name, kernel, loaded):
+    """By sinks, windows and states, over rows gathered from pages and pages where they lie."""
+    model, _, spec, params = loaded(name)
+    prompts, new = [[5, 1, 4, 9, 7, 30, 2], [7, 11]], 8
+    settings = dataclasses.replace(EngineSettings(2, 16), dtype="float32")
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    engine = NativeEngine(Decoder(spec), settings, layout=layout, steps=4, kernel=kernel)
+    try:
+        engine.load(params, version=0)
+        asked = SamplingParams(new, temperature=0.0)
+        answers = engine.sample([Request(tuple(prompt), asked, seed=0) for prompt in prompts])
+    finally:
+        engine.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new)
+        assert answer.tokens.tolist() == out[0, len(prompt) :].tolist()
+        scores = torch.from_numpy(their_logits(model, out.numpy())[0, len(prompt) - 1 : -1])
+        chosen = scores.log_softmax(-1).numpy()[np.arange(new), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, chosen, atol=1e-4)
+
+
+@by_default("Gemma2", among=MECHANISMS[:10])  # routers choose otherwise where numbers are rounded
+def test_bfloat16_is_as_near_as_theirs(name, loaded):
     """In bfloat16 we are no further from float32 than transformers is, packed and padded."""
-    model, _, spec, params = case
+    model, _, spec, params = loaded(name)
     tokens, positions, segment_ids = packed_batch(spec.vocab_size)
     real = segment_ids > 0
     exact = their_packed_logits(model, tokens, segment_ids)[real]
@@ -372,100 +321,58 @@ def test_bfloat16_is_as_near_as_theirs(case):
     assert 0 < error < 1.2 * np.abs(theirs - exact).mean()
 
 
-@pytest.mark.parametrize("case", ["Gemma3"], indirect=True)
-def test_bfloat16_decoding_is_near_float32(case):
-    """Gemma 3 has all that decoding treats in its own way: windows, two rotations, offset norms."""
-    _, _, spec, params = case
-    prompts, before = packed_batch(spec.vocab_size)[0][1:, :9], np.array([8])
-    answers, logprobs = decode_greedily(
-        params, spec, prompts, before, prompts[:, 8], new=6, dtype="bfloat16"
-    )
-    whole = np.concatenate([prompts, answers], axis=1)
-    rows = (np.arange(15)[None], np.ones((1, 15), int))
-    scores = jax.nn.log_softmax(our_logits(params, spec, whole, *rows)[0, 8:-1])
-    chosen = np.asarray(scores)[np.arange(6), answers[0]]
-    np.testing.assert_allclose(logprobs[0], chosen, atol=0.15)
+def stored_names(directory):
+    return json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"].keys()
 
 
-@each_family
-def test_saved_model_loads_in_transformers(case, tmp_path):
-    """With a config of our own; test_loading saves with the source's."""
-    model, _, spec, params = case
+@by_default(*MECHANISMS, among=[name for name in CASES if "all layers full" not in name])
+def test_saved_model_loads_in_transformers(name, loaded, tmp_path):
+    """With a config of our own, under the names of transformers; test_loading has the source's."""
+    model, _, spec, params = loaded(name)
     saved = tmp_path / "saved"
     save_params(saved, params, spec, source=None, dtype=np.float32, max_shard_bytes=10_000)
-
     again, read = load(saved)
     assert read == spec
     chex.assert_trees_all_equal(again, params)
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        saved, output_loading_info=True, attn_implementation="eager"
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        saved, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
     assert not any(report.values()), report
-    assert type(loaded) is type(model)
-    assert loaded.dtype == torch.float32
+    assert type(theirs) is type(model)
     tokens = batch(spec.vocab_size)[0]
-    np.testing.assert_array_equal(their_logits(loaded, tokens), their_logits(model, tokens))
-    index = json.loads((saved / "model.safetensors.index.json").read_text())
-    names = model.state_dict().keys() - ({"lm_head.weight"} if spec.tied_embeddings else set())
-    assert index["weight_map"].keys() == names
-    assert len(set(index["weight_map"].values())) > 1
+    np.testing.assert_array_equal(their_logits(theirs, tokens), their_logits(model, tokens))
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert stored_names(saved) == stored_names(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES.keys())
-def test_configs_of_every_case_are_written_and_read(family, changes, tmp_path):
-    """What we write says the same to us and, where we can compare it, to transformers."""
-    reference_config(family, **changes).save_pretrained(tmp_path)
+def test_configs_of_every_case_are_written_and_read(tmp_path, subtests):
+    """What we write says the same to us and to transformers."""
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"architectures": [f"{family}ForCausalLM"]}))
-    spec = read_spec(tmp_path)
-    written = make_config(spec)
-    path.write_text(json.dumps(written))
-    assert read_spec(tmp_path) == spec
-    loaded = transformers.AutoConfig.from_pretrained(tmp_path)
-    loaded.architectures = written["architectures"]
-    loaded.save_pretrained(tmp_path)
-    assert read_spec(tmp_path) == spec
+    for name, (family, changes) in CASES.items():
+        with subtests.test(name):
+            make_config_of(family, **changes).save_pretrained(tmp_path)
+            config = json.loads(path.read_text())
+            path.write_text(json.dumps(config | {"architectures": [f"{family}ForCausalLM"]}))
+            spec = read_spec(tmp_path)
+            written = make_config(spec)
+            path.write_text(json.dumps(written))
+            assert read_spec(tmp_path) == spec
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+            theirs.architectures = written["architectures"]
+            theirs.save_pretrained(tmp_path)
+            assert read_spec(tmp_path) == spec
 
 
-def test_what_is_saved_is_params_and_not_the_source(tmp_path):
-    model = reference_model()
-    model.save_pretrained(tmp_path / "source")
-    params, spec = load(tmp_path / "source")
-    params["layers"]["up"] = params["layers"]["up"] * 2
-    saved = tmp_path / "saved"
-    save_params(saved, params, spec, source=tmp_path / "source", dtype=np.float32)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
-    for ours, theirs in zip(loaded.model.layers, model.model.layers, strict=True):
-        assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight * 2)
-        assert torch.equal(ours.mlp.gate_proj.weight, theirs.mlp.gate_proj.weight)
-
-
-def test_bfloat16_checkpoint(tmp_path):
-    model = reference_model().to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "source")
-    params, spec = load(tmp_path / "source")
-    embed = model.model.embed_tokens.weight.detach().float().numpy()
-    np.testing.assert_array_equal(np.asarray(params["embed"]), embed)
-
-    save_params(tmp_path / "saved", params, spec, source=tmp_path / "source", dtype=jnp.bfloat16)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert loaded.dtype == torch.bfloat16
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("case", [TYPICAL[n] for n in ("Qwen2", "Gemma2", "Olmo3")], indirect=True)
-def test_gradient_of_a_masked_loss_equals_autograd(case, tmp_path):
+@by_default("Gemma2", YARN_DEEPSEEK, "gpt-oss", "Qwen3-Next")
+def test_gradient_of_a_masked_loss_equals_autograd(name, loaded, tmp_path):
     """The loss is the weighted sum of the log-probs of some tokens of packed rows."""
-    model, _, spec, params = case
+    model, _, spec, params = loaded(name)
     model = copy.deepcopy(model)
     tokens, positions, segment_ids = packed_batch(spec.vocab_size)
     rng = np.random.default_rng(1)
     inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    weights = (rng.normal(size=inside.shape) * inside * (rng.random(inside.shape) < 0.6)).astype(
-        np.float32
-    )
+    weights = rng.normal(size=inside.shape) * inside * (rng.random(inside.shape) < 0.6)
+    weights = weights.astype(np.float32)
 
     def loss(params):
         scores = jax.nn.log_softmax(our_logits(params, spec, tokens, positions, segment_ids))
@@ -474,94 +381,86 @@ def test_gradient_of_a_masked_loss_equals_autograd(case, tmp_path):
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     total = torch.zeros(())
-    for row, segment in [(0, 1), (0, 2), (0, 3), (1, 1)]:
+    for row, segment in [(0, 1), (0, 3), (1, 1)]:
         at = np.flatnonzero(segment_ids[row] == segment)
         piece = torch.from_numpy(tokens[row, at])[None]
         scores = torch.log_softmax(model(piece).logits[0, :-1], dim=-1)
         chosen = scores.gather(1, piece[0, 1:, None])[:, 0]
         total = total + (torch.from_numpy(weights[row, at[:-1]]) * chosen).sum()
     total.backward()
-    np.testing.assert_allclose(value, total.item(), rtol=1e-5)
+    np.testing.assert_allclose(value, total.item(), rtol=1e-4)
 
-    with torch.no_grad():
+    with torch.no_grad():  # write the gradients to files as if they were weights
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(tmp_path / "gradient")
     expected = load_params(tmp_path / "gradient", spec)
+    for tree in (gradient, expected):
+        tree["layers"].pop("router_bias", None)  # has no gradient; its buffer was not replaced
     for (path, ours), theirs in zip(
         jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(expected), strict=True
     ):
-        scale = float(jnp.abs(theirs).max())
-        assert scale > 1e-3, path
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * scale, err_msg=str(path))
+        scale = float(np.abs(theirs).max())
+        assert scale > 0, path
+        np.testing.assert_allclose(ours / scale, theirs / scale, atol=1e-4, err_msg=str(path))
 
 
-def reference_critic(family="Qwen3", **changes):
-    torch.manual_seed(0)
-    config = FAMILIES[family][0](**BASE | OWN.get(family, {}) | {"num_labels": 1} | changes)
-    return randomize(transformers.AutoModelForTokenClassification.from_config(config))
+def test_critics_of_gemma3_cannot_be_saved(loaded, tmp_path):
+    _, source, spec, params = loaded("Gemma3")
+    critic, spec = with_value_head(params, spec)
+    for origin in (source, None):
+        with pytest.raises(ValueError, match="Gemma3"):
+            save_params(tmp_path / "saved", critic, spec, source=origin, dtype=np.float32)
 
 
-def load_critic_in_transformers(directory):
-    loaded, report = transformers.AutoModelForTokenClassification.from_pretrained(
-        directory, output_loading_info=True
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3, untied, one kv head, wide heads"])
+def test_critic_of_a_language_model_loads_in_transformers(name, loaded, tmp_path):
+    model, source, spec, params = loaded(name)
+    critic, critic_spec = with_value_head(params, spec)
+    critic["score_bias"] = critic["score_bias"] + 0.5
+    save_params(tmp_path / "saved", critic, critic_spec, source=source, dtype=np.float32)
+    assert read_spec(tmp_path / "saved") == critic_spec
+    theirs, report = transformers.AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
     )
     assert not any(report.values()), report
-    assert loaded.config.num_labels == 1
-    return loaded.eval()
+    np.testing.assert_array_equal(their_logits(theirs.eval(), batch(spec.vocab_size)[0]), 0.5)
+    for key, value in model.model.state_dict().items():
+        assert torch.equal(value, theirs.model.state_dict()[key]), key
 
 
-def test_critics_of_gemma3_cannot_be_saved(tmp_path):
-    model = reference_model("Gemma3")
+def test_the_bias_of_a_bfloat16_model_stays_float32(tmp_path):
+    """As transformers saves it; also where the other arrays have an odd number of entries."""
+    model = build("DeepseekV3", DEEPSEEK, hidden_size=25, q_lora_rank=7, vocab_size=63)
     model.save_pretrained(tmp_path / "source")
-    critic, spec = with_value_head(*load(tmp_path / "source"))
-    for source in (tmp_path / "source", None):
-        with pytest.raises(ValueError, match="no token classifier for Gemma3"):
-            save_params(tmp_path / "saved", critic, spec, source=source, dtype=np.float32)
-
-
-@pytest.mark.parametrize(("dtype", "with_source"), [("float32", False), ("bfloat16", True)])
-def test_saved_critic_loads_in_transformers(with_source, dtype, tmp_path):
-    model = reference_critic().to(getattr(torch, dtype))
-    source, saved = tmp_path / "source", tmp_path / "saved"
-    model.save_pretrained(source)
-    spec = read_spec(source)
-    params = load_params(source, spec)
-    np.testing.assert_array_equal(params["score"], model.score.weight.detach().float().numpy().T)
-    np.testing.assert_array_equal(params["score_bias"], model.score.bias.detach().float().numpy())
-    origin = source if with_source else None
-    save_params(saved, params, spec, source=origin, dtype=jnp.dtype(dtype))
-
-    assert read_spec(saved) == spec
-    again = load_params(saved, spec)
-    for ours, first in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(ours, first)
-    loaded = load_critic_in_transformers(saved)
-    assert loaded.dtype == model.dtype
-    assert loaded.state_dict().keys() == model.state_dict().keys()
+    params, spec = load(tmp_path / "source")
+    save_params(tmp_path / "x", params, spec, source=tmp_path / "source", dtype=jnp.bfloat16)
+    again = load_params(tmp_path / "x", spec)["layers"]
+    np.testing.assert_array_equal(again["router_bias"], params["layers"]["router_bias"])
+    rounded = np.asarray(params["layers"]["router"]).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(again["router"], rounded)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert theirs.dtype == torch.bfloat16
     for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name]), name
+        kept = "e_score_correction_bias" in name
+        # Releases of transformers differ in which other arrays they hold in float32.
+        rounded = value if kept else value.to(torch.bfloat16).to(value.dtype)
+        assert torch.equal(theirs.state_dict()[name].to(value.dtype), rounded), name
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_critic_of_a_language_model_loads_in_transformers(tied, tmp_path):
-    model = reference_model(tie_word_embeddings=tied)
-    source, saved = tmp_path / "source", tmp_path / "saved"
-    model.save_pretrained(source)
-    spec = read_spec(source)
-    critic, critic_spec = with_value_head(load_params(source, spec), spec)
-    critic["score_bias"] = critic["score_bias"] + 0.5
-    save_params(saved, critic, critic_spec, source=source, dtype=np.float32)
+@pytest.mark.parametrize("name", ["DeepSeek-V3", pytest.param("GLM-4.5", marks=pytest.mark.slow)])
+def test_layers_for_multi_token_prediction_are_passed_over(name, loaded, tmp_path):
+    def add_layer(number):
+        stored = load_file(tmp_path / "model.safetensors")
+        stored[f"model.layers.{number}.eh_proj.weight"] = np.ones((24, 48), np.float32)
+        save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    assert read_spec(saved) == critic_spec
-    loaded = load_critic_in_transformers(saved)
-    np.testing.assert_array_equal(their_logits(loaded, batch(spec.vocab_size)[0]), 0.5)
-    for name, value in model.model.state_dict().items():
-        assert torch.equal(value, loaded.model.state_dict()[name]), name
-
-
-def test_classifiers_of_transformers_are_refused(tmp_path):
-    for labels in (2, 3):
-        reference_critic(num_labels=labels).save_pretrained(tmp_path / str(labels))
-        with pytest.raises(ValueError, match=f"with {labels} labels; supported is 1"):
-            read_spec(tmp_path / str(labels))
+    model, _, spec, params = loaded(name)
+    model.save_pretrained(tmp_path)
+    add_layer(spec.layers)
+    chex.assert_trees_all_equal(load_params(tmp_path, spec), params)
+    config = config_to_save(spec, tmp_path, np.dtype("float32"))
+    assert config["num_nextn_predict_layers"] == 0, "what is saved does not claim them"
+    add_layer(spec.layers - 1)
+    with pytest.raises(ValueError, match=f"layers.{spec.layers - 1}.eh_proj"):
+        load_params(tmp_path, spec)

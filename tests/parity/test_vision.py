@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ import torch
 
 from jaxrl_llm.models.cache import PageTables
 from jaxrl_llm.models.decoder import NEVER, Decoder
-from jaxrl_llm.models.inputs import RowInputs, VisualTokens
+from jaxrl_llm.models.inputs import FrameBounds, RowInputs, VisualTokens, frame_bounds, patch_rows
 from jaxrl_llm.models.paged_attention import attend_gathered
-from jaxrl_llm.models.vision.tower import encode, rotary_positions
+from jaxrl_llm.models.vision.parameters import declare_vision
+from jaxrl_llm.models.vision.tower import encode, rotary_positions, tower_layout
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.decoders import forward_rows
 from tests.parity.reference import assert_near
@@ -24,6 +24,7 @@ from tests.parity.vision import (
     draw_visual,
     load_seeing,
     make_seeing,
+    normalized,
     pack_prompts,
     prompt,
     prompts,
@@ -31,12 +32,16 @@ from tests.parity.vision import (
     their_output,
 )
 
-pytestmark = pytest.mark.guards("models/vision/", "models/decoder.py", "models/decoder.py")
+pytestmark = pytest.mark.guards("models/vision/", "models/decoder.py")
 
-TURNING = ["Qwen3VL", "Qwen2_5_VL", "Qwen3_5"]
-"""Families with M-RoPE."""
-FAMILIES = [*TURNING, "Gemma3"]
+FAMILIES = ["Qwen3VL", "Qwen2_5_VL", "Gemma3", "Qwen3_5", "Qwen3VLMoe", "Qwen3_5Moe"]
 ROW, PATCHES = 64, 128
+
+
+def by_default(*names):
+    """Run a test with these families, and with the others where slow tests are run."""
+    cases = [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+    return pytest.mark.parametrize("family", cases)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,7 @@ def all_packed(spec, family, rows=2):
     return seen, pack_prompts(spec, seen, length=ROW, patches=PATCHES, rows=rows)
 
 
-@pytest.mark.parametrize("family", TURNING)
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen2_5_VL"])
 def test_positions_equal(family, loaded):
     model, _, spec = loaded(family)
     for name, seen in prompts(family).items():
@@ -82,6 +87,87 @@ def test_positions_equal(family, loaded):
         positions, ours = rotary_positions(spec.vision, *seen)
         np.testing.assert_array_equal(positions, theirs[:, 0].numpy().T, err_msg=name)
         assert ours == offset.item(), name
+
+
+# ---------------------------------------------------------------------------------------- towers
+
+GRIDS = [(1, 4, 6), (2, 2, 4), (1, 10, 6), (1, 2, 2)]
+"""Two images, a video of two pairs of frames between them, and an image of one token."""
+TOWERS = ["Qwen3VL", "Qwen2_5_VL"]
+IMAGES = [draw_visual(*grid, seed=number) for number, grid in enumerate(GRIDS)]
+
+encode_rows = jax.jit(encode, static_argnums=1, static_argnames=("layout", "remat", "bounds"))
+
+
+def with_deep(made):
+    """For each row [K + 1, V, D], the features and those of DeepStack."""
+    whole = made.features[:, None]
+    return whole if made.deep is None else jnp.concatenate([whole, made.deep], axis=1)
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_features_equal_together_and_one_by_one(family, loaded):
+    """Also in packed rows, in pieces of few patches, with bounds that say how long frames are."""
+    model, params, spec = loaded(family)
+    rows = [IMAGES, [IMAGES[2], IMAGES[0]], []]
+    bounds = frame_bounds(rows)
+    assert bounds == FrameBounds(longest=60, most=5)
+    patches = patch_rows(spec.vision, rows, PATCHES)
+    made = encode_rows(params["vision"], spec.vision, patches, bounds=bounds)
+    packed = np.asarray(with_deep(made))
+    assert np.isfinite(packed).all()
+    for row, images in enumerate(rows):
+        start = 0
+        for image in images:
+            with torch.no_grad():
+                grid = torch.tensor([image.grid])
+                out = model.model.visual(normalized([image], spec.vision), grid_thw=grid)
+            theirs = [out.pooler_output, *getattr(out, "deepstack_features", [])]
+            end = start + image.tokens
+            assert_near(packed[row, :, start:end], np.stack(theirs), 1e-5)
+            start = end
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "context"),
+    [
+        ("Qwen3VL", {"fsdp": 2, "context": 2, "tensor": 2}, "heads"),
+        pytest.param("Qwen2_5_VL", {"context": 8}, "keys", marks=pytest.mark.slow),
+        pytest.param(
+            "Qwen2_5_VL", {"fsdp": 2, "context": 2, "stage": 2}, "heads", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_devices_share_rows_and_weights_of_a_tower(family, sizes, context, loaded):
+    """Features and gradients are those of one device, however devices share rows and weights."""
+    _, params, spec = loaded(family)
+    params, spec = params["vision"], spec.vision
+    layout = Layout(make_mesh(sizes), "ring")  # in which a tower does not attend
+    assert tower_layout(spec, layout).context == context
+    some = [IMAGES[i % 3 :] for i in range(layout.shards // layout.pieces)]
+    rows, bounds = patch_rows(spec, some, PATCHES), frame_bounds(some)
+    tokens = np.array([sum(image.tokens for image in images) for images in some])
+    real = np.arange(PATCHES // spec.group) < tokens[:, None]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(params, layout):
+        def loss(params):
+            made = encode_rows(params, spec, rows, layout=layout, bounds=bounds, remat="full")
+            made = jnp.where(real[:, None, :, None], with_deep(made), 0)
+            return jnp.square(made).sum(), made
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, alone), expected = run(params, None)
+    placed = jax.device_put(params, layout.of(declare_vision(spec)))
+    (_, shared), gradient = run(placed, layout)
+    np.testing.assert_allclose(shared, alone, atol=1e-5 * np.abs(alone).max())
+    for name, value in expected.items():
+        off = np.abs(np.asarray(gradient[name]) - value).max()
+        assert off <= 2e-5 * np.abs(value).max(), name
+
+
+# -------------------------------------------------------------------------------- whole models
 
 
 def test_text_goes_on_after_the_time_of_a_video(loaded):
@@ -102,17 +188,12 @@ def test_text_goes_on_after_the_time_of_a_video(loaded):
 def test_placeholders_must_be_those_of_the_images(loaded):
     spec = loaded("Qwen3VL")[2].vision
     image = draw_visual(1, 4, 4)
-    with pytest.raises(ValueError, match=r"3 placeholder tokens.*of 4 tokens"):
-        rotary_positions(spec, np.array([1, IMAGE, IMAGE, IMAGE]), [image])
-    apart = np.array([IMAGE, IMAGE, 1, IMAGE, IMAGE])
-    with pytest.raises(ValueError, match="from 0 on are not next to each other; expected 4"):
-        rotary_positions(spec, apart, [image])
+    for tokens in ([1, IMAGE, IMAGE, IMAGE], [IMAGE, IMAGE, 1, IMAGE, IMAGE]):
+        with pytest.raises(ValueError, match="placeholder"):
+            rotary_positions(spec, np.array(tokens), [image])
 
 
-@pytest.mark.parametrize(
-    "family",
-    [*FAMILIES, *(pytest.param(f"{name}Moe", marks=pytest.mark.slow) for name in TURNING[::2])],
-)
+@by_default("Qwen3VL", "Qwen2_5_VL", "Gemma3")
 def test_packed_logits_equal(family, loaded):
     """Prompts of text, images and videos in the same rows, each as transformers alone."""
     model, params, spec = loaded(family)
@@ -127,9 +208,7 @@ def test_packed_logits_equal(family, loaded):
     assert np.all(ours[..., list(spec.vision.never_sampled)] == NEVER)
 
 
-@pytest.mark.parametrize(
-    "family", ["Qwen3VL", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow), *FAMILIES[2:]]
-)
+@by_default("Qwen3VL", "Gemma3")
 def test_decoding_goes_on_from_a_prompt_with_images(family, loaded):
     """A prompt in pieces, which cut its images if they may, then token by token."""
     model, params, spec = loaded(family)
@@ -197,9 +276,7 @@ def test_decoding_over_pages_is_that_over_rows(loaded):
     assert np.abs(over_rows(cache, positions)[:, 0] - expected).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "family", ["Qwen3VL", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])]
-)
+@by_default("Qwen3VL")
 def test_gradients_equal(family, loaded, tmp_path):
     """Of every array of text and tower, through the features and those of DeepStack."""
     model, params, spec = loaded(family)
@@ -233,31 +310,3 @@ def test_gradients_equal(family, loaded, tmp_path):
         np.testing.assert_allclose(one, other, atol=1e-4 * max(scale, 0.1), rtol=0, err_msg=name)
         # a softmax does not see what is the same for all keys, unless these are rotated
         assert scale > 0.1 or (family == "Gemma3" and name.endswith("['key_bias']")), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [dict(data=2, tensor=2, context=2), dict(fsdp=2, stage=2)])
-def test_meshes_give_the_same(mesh, tmp_path):
-    model = make_seeing("Qwen3VL", num_hidden_layers=4)
-    params, spec = load_seeing(model, tmp_path)
-    seen = list(prompts("Qwen3VL").values())
-    packed = pack_prompts(spec, seen * 2, length=ROW, patches=PATCHES, rows=4)
-    features = encoded(params, spec, packed.patches)
-    expected = scored(params, spec, packed.with_features(features))
-    layout = Layout(make_mesh(mesh, jax.devices()[: math.prod(mesh.values())]))
-    placed = jax.device_put(params, layout.of(Decoder(spec).declare()))
-
-    @jax.jit
-    def run(params, packed):
-        visual = packed.inputs.visual
-        text = packed._replace(inputs=packed.inputs._replace(visual=None))
-        split = jax.tree.map(layout.split_context, text)
-        visual = visual._replace(feature=layout.split_context(visual.feature))
-        split = split._replace(inputs=split.inputs._replace(visual=visual))
-        hidden, _ = forward_rows(params, spec, split, layout=layout)
-        return layout.merge_context(hidden)
-
-    hidden = run(placed, packed.with_features(features))
-    ours = Decoder(spec).logits(params, jnp.asarray(jax.device_get(hidden)))
-    real = packed.segments > 0
-    np.testing.assert_allclose(ours[real], np.asarray(expected)[real], atol=1e-4)

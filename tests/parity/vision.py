@@ -48,7 +48,7 @@ TOWER = dict(
     depth=2,
     hidden_size=16,
     intermediate_size=24,
-    num_heads=2,
+    num_heads=4,
     patch_size=PATCH,
     spatial_merge_size=MERGE,
     temporal_patch_size=FRAMES,
@@ -173,16 +173,17 @@ def gemma_prompts():
     }
 
 
+def normalized(visuals, vision):
+    """Return pixels as transformers' processors make them of ours."""
+    patches = np.concatenate([visual.patches for visual in visuals])
+    patches = patches.reshape(len(patches), 3, -1)
+    mean, std = (np.array(color)[:, None] for color in (vision.image_mean, vision.image_std))
+    normal = ((patches / 255 - mean) / std).reshape(len(patches), -1)
+    return torch.tensor(normal, dtype=torch.float32)
+
+
 def their_inputs(seen, vision):
-    """Return what transformers takes of a prompt, its pixels normalized as the spec says."""
-
-    def pixels(visuals):
-        patches = np.concatenate([visual.patches for visual in visuals])
-        patches = patches.reshape(len(patches), 3, -1)
-        mean, std = (np.array(color)[:, None] for color in (vision.image_mean, vision.image_std))
-        normal = ((patches / 255 - mean) / std).reshape(len(patches), -1)
-        return torch.tensor(normal, dtype=torch.float32)
-
+    """Return what transformers takes of a prompt."""
     kinds = np.where(seen.tokens == IMAGE, 1, np.where(seen.tokens == VIDEO, 2, 0))
     inputs = {"input_ids": torch.tensor(seen.tokens[None])}
     kinds_key = "token_type_ids" if vision.kind == "siglip" else "mm_token_type_ids"
@@ -190,9 +191,9 @@ def their_inputs(seen, vision):
     for name, key, is_video in (("image", "", False), ("video", "_videos", True)):
         some = [visual for visual in seen.visuals if visual.is_video is is_video]
         if some and vision.kind == "siglip":
-            inputs["pixel_values"] = whole_images(pixels(some), some, vision)
+            inputs["pixel_values"] = whole_images(normalized(some, vision), some, vision)
         elif some:
-            inputs[f"pixel_values{key}"] = pixels(some)
+            inputs[f"pixel_values{key}"] = normalized(some, vision)
             inputs[f"{name}_grid_thw"] = torch.tensor([visual.grid for visual in some])
     times = [visual.seconds for visual in seen.visuals if visual.is_video]
     if times and vision.tokens_per_second is not None:

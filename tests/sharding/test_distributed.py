@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed, rendezvous
 from jaxrl_llm.sharding.layout import make_mesh
+from jaxrl_llm.sharding.reshard import reshard
 
 WEIGHTS = np.random.default_rng(0).standard_normal((1024, 768), np.float32)
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "host:1234"}
@@ -44,22 +44,29 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch):
     assert os.environ["PJRT_NPROC"] == "9"
 
 
-@pytest.mark.parametrize("environment", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}])
-def test_one_process(environment):
-    assert rendezvous.find_membership(environment) is None
-
-
-def test_the_variables_come_before_slurm():
+def test_who_is_who():
+    """By variables of our own, which come before Slurm's."""
+    for environment in ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}):
+        assert rendezvous.find_membership(environment) is None
     given = ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     assert rendezvous.find_membership(SLURM | given) == ("host:1234", 2, 1)
+    for change, named in (
+        ({"JAX_NUM_PROCESSES": None}, "JAX_NUM_PROCESSES"),
+        ({"JAX_COORDINATOR_ADDRESS": None}, "JAX_COORDINATOR_ADDRESS"),
+        ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES"),
+        ({"JAX_COORDINATOR_ADDRESS": "host"}, "JAX_COORDINATOR_ADDRESS"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:70000"}, "JAX_COORDINATOR_ADDRESS"),
+    ):
+        wrong = {key: value for key, value in (given | change).items() if value is not None}
+        with pytest.raises(ValueError, match=named):
+            rendezvous.find_membership(wrong)
 
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [
-        ("node001", "node001"),
         ("node001,host2", "node001"),
-        ("node[001-0015],host2", "node001"),
         ("node[001,007-015],host2", "node001"),
         ("gpu-a[3,5]", "gpu-a3"),
     ],
@@ -73,32 +80,6 @@ def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
     theirs = SlurmCluster.get_coordinator_address(None, None)
     assert rendezvous.find_membership(environment) == (theirs, 8, 3)
     assert theirs.startswith(f"{host}:")
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        (ADDRESS, "JAX_COORDINATOR_ADDRESS set without JAX_NUM_PROCESSES, JAX_PROCESS_ID: set all"),
-        ({"JAX_PROCESS_ID": "0"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
-        (
-            ADDRESS | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID='2'; expected",
-        ),
-        (ADDRESS | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES='two'"),
-        (
-            {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-            "JAX_COORDINATOR_ADDRESS='host', expected host:port",
-        ),
-        (
-            {"JAX_COORDINATOR_ADDRESS": "host:70000", "JAX_NUM_PROCESSES": "2"}
-            | {"JAX_PROCESS_ID": "0"},
-            "JAX_COORDINATOR_ADDRESS='host:70000', expected host:port",
-        ),
-    ],
-)
-def test_an_incomplete_environment_is_refused(environment, message):
-    with pytest.raises(ValueError, match=message):
-        rendezvous.find_membership(environment)
 
 
 # --------------------------------------------------------------------- how they meet
@@ -131,7 +112,7 @@ def meet(monkeypatch):
     return run
 
 
-def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys, monkeypatch):
+def test_processes_meet_in_any_order_whoever_else_comes(meet, monkeypatch):
     monkeypatch.setenv(rendezvous.START_TIMEOUT, "20")
     address = free_address()
 
@@ -147,16 +128,13 @@ def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys, monkeypatc
 
     scanner = threading.Thread(target=scan)
     scanner.start()
-    delays = {2: 0.0, 0: 0.6, 1: 2.0}
+    delays = {2: 0.0, 0: 0.2, 1: 0.6}
     came = meet(
         *({"address": address, "number": n, "total": 3, "after": delays[n]} for n in delays)
     )
     scanner.join()
     links = dict(zip(delays, came, strict=True))
     assert {number: set(ends) for number, ends in links.items()} == {0: {1, 2}, 1: {0}, 2: {0}}
-    told = capsys.readouterr().err
-    assert f"process 2 of 3 at {address} waits for process 0" in told
-    assert f"process 0 of 3 at {address} waits for process 1" in told
     rendezvous.leave(links[1])
     assert rendezvous.has_left(links[0][1])
     links[2][0].connection.close()
@@ -167,61 +145,31 @@ def test_processes_meet_in_any_order_whoever_else_comes(meet, capsys, monkeypatc
         link.connection.close()
 
 
-HERE = free_address()
-GONE = free_address()
-NOT_MET = {
-    "another address": (
-        [{"number": 0}, {"number": 1, "address": GONE}],
-        [TimeoutError, TimeoutError],
-        f"process 0 of 2 at {HERE}: process 1 did not come in 1 s .*"
-        f"process 1 of 2 at {GONE}: nobody has listened there for 1 s .Connection refused",
-    ),
-    "no such host": (
-        [{"number": 1, "address": "no.invalid:1"}],
-        [TimeoutError],
-        "1 of 2 at no.inv",
-    ),
-    "not this machine's": ([{"number": 0, "address": GONE}], [TimeoutError], "0 of 2"),
-    "too few": (
-        [{"number": 0, "total": 4}, {"number": 2, "total": 4}],
-        [TimeoutError, TimeoutError],
-        "0 of 4 .* process 1, 3 did not come .*2 of 4 .* process 1, 3 did not come",
-    ),
-    "a number twice": (
-        [{"number": 0, "total": 3}, {"number": 1, "total": 3}, {"number": 1, "total": 3}],
-        [ValueError] * 3,
-        "(two have the number 1, PID .* and PID .*JAX_PROCESS_ID.*){3}",
-    ),
-    "0 twice": (
-        [{"number": 0}, {"number": 0, "after": 0.2}],
-        [TimeoutError, ValueError],
-        "0 of 2 at .* can't listen at port .* .Address already in use",
-    ),
-    "two numbers of processes": (
-        [{"number": 0}, {"number": 1, "total": 3}],
-        [ValueError, ValueError],
-        "(process 1 has JAX_NUM_PROCESSES=3, process 0 has 2.*){2}",
-    ),
+NOT_MET = {  # what processes say of themselves, what they get, and what all errors name
+    "another address": ([{"number": 0}, {"number": 1, "address": None}], "TT", "of 2"),
+    "too few": ([{"number": 0, "total": 4}, {"number": 2, "total": 4}], "TT", "process 1, 3"),
+    "a number twice": ([{"number": n, "total": 3} for n in (0, 1, 1)], "VVV", "JAX_PROCESS_ID"),
+    "0 twice": ([{"number": 0}, {"number": 0, "after": 0.2}], "TV", "of 2"),
+    "two totals": ([{"number": 0}, {"number": 1, "total": 3}], "VV", "JAX_NUM_PROCESSES=3"),
     "two versions": (
         [{"number": 0, "jax": "0.10.2"}, {"number": 1, "jax": "0.11.0"}],
-        [ValueError, ValueError],
-        "(process 1 has jax=0.11.0, process 0 has 0.10.2.*){2}",
+        *("VV", "jax=0.11.0"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", NOT_MET)
 def test_processes_that_do_not_meet_say_why(meet, name):
-    processes, kinds, message = NOT_MET[name]
-    began = time.monotonic()
-    came = meet(*({"address": HERE} | process for process in processes))
-    assert time.monotonic() - began < 15
-    assert [type(error) for error in came] == kinds
-    assert re.search(message, " ".join(map(str, came)))
+    processes, kinds, named = NOT_MET[name]
+    here, gone = free_address(), free_address()
+    given = [{"address": here} | process for process in processes]
+    came = meet(*(one | {"address": one["address"] or gone} for one in given))
+    expected = {"T": TimeoutError, "V": ValueError}
+    assert [type(error) for error in came] == [expected[kind] for kind in kinds]
+    assert all(named in str(error) for error in came)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n\n"])
+@pytest.mark.parametrize(("number", "says"), [(0, b""), (1, b"HTTP/1.1 400 Bad Request\r\n\n")])
 def test_an_address_where_another_program_listens_is_refused(meet, number, says):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -238,16 +186,7 @@ def test_an_address_where_another_program_listens_is_refused(meet, number, says)
         (error,) = meet({"address": address, "number": number})
         other.shutdown(socket.SHUT_RDWR)
     assert isinstance(error, ValueError)
-    assert f"process {number} of 2 at {address}" in str(error)
-
-
-def test_put_and_fetch_in_one_process():
-    mesh = make_mesh({"fsdp": 8})
-    tree = {"a": np.arange(16.0, dtype=np.float32), "b": np.arange(8, dtype=np.int32)}
-    placed = distributed.put(tree, NamedSharding(mesh, PartitionSpec("fsdp")))
-    assert placed["a"].addressable_shards[3].data.tolist() == [6.0, 7.0]
-    for name, value in distributed.fetch(placed).items():
-        np.testing.assert_array_equal(value, tree[name])
+    assert address in str(error)
 
 
 def test_an_error_that_cannot_travel_is_named():
@@ -281,6 +220,7 @@ def program():
         for name, value in distributed.fetch(copied).items():
             np.testing.assert_array_equal(value, tree[name])
 
+    reshape(mesh)
     large = bytes([me]) * (3 * distributed.PART_BYTES + 7)
     for _ in range(3):
         assert distributed.all_gather(large) == [b"\0" * len(large), b"\1" * len(large)]
@@ -301,16 +241,42 @@ def program():
         else:
             raise AssertionError("no error arrived")
 
-    for delay in (0.3, 0.0):  # each as often as the other
-        time.sleep(delay * me)
-        began = time.monotonic()
+    for turn in range(2):  # each as often as the other
+        mark = Path(sys.argv[1]) / f"turn {turn}"
+        if me:
+            time.sleep(0.2)
+            mark.touch()
         distributed.wait_for_all("a place")
-        assert time.monotonic() - began > delay * (1 - me) / 2
+        assert mark.exists()
 
     with use_compilation_cache(Path(sys.argv[1]) / "programs"):
         assert [hits_of(placed["a"]) for _ in range(2)] == [0, 1]
     checkpoint(Path(sys.argv[1]), mesh)
     print("well")
+
+
+def reshape(mesh):
+    """Move an array among layouts of all devices, in slices; it can't leave a process."""
+    value = np.arange(6 * 16 * 32, dtype=np.float32).reshape(6, 16, 32)
+    shuffled = make_mesh({"fsdp": 2, "tensor": 2}, [jax.devices()[i] for i in (3, 1, 0, 2)])
+    few = make_mesh({"fsdp": 2}, [jax.devices()[i] for i in (1, 2)])
+    layouts = [NamedSharding(mesh, PartitionSpec(None, "fsdp"))]
+    layouts += [NamedSharding(shuffled, PartitionSpec(None, "fsdp", "tensor"))]
+    layouts += [NamedSharding(few, PartitionSpec(None, "fsdp"))]
+    layouts += [NamedSharding(mesh, PartitionSpec())]
+    array = jax.make_array_from_callback(value.shape, layouts[0], lambda index: value[index])
+    for layout in [*layouts[1:], layouts[0]]:
+        array = reshard(array, layout, donate=True, bucket_bytes=8192)
+        assert array.sharding.is_equivalent_to(layout, 3)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, value[shard.index])
+    try:
+        own = make_mesh({"fsdp": 2}, jax.devices()[:2])
+        reshard(array, NamedSharding(own, PartitionSpec("fsdp")))
+    except NotImplementedError as error:
+        assert "[0, 1] to [0]" in str(error), error
+    else:
+        raise AssertionError("moved to one process")
 
 
 def hits_of(array):
@@ -369,9 +335,7 @@ def test_two_processes(tmp_path):
     saved = Checkpoints(tmp_path / "one", keep=None)
     saved.save(7, jax.device_put({"w": WEIGHTS}, like(one, "tensor")["w"].sharding), {"by": "one"})
     saved.close()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     for process in [start(number, address, tmp_path) for number in range(2)]:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err

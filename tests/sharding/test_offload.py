@@ -69,6 +69,5 @@ def test_devices_without_host_memory_are_named(tree, monkeypatch):
     )
     module = sys.modules["jaxrl_llm.sharding.reshard"]  # the package has a function of its name
     monkeypatch.setattr(module, "_a_device", lambda layout: device)
-    expected = r"abacus on platform 'wood' knows the memories \['beads'\], expected 'pinned_host'"
-    with pytest.raises(NotImplementedError, match=expected):
+    with pytest.raises(NotImplementedError, match=r"abacus.*beads"):
         to_host(tree)
