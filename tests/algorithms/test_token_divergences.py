@@ -69,10 +69,15 @@ def weighted(run):
     return jax.jit(jax.value_and_grad(lambda *x: (weights * run(*x)).sum(), (0, 1)))
 
 
-@pytest.mark.parametrize("divergence", [forward_kl_divergence, generalized_jsd])
 @pytest.mark.parametrize("kind", ["whole", "top"])
-@pytest.mark.parametrize("chunk", [4, 16])  # padded, or one
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("divergence", "chunk", "dtype"),  # padded, or one
+    [
+        (forward_kl_divergence, 4, jnp.float32),
+        (generalized_jsd, 16, jnp.float32),
+        (generalized_jsd, 4, jnp.bfloat16),
+    ],
+)
 def test_chunks_change_neither_value_nor_gradient(divergence, kind, chunk, dtype):
     hidden, head, teacher = make(dtype)
     if dtype == jnp.bfloat16:  # products are taken in it
@@ -114,7 +119,7 @@ def test_what_is_said_besides_the_divergence():
     assert (some.divergence <= whole.divergence + 1e-5).all()
 
 
-@pytest.mark.parametrize("split", ["both", "student", "teacher", "neither"])
+@pytest.mark.parametrize("split", ["both", "student", "teacher"])
 def test_devices_that_hold_parts_of_a_vocabulary_share_the_tokens(split):
     """Three of a chunk of five to each of two devices; a vocabulary of 11 is whole on each."""
     mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
@@ -180,11 +185,12 @@ def test_the_mean_over_all_sequences_is_the_gradient_of_estimators(divergence, e
         advantages = -jax.lax.stop_gradient(own - of_teacher)
         return -(likely * advantages * own).sum()
 
-    got = jax.grad(estimated)(student)
-    want = jax.grad(exact)(student) if divergence else 0.0
+    got = jax.jit(jax.grad(estimated))(student)
+    want = jax.jit(jax.grad(exact))(student) if divergence else 0.0
     assert_allclose(got, want, rtol=1e-3, atol=1e-6)
     if estimator is kl.k2:
-        assert_allclose(jax.grad(by_policy_gradient)(student), want, rtol=1e-3, atol=1e-6)
+        gradient = jax.jit(jax.grad(by_policy_gradient))(student)
+        assert_allclose(gradient, want, rtol=1e-3, atol=1e-6)
 
 
 def scratch_bytes(tokens, chunk, *, top):
