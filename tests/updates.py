@@ -88,7 +88,7 @@ def assert_same(tree: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e-5
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol * scale)
 
 
-def by_rows(spec: ModelSpec, params: Any, batch: Batch, temperature: float = 1.0) -> Any:
+def by_rows(spec: ModelSpec, params: Any, batch: Batch) -> Any:
     """Return log π of all tokens [B T V] by a pass over one sequence a row, without packing.
 
     Entry t of a row is the distribution of token t, given those before it.
@@ -97,7 +97,7 @@ def by_rows(spec: ModelSpec, params: Any, batch: Batch, temperature: float = 1.0
     real = np.arange(length) < batch.sequence_lengths[:, None]
     positions = np.broadcast_to(np.arange(length), (count, length))
     rows = (jnp.asarray(x) for x in (batch.tokens, positions, real.astype(np.int32)))
-    scores = logits(params, spec, forward(params, spec, *rows)) / temperature
+    scores = logits(params, spec, forward(params, spec, *rows))
     return jnp.roll(jax.nn.log_softmax(scores), 1, axis=1)
 
 

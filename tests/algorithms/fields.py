@@ -5,13 +5,14 @@ Functions run jitted, so that each is compiled once for all tests.
 
 import functools
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config.functions import asks_for
+from jaxrl_llm.config.functions import asks_for, public_functions
 
 B, T = 6, 5
 GROUP_IDS = [40, 40, -7, 40, -7, 3]  # groups of three, two and one, interleaved
@@ -57,6 +58,39 @@ def make_fields(seed: int = 0) -> dict:
         "response_lengths": jnp.asarray(mask.sum(1)),
         "ages": jnp.asarray(rng.integers(0, 4, (B, T))),
         "high_covariance": jnp.asarray(mask & (rng.uniform(size=(B, T)) < 0.3)),
+    }
+
+
+KEYWORDS = {
+    "kl_penalized_rewards": {"coef": 0.5},
+    "reward_to_go": {"gamma": 0.9},
+    "dro": {"beta": 0.5},
+    "implicit_reward_loss": {"beta": 0.5},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "truncated_token": {"cap": 1.1},
+    "truncated_sequence": {"cap": 1.1},
+    "truncated_token_normalized": {"cap": 1.1},
+    "truncated_sequence_normalized": {"cap": 1.1},
+    "icepop": {"low": 0.9, "high": 1.2},
+    "reject_sequence": {"low": 0.8, "high": 1.2},
+    "reject_sequence_geometric": {"low": 0.95, "high": 1.05},
+    "reject_sequence_k3": {"cap": 0.02},
+    "second_moment_mask": {"threshold": 0.02},
+    "sequence_mean_token_sum_norm": {"horizon": 7.0},
+    "select_kl_cov": {"ratio": 0.3},
+    "select_clip_cov": {"ratio": 1.0, "low": 0.0, "high": 9.0, "key": jax.random.key(3)},
+    "overlong_penalty": {"max_tokens": 4, "buffer": 2},
+    "at_least": {"threshold": 0.5},
+}
+
+
+def named(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a module with hyper-parameters, but for those of other kinds."""
+    skipped = {"fixed", "adaptive", "normalized", "mismatch_metrics", "to_tokens"}
+    names = sorted({*public_functions(module)} - skipped)
+    return {
+        name: functools.partial(getattr(module, name), **KEYWORDS.get(name, {})) for name in names
     }
 
 

@@ -337,22 +337,6 @@ def test_a_token_without_company_keeps_its_return_under_the_optimal_baseline(fie
         run(partial(adv.prime, beta=-1.0), fields)
 
 
-def test_turns_by_hand():
-    """Returns are 3 and 2, 1 and 1, 5 and 2; the last of them in a turn that nobody else has."""
-    turns = jnp.array([[0, -1, 1, 1], [0, -1, 1, -1], [0, -1, 0, 2]])
-    fields = {
-        "rewards": jnp.array([[1.0, 9.0, 0.0, 2.0], [0.0, 9.0, 1.0, 9.0], [3.0, 9.0, 0.0, 2.0]]),
-        **{"turn_ids": turns, "group_ids": jnp.array([4, 4, 4]), "mask": turns >= 0},
-    }
-    got = run(partial(adv.grpo_turns, scale_by_std=False), fields)
-    assert_allclose(got, [[0, 0, 0.5, 0.5], [-2, 0, -0.5, 0], [2, 0, 2, 0]], atol=1e-6)
-    half = 0.5**0.5
-    got = run(adv.grpo_turns, fields)
-    assert_allclose(got, [[0, 0, half, half], [-1, 0, -half, 0], [1, 0, 1, 0]], atol=1e-5)
-    got = run(partial(adv.grpo_turns, gamma=0.5, scale_by_std=False), fields)
-    assert_allclose(got[:, 0], np.array([2.0, 0.5, 4.0]) - 6.5 / 3, atol=1e-6)  # once per turn
-
-
 quarters = st.lists(st.integers(-8, 8), min_size=32, max_size=32)
 layouts = st.lists(st.text("tsn", min_size=8, max_size=8), min_size=4, max_size=4)
 
@@ -387,31 +371,6 @@ def test_estimators_of_turns_are_their_loops_wherever_turns_end(steps, rewards, 
 
 
 # ------------------------------------------------------------------------------- of scores
-
-
-scores8 = st.lists(st.floats(-8, 8, width=16), min_size=8, max_size=8)
-ids8 = st.lists(st.integers(-3, 3), min_size=8, max_size=8)
-grpo, dr_grpo, rloo = map(jax.jit, (adv.grpo, adv.dr_grpo, adv.rloo))
-
-
-@hypothesis.given(scores8, ids8, st.floats(-4, 4, width=16))
-def test_groups_are_centred_and_a_shift_changes_nothing(scores, ids, shift):
-    scores, ids = np.array(scores, np.float32), np.array(ids)
-    plain, scaled, left_out = (np.asarray(f(scores, ids)) for f in (dr_grpo, grpo, rloo))
-    moved = np.asarray(dr_grpo(scores + np.float32(shift), ids))
-    for rows in members(ids):
-        size = len(rows)
-        if size == 1:
-            assert_array_equal([plain[rows], scaled[rows]], [scores[rows]] * 2)
-            assert_array_equal(left_out[rows], [0.0])
-            continue
-        assert max(abs(x[rows].sum()) for x in (plain, scaled, left_out)) < 1e-3
-        assert_allclose(left_out[rows], size / (size - 1) * plain[rows], rtol=1e-5, atol=1e-6)
-        assert_allclose(moved[rows], plain[rows], atol=1e-4)
-        if np.ptp(scores[rows]) == 0:
-            assert_array_equal(scaled[rows], np.zeros(size))
-        elif np.ptp(scores[rows]) > 0.1:
-            assert_allclose(np.std(scaled[rows], ddof=1), 1.0, rtol=1e-3)
 
 
 PARTS = {"kl_penalized_rewards", "reward_to_go", "rewards_from_scores", "to_tokens"}

@@ -1,6 +1,7 @@
 """What must hold of every function, whatever it computes."""
 
-from functools import partial
+import functools
+from itertools import pairwise
 
 import chex
 import jax
@@ -10,37 +11,8 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from jaxrl_llm.algorithms import advantages, correction, kl, losses, reduce, shaping, values
-from jaxrl_llm.config.functions import asks_for, public_functions
-from tests.algorithms.fields import B, T, jitted, make_fields, run
-
-KEYWORDS = {
-    "kl_penalized_rewards": {"coef": 0.5},
-    "reward_to_go": {"gamma": 0.9},
-    "dro": {"beta": 0.5},
-    "implicit_reward_loss": {"beta": 0.5},
-    "gspo": {"clip_low": 0.05, "clip_high": 0.05},
-    "gmpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "truncated_token": {"cap": 1.1},
-    "truncated_sequence": {"cap": 1.1},
-    "truncated_token_normalized": {"cap": 1.1},
-    "truncated_sequence_normalized": {"cap": 1.1},
-    "icepop": {"low": 0.9, "high": 1.2},
-    "reject_sequence": {"low": 0.8, "high": 1.2},
-    "reject_sequence_geometric": {"low": 0.95, "high": 1.05},
-    "reject_sequence_k3": {"cap": 0.02},
-    "second_moment_mask": {"threshold": 0.02},
-    "sequence_mean_token_sum_norm": {"horizon": 7.0},
-    "select_kl_cov": {"ratio": 0.3},
-    "select_clip_cov": {"ratio": 1.0, "low": 0.0, "high": 9.0, "key": jax.random.key(3)},
-    "overlong_penalty": {"max_tokens": 4, "buffer": 2},
-    "at_least": {"threshold": 0.5},
-}
-
-
-def named(module):
-    skipped = {"fixed", "adaptive", "normalized", "mismatch_metrics", "to_tokens"}
-    names = sorted({*public_functions(module)} - skipped)
-    return {name: partial(getattr(module, name), **KEYWORDS.get(name, {})) for name in names}
+from jaxrl_llm.config.functions import asks_for
+from tests.algorithms.fields import B, T, jitted, make_fields, named, run
 
 
 def to_tokens(scores, mask):
@@ -190,3 +162,52 @@ def test_a_loss_does_not_hide_nan_and_reads_nothing_off_the_mask(name):
         broken = fields | {"logprobs": fields["logprobs"].at[0, 1].set(jnp.nan)}
         broken["high_covariance"] = jnp.zeros_like(fields["mask"])
         assert np.isnan(run(function, broken).loss[0, 1])
+
+
+@functools.cache
+def weights_of_tokens():
+    """The weights of every reduction with every correction [W B T]."""
+    fields = make_fields()
+    of_batch = [weigh for name, weigh in CORRECTIONS.items() if "old_logprobs" in asks_for(weigh)]
+    corrections = [np.ones((B, T), np.float32), *(run(weigh, fields) for weigh in of_batch)]
+    kinds = [run(kind, fields) for kind in named(reduce).values()]
+    return np.stack([kind * weights for kind in kinds for weights in corrections])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in SELECTIONS])
+def test_no_split_changes_a_loss_under_any_reduction_and_correction(name):
+    """sum(weights · loss) and its gradient: added up over parts, each filled up with empty rows."""
+    function, fields, weights = ALL[name], jax.device_get(make_fields()), weights_of_tokens()
+    asked = asks_for(function)
+    learned = "values" if "values" in asked else "logprobs"
+
+    @jax.jit
+    def contribution(part, weights):
+        def loss(x):
+            made = function(*({**part, learned: x}[key] for key in asked)).loss
+            return jnp.where(part["mask"], made, 0.0)
+
+        per_token, back = jax.vjp(loss, part[learned])
+        return jnp.einsum("wbt,bt->w", weights, per_token), jax.vmap(lambda w: back(w)[0])(weights)
+
+    def filled(x, rows):
+        return np.concatenate([x[rows], np.zeros_like(x[len(rows) :])])
+
+    fields = {key: fields[key] for key in {*asked, "mask"}}
+    value, gradient = jax.device_get(contribution(fields, weights))
+    scale = np.abs(gradient).max(axis=(1, 2), keepdims=True) + 1e-9
+    assert scale.max() > 1e-3, "the comparison needs gradients that are not tiny"
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        order, cuts = rng.permutation(B), np.flatnonzero(rng.uniform(size=B - 1) < 0.5) + 1
+        total, gradients = np.zeros_like(value), np.zeros_like(gradient)
+        for start, stop in pairwise([0, *cuts, B]):
+            rows = order[start:stop]
+            part = {key: filled(x, rows) for key, x in fields.items()}
+            shares = filled(weights.swapaxes(0, 1), rows).swapaxes(0, 1)
+            share, grads = jax.device_get(contribution(part, shares))
+            total += share
+            gradients[:, rows] = grads[:, : len(rows)]
+            assert not grads[:, len(rows) :].any()
+        np.testing.assert_allclose(total, value, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(gradients / scale, gradient / scale, rtol=1e-5, atol=1e-6)

@@ -139,6 +139,7 @@ HAND = [
     ("gmpo", {}, 0.6, 0.4, 1.0, -1.491825),  # exp 0.4
     ("gmpo", {}, 0.4, 0.6, -1.0, 0.670320),  # exp −0.4
     ("kl_cov", {"kl_coef": 0.0}, 0.6, 0.4, 1.0, -1.5),
+    ("a3po", {"cap": 0.5}, 0.6, 0.4, 1.0, -0.6),
 ]
 
 
@@ -151,10 +152,13 @@ def test_losses_by_hand():
             "advantages": advantage * ones,
             "mask": ones > 0,
             "high_covariance": ones < 0,
+            "rollout_logprobs": jnp.log(old * ones),
+            "ages": jnp.zeros((1, 2), int),
         }
-        got = call(partial(getattr(losses, name), **keywords), given).loss
-        if not np.allclose(got, want * ones, rtol=2e-5, atol=1e-7):
-            wrong.append((name, keywords, got))
+        got, diagnostics = call(partial(getattr(losses, name), **keywords), given)
+        kl = np.ravel(diagnostics.get("ppo_kl", math.log(old / pi)))[0]
+        if not np.allclose([got[0, 0], kl], [want, math.log(old / pi)], rtol=2e-5, atol=1e-7):
+            wrong.append((name, keywords, got, kl))
     assert not wrong
 
 
