@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import grpo
-from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.config.sections import RewardConfig
 from jaxrl_llm.data.dataset import Prompt
-from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import with_components
 from jaxrl_llm.rollout.engine import Completion
@@ -27,7 +25,6 @@ from jaxrl_llm.training.experience import (
     AdvantageError,
     ScoreError,
     advantage_step,
-    kl_to_reference,
     penalize,
     with_ages,
     with_scores,
@@ -56,19 +53,6 @@ def answered():
 def batch():
     scores = [Score(s, {}, None) for s in (1.0, -0.5, 0.0, 2.0)]
     return with_scores(lay_out(answered(), samples=2, max_tokens=6), scores)
-
-
-def test_rewards_and_kl_are_a_program_each():
-    """Operation by operation each one would be compiled, before the first step ends."""
-    laid_out = lay_out(answered(), samples=2, max_tokens=7)  # a shape that no other test has
-    with contextlib.closing(CompileCounter()) as counter:
-        scored = with_scores(laid_out, [Score(1.0, {}, None)] * 4)
-        assert counter.take() <= 1
-        logprobs = np.full(scored.tokens.shape, -1.0, np.float32)
-        scored = scored.add(old_logprobs=logprobs, ref_logprobs=logprobs - 0.5)
-        kl = kl_to_reference(k3)(scored)
-        assert counter.take() <= 1
-    np.testing.assert_allclose(kl[scored["mask"]], np.expm1(-0.5) + 0.5, rtol=1e-6)
 
 
 def test_layout_and_a_score_on_the_last_token(batch):

@@ -163,22 +163,6 @@ def test_every_optimizer_of_optax_is_that_of_single_layers_or_is_refused():
     assert not wrong
 
 
-def test_layers_may_be_told_apart():
-    """By their paths: the first of each stack stands still, and the state holds nothing of it."""
-
-    def label(path, _):
-        return "frozen" if getattr(path[-1], "idx", None) == 0 else "trained"
-
-    def optimizer(learning_rate):
-        each = {"trained": optax.adam(learning_rate), "frozen": optax.set_to_zero()}
-        return optax.partition(each, lambda p: jax.tree_util.tree_map_with_path(label, p))
-
-    for step in updates(ours(FunctionSpec("mine", given=optimizer)), lambda tree: tree):
-        for name, layers in arrays(step).items():
-            if "." in name:
-                assert [i for i, layer in layers.items() if np.any(layer)] == [*layers][1:], name
-
-
 def test_what_computes_by_element_is_given_the_stacks():
     """AdamW's program is the one that it was: nothing is taken apart, and nothing is added."""
     mine = make_optimizer(OptimConfig(schedule=RATES))[0](DECLARED, stacks(0))

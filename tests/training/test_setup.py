@@ -23,7 +23,6 @@ from jaxrl_llm.config.sections import (
     PolicyConfig,
     RolloutSizes,
 )
-from jaxrl_llm.files import write_text
 from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.decoder import Decoder
@@ -56,16 +55,6 @@ def refusal(function, *args, **more):
         function(*args, **more)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_text_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "text"
-    write_text(path, "one")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "\ud800")
-    assert path.read_text() == "one"
-    write_text(path, "zwölf")
-    assert path.read_text(encoding="utf-8") == "zwölf"
 
 
 def test_a_directory_is_made_once_by_one_recipe(tmp_path):

@@ -127,20 +127,6 @@ def test_the_same_vocabulary_keeps_what_was_drawn():
     assert sequence.alignment.left.tolist() == list(range(len(drawn)))
 
 
-def test_what_has_no_room_is_cut_with_its_spans():
-    policy, teacher = tokens_of("small"), tokens_of("large")
-    stop = policy.stops[0]
-    drawn = [*encode(policy.tokenizer, "the sum of two numbers"), stop]
-    sequence = Retokenizer(policy, teacher)(ask(policy.tokenizer), answer(drawn, stopped_by=stop))
-    assert sequence.cut(len(sequence.tokens)) is sequence
-    short = sequence.cut(len(sequence.tokens) - 2)
-    assert short.tokens == sequence.tokens[:-2]
-    kept = short.alignment.left != UNALIGNED
-    gone = np.isin(sequence.alignment.left, sequence.alignment.right[-2:])
-    assert kept.tolist() == (~gone).tolist()
-    assert sequence.cut(3).answer == ()
-
-
 def test_a_prompt_without_messages_is_refused():
     policy, teacher = tokens_of("small"), tokens_of("large")
     with pytest.raises(ValueError, match="messages"):

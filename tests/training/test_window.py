@@ -11,7 +11,6 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from scipy import stats
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.data.dataset import Prompt, batches
@@ -226,27 +225,6 @@ def test_a_window_goes_on_from_its_state(at, refused):
                 np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_later_prompts_fill_the_places_of_those_that_end():
-    """With a long tail: at K = 2 the engine takes fewer turns for the same answers."""
-
-    def turns(staleness):
-        class Counting(Turns):
-            count = 0
-
-            def sample_until(self, requests, needed, stop=None, listener=None):
-                before = [len(r.drawn.tokens) if r.drawn else 0 for r in requests]
-                answers = super().sample_until(requests, needed, stop, listener)
-                grown = [len(a.tokens) - b for a, b in zip(answers, before, strict=True)]
-                self.count += max(grown)
-                return answers
-
-        engine = Counting(SIZE * SAMPLES, 6.0)
-        train(open_window(engine, staleness=staleness, steps=20), engine, 1, 20)
-        return engine.count
-
-    assert turns(2) < 0.8 * turns(0)
-
-
 def test_turns_decide_what_is_drawn_and_not_time():
     dice = random.Random(0)
 
@@ -355,18 +333,6 @@ def test_a_schedule_that_does_not_fit_is_told(tmp_path):
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match="schedule"):
         schedule_of(engine, replayed=str(path))
-
-
-def test_trained_lengths_are_sampled_lengths():
-    """Kolmogorov-Smirnov, against training on the first groups that end and dropping the others."""
-    engine = Turns(4, 3.0)
-    seeds = np.random.default_rng(0).integers(0, 2**31, (600, 2 * SIZE))
-    sampled = np.vectorize(engine.length)(seeds)
-    first_to_end = np.sort(sampled, axis=1)[:, :SIZE]
-    window = open_window(engine, staleness=2, steps=100)
-    trained = [len(e.tokens) for r, *_ in train(window, engine, 1, 100) for e in r.episodes]
-    assert stats.ks_2samp(trained, sampled.ravel()).pvalue > 0.01
-    assert stats.ks_2samp(first_to_end.ravel(), sampled.ravel()).pvalue < 1e-6
 
 
 def test_too_many_refused_groups_end_the_step_with_what_to_do():
