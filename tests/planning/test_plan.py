@@ -264,17 +264,6 @@ def test_collectives_are_counted_by_kind_axis_and_trip():
     assert all(sent.leaves_node for sent in count_operations(text, mesh.shape, per_node=1).sent)
 
 
-def test_a_branch_in_a_loop_counts_once_and_the_costlier_one():
-    def run(x):
-        def body(x, i):
-            return jax.lax.cond(i < 1, lambda x: x @ x, lambda x: x, x), None
-
-        return jax.lax.scan(body, x, jnp.arange(4))[0]
-
-    text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text()
-    assert count_operations(text, {"data": 1}).flops == 2 * 64**3
-
-
 def test_groups_over_a_part_of_a_named_axis():
     text = "replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}, x"
     assert replica_groups(text, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
