@@ -76,7 +76,7 @@ def config_of(folder, spec=SPEC, attention="auto"):
         spec,
         model__remat="full",
         model__attention=attention,
-        algorithm__kl_loss=None,
+        algorithm__kl_loss="null",
         data__max_prompt_tokens=128,
         rollout__max_new_tokens=128,
         rollout__max_running_sequences=64,

@@ -1,5 +1,6 @@
 """Routers in training: balance, the bias of sigmoid routers, and choices that are replayed."""
 
+import dataclasses
 import functools
 import json
 
@@ -194,10 +195,13 @@ def test_an_update_by_recorded_choices_has_their_gradient(axes):
 
 @pytest.mark.slow
 def test_the_routers_own_choices_change_no_bit_of_an_update():
-    plainly, state = build(MOE, draw(MOE), router_replay="none")
-    replays, again = build(MOE, draw(MOE), router_replay="old_policy")
+    moe = dataclasses.replace(MOE.moe, experts=6, ff_width=8, dense_layers=1)
+    spec = dataclasses.replace(MOE, layers=3, tied_embeddings=True, moe=moe)
+    params = draw(spec, scale=0.3)
+    plainly, state = build(spec, params, router_replay="none")
+    replays, again = build(spec, params, router_replay="old_policy")
     record = logprob_pass(replays.model, replays.shape, mesh_of(), ("logprobs", ROUTES))
-    recorded = record(draw(MOE), BATCH)
+    recorded = record(params, BATCH)
     state, _ = plainly.update(state, BATCH, {})
     again, metrics = replays.update(again, BATCH.add(routes=recorded[ROUTES]), {})
     assert float(metrics["router_replaced"]) == 0
