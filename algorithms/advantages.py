@@ -50,9 +50,9 @@ def grpo(
     Returns:
         One advantage per answer.
 
-    >>> scores, groups = jnp.array([1.0, 0.0, 0.0, 1.0, 1.0]), jnp.array([7, 7, 7, 9, 9])
+    >>> scores, groups = jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([7, 7, 9, 9])
     >>> [f"{a:.3f}" for a in grpo(scores, groups)]
-    ['1.155', '-0.577', '-0.577', '0.000', '0.000']
+    ['0.707', '-0.707', '0.000', '0.000']
     """
     groups = stats.grouped(group_ids)
     advantages = stats.centred(scores, groups)
@@ -75,8 +75,8 @@ def dr_grpo(scores: PerAnswer, group_ids: AnswerInts) -> PerAnswer32:
     Returns:
         One advantage per answer.
 
-    >>> dr_grpo(jnp.array([1.0, 0.0]), jnp.array([0, 0])).tolist()
-    [0.5, -0.5]
+    >>> dr_grpo(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
+    [0.5, -0.5, 0.0, 0.0]
     """
     return grpo(scores, group_ids, scale_by_std=False)
 
@@ -94,8 +94,8 @@ def rloo(scores: PerAnswer, group_ids: AnswerInts) -> PerAnswer32:
     Returns:
         One advantage per answer.
 
-    >>> rloo(jnp.array([1.0, 0.0, 5.0]), jnp.array([0, 0, 1])).tolist()
-    [1.0, -1.0, 0.0]
+    >>> rloo(jnp.array([1.0, 0.0, 5.0, 3.0]), jnp.array([0, 0, 1, 2])).tolist()
+    [1.0, -1.0, 0.0, 0.0]
     """
     groups = stats.grouped(group_ids)
     size = groups.size.astype(jnp.float32)
@@ -118,8 +118,9 @@ def opo(scores: PerAnswer, response_lengths: AnswerInts, group_ids: AnswerInts) 
     Returns:
         One advantage per answer.
 
-    >>> opo(jnp.array([1.0, 0.0]), jnp.array([1, 3]), jnp.array([0, 0])).tolist()
-    [0.75, -0.25]
+    >>> scores, groups = jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])
+    >>> opo(scores, jnp.array([1, 3, 2, 2]), groups).tolist()
+    [0.75, -0.25, 0.0, 0.0]
     """
     scores = scores.astype(jnp.float32)
     groups = stats.grouped(group_ids)
@@ -148,9 +149,9 @@ def grpo_pass_at_k(
     Returns:
         One advantage per answer.
 
-    >>> scores, groups = jnp.array([3.0, 1.0, 0.0]), jnp.array([0, 0, 0])
+    >>> scores, groups = jnp.array([3.0, 1.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0])
     >>> grpo_pass_at_k(scores, groups, scale_by_std=False).tolist()
-    [2.0, 0.0, 0.0]
+    [2.0, 0.0, 0.0, 0.0]
     """
     scores = scores.astype(jnp.float32)
     groups = stats.grouped(group_ids)

@@ -1,136 +1,83 @@
-"""Off-policy corrections and mismatch metrics against loops written from their definitions."""
+"""Weights of tokens of other policies, against loops written from their definitions."""
 
-import jax
-import jax.numpy as jnp
+from functools import partial
+
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms import correction
-
-FUNCTIONS = {
-    correction.truncated_token: {"cap": 1.1},
-    correction.truncated_sequence: {"cap": 1.1},
-    correction.truncated_token_normalized: {"cap": 1.1},
-    correction.truncated_sequence_normalized: {"cap": 1.1},
-    correction.icepop: {"low": 0.9, "high": 1.2},
-    correction.reject_sequence: {"low": 0.8, "high": 1.2},
-    correction.reject_sequence_geometric: {"low": 0.95, "high": 1.05},
-    correction.reject_sequence_k3: {"cap": 0.02},
-}
-functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+from tests.algorithms.fields import make_fields, run
 
 
 def per_answer(function):
     return lambda rho: [function(rho)] * len(rho)
 
 
+def mean_k3(rho):
+    return sum(r - 1 - np.log(r) for r in rho) / len(rho)
+
+
 # The weights of one answer from its ratios, before any normalisation.
-LOOPS = {
-    "truncated_token": lambda rho: [min(r, 1.1) for r in rho],
-    "truncated_sequence": per_answer(lambda rho: min(np.prod(rho), 1.1)),
-    "icepop": lambda rho: [r if 0.9 <= r <= 1.2 else 0.0 for r in rho],
-    "reject_sequence": per_answer(lambda rho: float(0.8 <= np.prod(rho) <= 1.2)),
-    "reject_sequence_geometric": per_answer(
-        lambda rho: float(0.95 <= np.prod(rho) ** (1 / len(rho)) <= 1.05)
+CASES = [
+    ("truncated_token", {"cap": 1.1}, lambda rho: [min(r, 1.1) for r in rho]),
+    ("truncated_sequence", {"cap": 1.1}, per_answer(lambda rho: min(np.prod(rho), 1.1))),
+    ("truncated_token_normalized", {"cap": 1.1}, lambda rho: [min(r, 1.1) for r in rho]),
+    ("truncated_sequence_normalized", {"cap": 1.1}, per_answer(lambda rho: min(np.prod(rho), 1.1))),
+    ("icepop", {"low": 0.9, "high": 1.2}, lambda rho: [r * (0.9 <= r <= 1.2) for r in rho]),
+    (
+        "reject_sequence",
+        {"low": 0.8, "high": 1.2},
+        per_answer(lambda rho: float(0.8 <= np.prod(rho) <= 1.2)),
     ),
-    "reject_sequence_k3": per_answer(
-        lambda rho: float(sum(r - 1 - np.log(r) for r in rho) / len(rho) <= 0.02)
+    (
+        "reject_sequence_geometric",
+        {"low": 0.95, "high": 1.05},
+        per_answer(lambda rho: float(0.95 <= np.prod(rho) ** (1 / len(rho)) <= 1.05)),
     ),
-}
-
-
-@pytest.fixture
-def triple(fields):
-    return fields["old_logprobs"], fields["rollout_logprobs"], fields["mask"]
-
-
-def answers(triple):
-    old, rollout, mask = (np.asarray(x) for x in triple)
-    log_ratio = old.astype(np.float64) - rollout.astype(np.float64)
-    return [np.exp(log_ratio[b, mask[b]]) for b in range(len(mask))]
-
-
-@functions
-def test_matches_the_loop(function, triple):
-    name = function.__name__.removesuffix("_normalized")
-    rows = [np.array(LOOPS[name](rho)) for rho in answers(triple)]
-    flat = np.concatenate(rows)
-    scale = 1.0
-    if function is correction.truncated_token_normalized:
-        scale = flat.mean()
-    elif function is correction.truncated_sequence_normalized:
-        scale = np.mean([row[0] for row in rows])
-    got = np.asarray(function(*triple, **FUNCTIONS[function]))
-    assert_allclose(got[np.asarray(triple[2])], flat / scale, rtol=1e-5)
-    assert_array_equal(got[~np.asarray(triple[2])], 0.0)
-    assert len({*np.round(flat, 6)}) > 1  # some are kept or truncated, some are not
-
-
-HAND = [
-    # The ratios of one answer are 2 and 1/2.
-    (correction.truncated_token, {"cap": 1.5}, [1.5, 0.5]),
-    (correction.truncated_sequence, {"cap": 1.5}, [1.0, 1.0]),
-    (correction.truncated_sequence, {"cap": 0.5}, [0.5, 0.5]),
-    (correction.truncated_token_normalized, {"cap": 1.0}, [4 / 3, 2 / 3]),
-    (correction.truncated_sequence_normalized, {"cap": 0.5}, [1.0, 1.0]),
-    (correction.icepop, {"low": 0.6, "high": 2.1}, [2.0, 0.0]),
-    (correction.reject_sequence, {"low": 0.9, "high": 1.1}, [1.0, 1.0]),
-    (correction.reject_sequence, {"low": 1.1, "high": 1.2}, [0.0, 0.0]),
-    (correction.reject_sequence_geometric, {}, [1.0, 1.0]),
-    (correction.reject_sequence_k3, {"cap": 0.2501}, [1.0, 1.0]),  # (0.3069 + 0.1931) / 2
-    (correction.reject_sequence_k3, {"cap": 0.2499}, [0.0, 0.0]),
+    ("reject_sequence_k3", {"cap": 0.02}, per_answer(lambda rho: float(mean_k3(rho) <= 0.02))),
 ]
 
 
-@pytest.mark.parametrize(("function", "keywords", "want"), HAND)
-def test_by_hand(function, keywords, want):
-    old, rollout = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 1.0]]))
-    got = function(old, rollout, jnp.array([[True, True]]), **keywords)
-    assert_allclose(got, [want], rtol=1e-5)
+def ratios(fields):
+    """The ratios of each answer."""
+    names = ("old_logprobs", "rollout_logprobs", "mask")
+    old, rollout, mask = (np.asarray(fields[name]) for name in names)
+    log_ratio = old.astype(np.float64) - rollout.astype(np.float64)
+    return [np.exp(row[on]) for row, on in zip(log_ratio, mask, strict=True)]
 
 
-@functions
-def test_the_same_policy_gets_weight_one(function, triple):
-    old, _, mask = triple
-    assert_allclose(function(old, old, mask, **FUNCTIONS[function]), mask.astype(float), rtol=1e-6)
+@pytest.mark.parametrize(("name", "keywords", "loop"), CASES, ids=[case[0] for case in CASES])
+def test_weights_are_their_loop_and_one_for_the_same_policy(name, keywords, loop):
+    function, fields = partial(getattr(correction, name), **keywords), make_fields()
+    rows = [np.array(loop(rho)) for rho in ratios(fields)]
+    flat, scale = np.concatenate(rows), 1.0
+    if name == "truncated_token_normalized":
+        scale = flat.mean()
+    elif name == "truncated_sequence_normalized":
+        scale = np.mean([row[0] for row in rows])
+    mask = np.asarray(fields["mask"])
+    assert_allclose(run(function, fields)[mask], flat / scale, rtol=1e-5)
+    assert len({*np.round(flat, 6)}) > 1  # some are kept or truncated, some are not
+    same = fields | {"rollout_logprobs": fields["old_logprobs"]}
+    assert_allclose(run(function, same), mask.astype(float), rtol=1e-6)
+    assert not run(function, fields | {"mask": np.zeros_like(mask)}).any()
+    for key in keywords:
+        with pytest.raises(ValueError, match=key):
+            run(
+                partial(function, **{key: -1.0 if key == "high" else 2.0 if key == "low" else 0.0}),
+                fields,
+            )
 
 
-@functions
-def test_garbage_off_the_mask_and_extremes(function, triple):
-    old, rollout, mask = triple
-    keywords = FUNCTIONS[function]
-    want = function(old, rollout, mask, **keywords)
-    noisy = jnp.where(mask, old, jnp.nan), jnp.where(mask, rollout, -jnp.inf)
-    assert_allclose(function(*noisy, mask, **keywords), want, rtol=1e-6)
-    for low in (-1e4, -jnp.inf):
-        for pair in ((old, rollout.at[0, 1].set(low)), (old.at[0, 1].set(low), rollout)):
-            weights = function(*pair, mask, **keywords)
-            assert np.isfinite(weights).all() and (weights >= 0).all()
-    nothing = function(old, rollout, jnp.zeros_like(mask), **keywords)
-    assert_array_equal(nothing, np.zeros(mask.shape))
-
-
-@functions
-def test_jit_vmap_and_bfloat16(function, triple):
-    def call(*args):
-        return function(*args, **FUNCTIONS[function])
-
-    want = call(*triple)
-    assert_allclose(jax.jit(call)(*triple), want, rtol=1e-5)
-    stacked = [jnp.stack([x, x[::-1]]) for x in triple]
-    assert_allclose(jax.jit(jax.vmap(call))(*stacked)[1], want[::-1], rtol=1e-5)
-    low = [x.astype(jnp.bfloat16) for x in triple[:2]]
-    high = [x.astype(jnp.float32) for x in low]
-    assert call(*low, triple[2]).dtype == jnp.float32
-    assert_array_equal(call(*low, triple[2]), call(*high, triple[2]))
-
-
-def test_mismatch_metrics_match_the_loop(triple):
-    rows = answers(triple)
+def test_mismatch_metrics_are_the_loops():
+    fields = make_fields()
+    rows, on = ratios(fields), np.asarray(fields["mask"])
     rho = np.concatenate(rows)
-    on = np.asarray(triple[2])
-    old, rollout = (np.exp(np.asarray(x, np.float64)[on]) for x in triple[:2])
+    old, rollout = (
+        np.exp(np.asarray(fields[name], np.float64)[on])
+        for name in ("old_logprobs", "rollout_logprobs")
+    )
     want = {
         "rollout_corr/kl": -np.log(rho).mean(),
         "rollout_corr/k3_kl": (rho - 1 - np.log(rho)).mean(),
@@ -142,26 +89,56 @@ def test_mismatch_metrics_match_the_loop(triple):
         "training/rollout_probs_diff_std": abs(old - rollout).std(ddof=1),
         "training/rollout_actor_probs_pearson_corr": np.corrcoef(old, rollout)[0, 1],
     }
-    got = correction.mismatch_metrics(*triple)
+    got = run(correction.mismatch_metrics, fields)
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert_allclose(got[name], value, rtol=1e-4, err_msg=name)
+    same = fields | {"rollout_logprobs": fields["old_logprobs"]}
+    for name, value in run(correction.mismatch_metrics, same).items():
+        is_one = "ppl_ratio" in name or "pearson" in name
+        assert_allclose(value, float(is_one), atol=1e-5, err_msg=name)
+    one = np.zeros_like(on)
+    one[0, 1] = True
+    for mask in (np.zeros_like(on), one):
+        metrics = run(correction.mismatch_metrics, fields | {"mask": mask})
+        assert np.isfinite([*metrics.values()]).all()
 
 
-def test_mismatch_metrics_of_the_same_policy_and_of_nothing(triple):
-    old, rollout, mask = triple
-    same = correction.mismatch_metrics(old, old, mask)
-    ones = {"rollout_corr/ppl_ratio", "training/rollout_actor_probs_pearson_corr"}
-    for name, value in same.items():
-        assert_allclose(value, 1.0 if name in ones else 0.0, atol=1e-5, err_msg=name)
-    for empty in (jnp.zeros_like(mask), jnp.zeros_like(mask).at[0, 1].set(True)):
-        for value in correction.mismatch_metrics(old, rollout, empty).values():
-            assert np.isfinite(value)
+def dropped_one_by_one(old, rollout, mask, threshold):
+    """Take the token with the largest (log ρ)² away until the mean of the others is small."""
+    moments = {place: (old[place] - rollout[place]) ** 2 for place in map(tuple, np.argwhere(mask))}
+    while moments and np.mean(list(moments.values())) > threshold:
+        del moments[max(moments, key=lambda place: (moments[place], place))]
+    kept = np.zeros(mask.shape)
+    for place in moments:
+        kept[place] = 1
+    return kept
 
 
-@functions
-def test_bad_bounds_are_named(function, triple):
-    banded = "low" in FUNCTIONS[function]
-    bad = {"low": 2.0, "high": 1.0} if banded else {"cap": 0.0}
-    with pytest.raises(ValueError, match="low 2.0 and high 1.0" if banded else "cap: got 0"):
-        function(*triple, **bad)
+def test_the_largest_second_moments_are_dropped():
+    """The threshold is a share of the mean of all."""
+    fields = make_fields()
+    names = ("old_logprobs", "rollout_logprobs", "mask")
+    old, rollout, mask = (np.asarray(fields[name]) for name in names)
+    mean = float(((old - rollout)[mask] ** 2).mean())
+    for share in (0.0, 0.01, 0.3, 0.9, 2.0):
+        function = partial(correction.second_moment_mask, threshold=share * mean)
+        weights = run(function, fields)
+        expected = dropped_one_by_one(
+            *(x.astype(float) for x in (old, rollout)), mask, share * mean
+        )
+        np.testing.assert_array_equal(weights, expected)
+        if 0 < share < 1:
+            assert 0 < weights.sum() < mask.sum()
+    with pytest.raises(ValueError, match="threshold"):
+        run(partial(correction.second_moment_mask, threshold=-1.0), fields)
+
+
+def test_tokens_are_kept_by_their_age():
+    fields = make_fields()
+    ages, mask = np.asarray(fields["ages"]), np.asarray(fields["mask"])
+    for most in (0, 1, 3):
+        weights = run(partial(correction.reject_old, most=most), fields)
+        np.testing.assert_array_equal(weights, mask & (ages <= most))
+    with pytest.raises(ValueError, match="most"):
+        run(partial(correction.reject_old, most=-1), fields)

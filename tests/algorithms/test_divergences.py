@@ -1,12 +1,13 @@
 """Divergences against float64, TRL, and what is known of them."""
 
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -57,18 +58,18 @@ def logs(*logits):
     return [jax.nn.log_softmax(jnp.asarray(x, jnp.float32)) for x in logits]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_definitions_in_float64(name, temperature):
+def test_definitions_in_float64():
     student, teacher = draw(0)
-    s, t = (softmax(x, temperature) for x in (student, teacher))
-    got = ALL[name](*logs(student, teacher), temperature=temperature)
-    assert got.dtype == jnp.float32
-    assert_allclose(got, temperature**2 * by_hand(name, s, t), rtol=2e-5, atol=1e-6)
+    for temperature in (1.0, 2.5):
+        s, t = (softmax(x, temperature) for x in (student, teacher))
+        for name, divergence in ALL.items():
+            got = divergence(*logs(student, teacher), temperature=temperature)
+            assert got.dtype == jnp.float32
+            want = temperature**2 * by_hand(name, s, t)
+            assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.1, 2.0), (0.5, 2.0), (1.0, 1.0)])
 def test_value_and_gradient_are_those_of_trl(beta, temperature):
     """TRL has no factor τ²; all else is the same, the ends included."""
     torch = pytest.importorskip("torch")
@@ -86,20 +87,9 @@ def test_value_and_gradient_are_those_of_trl(beta, temperature):
         own, given = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(teacher))
         return generalized_jsd(own, given, beta=beta, temperature=temperature).sum()
 
-    value, gradient = jax.value_and_grad(total)(jnp.asarray(student, jnp.float32))
+    value, gradient = jax.jit(jax.value_and_grad(total))(jnp.asarray(student, jnp.float32))
     assert_allclose(value, temperature**2 * loss.item(), rtol=1e-5)
     assert_allclose(gradient, temperature**2 * theirs.grad.numpy(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_student_that_is_its_teacher_has_neither_loss_nor_gradient(name):
-    logits = jnp.asarray(draw(2)[0], jnp.float32)
-    teacher = jax.nn.log_softmax(logits)
-    value, gradient = jax.value_and_grad(lambda x: ALL[name](jax.nn.log_softmax(x), teacher).sum())(
-        logits
-    )
-    assert float(value) == 0.0
-    assert_allclose(gradient, 0.0, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -114,9 +104,17 @@ def test_probabilities_of_zero(name):
             [[1e4, 0.0, -1e4], [-1e4, 0.0, 1e4]],
         ]
     )
-    logits, given = cases[:, 0], jax.nn.log_softmax(cases[:, 1])
-    values = ALL[name](jax.nn.log_softmax(logits), given)
-    gradient = jax.grad(lambda x: ALL[name](jax.nn.log_softmax(x), given).sum())(logits)
+
+    @jax.jit
+    def both(logits, given):
+        def total(logits):
+            values = ALL[name](*(jax.nn.log_softmax(x) for x in (logits, given)))
+            return values.sum(), values
+
+        return jax.grad(total, has_aux=True)(logits)
+
+    logits = cases[:, 0]
+    gradient, values = both(logits, cases[:, 1])
     assert np.isfinite(values).all() and np.isfinite(gradient).all()
     s, t = (softmax(np.asarray(x, float)) for x in (logits, cases[:, 1]))
     with np.errstate(divide="ignore"):
@@ -126,6 +124,9 @@ def test_probabilities_of_zero(name):
             assert_allclose(own, true, rtol=1e-5)
         else:
             assert own > 1e6
+    same, none = both(cases[:, 1], cases[:, 1])  # a student that is its teacher
+    assert_allclose(same, 0.0, atol=1e-7)
+    assert not np.any(none)
 
 
 @pytest.mark.parametrize(("beta", "end"), [(1e-3, "forward"), (1 - 1e-3, "reverse")])
@@ -135,14 +136,26 @@ def test_near_its_ends_the_jsd_is_a_small_part_of_a_kl(beta, end):
     assert_allclose(ratio, 1e-3, rtol=2e-2)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000), st.integers(1, 11), st.floats(0.1, 6.0), st.sampled_from([*ALL]))
+@functools.cache
+def coarser(name, k):
+    """A divergence of all tokens, and of the likeliest and one class for the rest."""
+
+    @jax.jit
+    def both(student, teacher):
+        ids = jnp.argsort(-teacher)[:, :k]
+        tops = [with_tail(jnp.take_along_axis(x, ids, -1)) for x in (student, teacher)]
+        return ALL[name](student, teacher), ALL[name](*tops)
+
+    return both
+
+
+@given(
+    st.integers(0, 10_000), st.sampled_from([1, 6]), st.floats(0.1, 6.0), st.sampled_from([*ALL])
+)
 def test_no_divergence_grows_when_tokens_become_one_class(seed, k, scale, name):
-    student, teacher = logs(*draw(seed, (8, 12), scale))
-    whole = ALL[name](student, teacher)
-    ids = jnp.argsort(-teacher)[:, :k]
-    tops = [with_tail(jnp.take_along_axis(x, ids, -1)) for x in (student, teacher)]
-    some = ALL[name](*tops)
+    logits = draw(seed, (8, 12), scale)
+    pair = [np.float32(x - np.logaddexp.reduce(x, -1, keepdims=True)) for x in logits]
+    whole, some = map(np.asarray, coarser(name, k)(*pair))
     assert (some <= whole * (1 + 1e-4) + 2e-5).all()
     assert (some >= -2e-6).all()
 
@@ -159,7 +172,7 @@ def test_the_tail_is_the_rest_and_has_a_floor():
 
 def test_bad_keywords_are_named():
     pair = logs(*draw(4))
-    with pytest.raises(ValueError, match=r"got beta 1\.5, expected a number from 0 to 1"):
+    with pytest.raises(ValueError, match="beta"):
         generalized_jsd(*pair, beta=1.5)
-    with pytest.raises(ValueError, match=r"got temperature 0\.0, expected a positive one"):
+    with pytest.raises(ValueError, match="temperature"):
         forward_kl_divergence(*pair, temperature=0.0)

@@ -1,5 +1,7 @@
 """Log-probs, entropies and Σπ² in chunks, against whole logits and plain autodiff."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,32 +64,6 @@ def test_huge_and_forbidden_logits():
     assert logprobs_from_logits(low, jnp.array([1, 0])).dtype == jnp.float32
 
 
-def test_by_hand():
-    """Probabilities 1/2, 1/4, 1/4: entropy 3/2 log 2, Σπ² = 3/8."""
-    logits = jnp.log(jnp.array([[2.0, 1.0, 1.0]]))
-    stats = token_stats(jnp.ones((1, 1)), logits, jnp.array([1]))
-    assert_allclose(stats.logprobs, [-2 * np.log(2)], rtol=1e-6)
-    assert_allclose(stats.entropy, [1.5 * np.log(2)], rtol=1e-6)
-    assert_allclose(stats.sum_pi_squared, [0.375], rtol=1e-6)
-    assert_allclose(logprobs_from_logits(logits, jnp.array([0])), [-np.log(2)], rtol=1e-6)
-    assert_allclose(entropy_from_logits(logits), [1.5 * np.log(2)], rtol=1e-6)
-
-
-def test_jit_and_vmap_agree_with_eager():
-    hidden, head, targets = make(12)
-    logits = (hidden @ head).reshape(3, 4, V)
-    for function, args in (
-        (logprobs_from_logits, (logits, targets.reshape(3, 4))),
-        (entropy_from_logits, (logits,)),
-        (lambda x, y: token_stats(x, head, y, chunk=3), (hidden.reshape(3, 4, D), targets)),
-    ):
-        rows = [x.reshape(3, 4, *x.shape[1:]) if x.ndim == 1 else x for x in args]
-        eager = [function(*row) for row in zip(*rows, strict=True)]
-        want = jax.tree.map(lambda *x: jnp.stack(x), *eager)
-        got = jax.jit(jax.vmap(function))(*rows)
-        jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=2e-5, atol=1e-6), got, want)
-
-
 def mixture(function, hidden, head):
     """A sum of all statistics with random weights, and the statistics."""
     stats = function(hidden, head)
@@ -100,8 +76,9 @@ def values_and_gradients(function, hidden, head):
     return jax.jit(run)(hidden, head)
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(5, 8), (8, 4), (10, 4)])  # one, even, padded
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(  # one chunk, even ones, and one that is padded
+    ("tokens", "chunk", "softcap"), [(5, 8, None), (8, 4, 1.5), (10, 4, 1.5), (10, 4, None)]
+)
 def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
     hidden, head, targets = make(tokens)
     projection = {"temperature": 0.7, "softcap": softcap}
@@ -119,26 +96,30 @@ def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-5, atol=1e-6), eager, got[0][1])
 
 
-@pytest.mark.parametrize("count", [0, 3, 4, 10])  # of 10 tokens in chunks of 4, or in one
 @pytest.mark.parametrize("chunk", [4, 16])
-def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(count, chunk):
+def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk):
     hidden, head, targets = make(10)
-    needed = jnp.asarray(np.random.default_rng(count).permutation(10) < count)
 
-    def scored(hidden, head):
+    def scored(needed, hidden, head):
         return token_stats(hidden, head, targets, needed, chunk=chunk)
 
-    def whole(hidden, head):
+    def whole(needed, hidden, head):
         return TokenStats(*(jnp.where(needed, x, 0.0) for x in plain(hidden, head, targets)))
 
-    got, want = (values_and_gradients(f, hidden, head) for f in (scored, whole))
-    jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
+    runs = [
+        jax.jit(lambda needed, *x, f=f: values_and_gradients(partial(f, needed), *x))
+        for f in (scored, whole)
+    ]
+    for count in (0, 3, 4, 10):  # of 10 tokens in chunks of 4, or in one
+        needed = np.random.default_rng(count).permutation(10) < count
+        got, want = (run(needed, hidden, head) for run in runs)
+        jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
 
 
 def test_chunks_without_a_needed_token_are_not_computed():
     """NaN would spread to the gradient of the head, if anything were computed of them."""
-    hidden, head, targets = make(40)
-    needed = jnp.arange(40) % 5 == 2  # 8 of them: two chunks of ten
+    hidden, head, targets = make(38)
+    needed = jnp.arange(38) % 5 == 2  # 8 of them: two chunks of ten
 
     def scored(hidden, head):
         return token_stats(hidden, head, targets, needed, chunk=4)
@@ -148,8 +129,9 @@ def test_chunks_without_a_needed_token_are_not_computed():
     jax.tree.map(assert_allclose, got, want)
 
 
-@pytest.mark.parametrize("head_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("head_dtype", "softcap"), [(jnp.float32, None), (jnp.bfloat16, 1.5)], ids=str
+)
 def test_bfloat16_loses_no_more_than_its_rounding(head_dtype, softcap):
     """Of bfloat16 inputs the values are exact to float32; gradients are rounded to 2^-8."""
     hidden, head, targets = make(40, jnp.bfloat16)
@@ -198,10 +180,10 @@ def test_bfloat16_hidden_states_add_up_the_head_gradient_in_float32():
     assert_allclose(to_head, want, rtol=1e-6)
 
 
-def scratch_bytes(tokens, chunk, *, vocab=8192, dtype=jnp.float32):
+def scratch_bytes(tokens, chunk):
     """What the compiled functions hold besides inputs and results: of values, and of gradients."""
-    hidden = jax.ShapeDtypeStruct((tokens, D), dtype)
-    head = jax.ShapeDtypeStruct((D, vocab), jnp.float32)
+    hidden = jax.ShapeDtypeStruct((tokens, D), jnp.bfloat16)
+    head = jax.ShapeDtypeStruct((D, 8192), jnp.float32)
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
     def total(hidden, head, targets):
@@ -213,14 +195,11 @@ def scratch_bytes(tokens, chunk, *, vocab=8192, dtype=jnp.float32):
         yield compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_no_more_than_a_few_chunks_of_logits_live_at_once(dtype):
+def test_no_more_than_a_few_chunks_of_logits_live_at_once():
     """The bound is in chunks: 8 times the tokens need no more logits."""
     chunk, one = 256, 256 * 8192 * 4
-    assert min(scratch_bytes(4096, 4096, dtype=dtype)) >= 16 * one  # the measure sees logits
-    for few, many in zip(
-        scratch_bytes(512, chunk, dtype=dtype), scratch_bytes(4096, chunk, dtype=dtype), strict=True
-    ):
+    assert min(scratch_bytes(4096, 4096)) >= 16 * one  # the measure sees logits
+    for few, many in zip(scratch_bytes(512, chunk), scratch_bytes(4096, chunk), strict=True):
         assert many <= 3.5 * one
         assert many <= few + 0.1 * one
 
@@ -243,8 +222,7 @@ def test_sharded_tokens_stay_on_their_devices():
         assert collective not in compiled
 
 
-@pytest.mark.parametrize("chunk", [3, 16])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (4, 16)])
 def test_tokens_that_are_never_drawn_are_left_out_of_the_softmax(parts, chunk):
     """As if the vocabulary had not got them, also where devices hold parts of it."""
     never, columns = (2, 7, 8), 12
@@ -273,5 +251,5 @@ def test_tokens_that_are_never_drawn_are_left_out_of_the_softmax(parts, chunk):
 
 def test_bad_arguments_are_named():
     for keywords in ({"temperature": 0.0}, {"chunk": 0}, {"softcap": 0.0}):
-        with pytest.raises(ValueError, match="expected positive ones"):
+        with pytest.raises(ValueError, match=next(iter(keywords))):
             token_stats(*make(5), **keywords)

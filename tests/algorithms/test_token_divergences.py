@@ -1,7 +1,5 @@
 """A student against a teacher in chunks: against whole logits, plain autodiff and estimators."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose
 
-from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.distillation import (
     Comparison,
     TeacherHidden,
@@ -22,7 +19,7 @@ from jaxrl_llm.algorithms.divergences import (
     generalized_jsd,
     reverse_kl_divergence,
 )
-from jaxrl_llm.algorithms.logprobs import HeadProjection, token_stats
+from jaxrl_llm.algorithms.logprobs import HeadProjection
 from jaxrl_llm.sharding.layout import make_mesh
 
 X, D, E, K = 10, 6, 8, 3
@@ -69,10 +66,15 @@ def weighted(run):
     return jax.jit(jax.value_and_grad(lambda *x: (weights * run(*x)).sum(), (0, 1)))
 
 
-@pytest.mark.parametrize("divergence", [forward_kl_divergence, generalized_jsd])
 @pytest.mark.parametrize("kind", ["whole", "top"])
-@pytest.mark.parametrize("chunk", [4, 16])  # padded, or one
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("divergence", "chunk", "dtype"),  # padded, or one
+    [
+        (forward_kl_divergence, 4, jnp.float32),
+        (generalized_jsd, 16, jnp.float32),
+        (generalized_jsd, 4, jnp.bfloat16),
+    ],
+)
 def test_chunks_change_neither_value_nor_gradient(divergence, kind, chunk, dtype):
     hidden, head, teacher = make(dtype)
     if dtype == jnp.bfloat16:  # products are taken in it
@@ -114,7 +116,7 @@ def test_what_is_said_besides_the_divergence():
     assert (some.divergence <= whole.divergence + 1e-5).all()
 
 
-@pytest.mark.parametrize("split", ["both", "student", "teacher", "neither"])
+@pytest.mark.parametrize("split", ["both", "student", "teacher"])
 def test_devices_that_hold_parts_of_a_vocabulary_share_the_tokens(split):
     """Three of a chunk of five to each of two devices; a vocabulary of 11 is whole on each."""
     mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
@@ -141,78 +143,3 @@ def test_devices_that_hold_parts_of_a_vocabulary_share_the_tokens(split):
     want, true = weighted(lambda *x: plain(*x, teacher, generalized_jsd))(hidden, head)
     assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-6), ours, true)
-
-
-@pytest.mark.parametrize(
-    ("divergence", "estimator"),
-    [(reverse_kl_divergence, kl.k2), (forward_kl_divergence, kl.k3), (None, kl.k1)],
-)
-def test_the_mean_over_all_sequences_is_the_gradient_of_estimators(divergence, estimator):
-    """Three tokens of a vocabulary of five, all 125 answers by their probability.
-
-    On tokens that the student drew, k2 has the gradient of KL(s ‖ t), k3 that of KL(t ‖ s) and k1
-    none; so does a policy gradient whose advantage is -k1 have that of k2.
-    """
-    words, length = 5, 3
-    answers = np.array(list(itertools.product(range(words), repeat=length)))
-    prefixes = [p for n in range(length) for p in itertools.product(range(words), repeat=n)]
-    number = {prefix: i for i, prefix in enumerate(prefixes)}
-    state = np.array([number[tuple(a[:n])] for a in answers for n in range(length)])
-    seen, drawn = jax.nn.one_hot(state, len(prefixes)), jnp.asarray(answers.reshape(-1))
-    rng = np.random.default_rng(0)
-    student, teacher = (
-        jnp.asarray(0.5 * rng.normal(size=(len(prefixes), words)), jnp.float32) for _ in range(2)
-    )  # k3 is clipped where the two are far from each other
-    of_teacher = token_stats(seen, teacher, drawn).logprobs
-    each = token_stats(seen, student, drawn).logprobs.reshape(-1, length)
-    likely = jnp.repeat(jnp.exp(each.sum(1)), length)
-
-    def estimated(table):
-        own = token_stats(seen, table, drawn).logprobs
-        return (likely * estimator(own[None], of_teacher[None])[0]).sum()
-
-    def exact(table):
-        how = Comparison(divergence=divergence, student=HeadProjection(chunk=100))
-        return (likely * divergence_stats(how, seen, table, TeacherHidden(seen, teacher))[0]).sum()
-
-    def by_policy_gradient(table):
-        own = token_stats(seen, table, drawn).logprobs
-        advantages = -jax.lax.stop_gradient(own - of_teacher)
-        return -(likely * advantages * own).sum()
-
-    got = jax.grad(estimated)(student)
-    want = jax.grad(exact)(student) if divergence else 0.0
-    assert_allclose(got, want, rtol=1e-3, atol=1e-6)
-    if estimator is kl.k2:
-        assert_allclose(jax.grad(by_policy_gradient)(student), want, rtol=1e-3, atol=1e-6)
-
-
-def scratch_bytes(tokens, chunk, *, top):
-    """What the compiled functions hold besides inputs and results: of values, and of gradients."""
-    shapes = {"hidden": (tokens, D), "head": (D, 8192)}
-    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    numbers = jax.ShapeDtypeStruct((tokens, K), jnp.float32)
-    teacher = TeacherHidden(arrays["hidden"], arrays["head"])
-    if top:
-        teacher = TeacherTop(jax.ShapeDtypeStruct((tokens, K), jnp.int32), numbers)
-    how = Comparison(divergence=generalized_jsd, student=HeadProjection(chunk=chunk))
-
-    def total(hidden, head, teacher):
-        return divergence_stats(how, hidden, head, teacher).divergence.sum()
-
-    for function in (total, jax.grad(total, (0, 1))):
-        compiled = jax.jit(function).lower(*arrays.values(), teacher).compile()
-        yield compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.parametrize("top", [False, True])
-def test_no_more_than_a_few_chunks_of_logits_live_at_once(top):
-    """8 times the tokens need no more logits."""
-    chunk, one = 256, 256 * 8192 * 4
-    if not top:
-        assert min(scratch_bytes(2048, 2048, top=top)) >= 8 * one  # the measure sees logits
-    for few, many in zip(
-        scratch_bytes(512, chunk, top=top), scratch_bytes(4096, chunk, top=top), strict=True
-    ):
-        assert many <= 4.5 * one
-        assert many <= few + 0.1 * one

@@ -5,9 +5,10 @@ import json
 import math
 import re
 import warnings
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
+import pytest
 
 from jaxrl_llm import kernel_choice
 from jaxrl_llm.config.load import load
@@ -15,15 +16,16 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.hf.family import CLIP, HALF
 from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.mla import LatentSpec
 from jaxrl_llm.models.moe.routing import SigmoidRouter, SoftmaxRouter
 from jaxrl_llm.models.moe.spec import ClippedSwiglu, MoeSpec
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.models.vision.spec import VisionSpec
+from jaxrl_llm.planning.steps import UNTUNED
 from jaxrl_llm.training.compile import StepKind
+from tests.guarded import MODEL, PLANNING, UPDATE
+from tests.specs import tiny_vision
 
 CALL = re.compile(r"custom_call @([\w$.]+)")
 TENSOR = r"tensor<((?:\d+x)*)(\w+)>"
@@ -35,6 +37,9 @@ SOFT = re.compile(rf"stablehlo\.(log|log_plus_one|exponential) .*: {TENSOR}")
 SUM = re.compile(rf"stablehlo\.reduce\(.* stablehlo\.add across dimensions = (\S*\]) : \({TENSOR},")
 DONATED = re.compile(r"tf\.aliasing_output|jax\.buffer_donor")
 PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
+
+OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}
+"""To compile by: the tests' own flags lower it."""
 
 DENSE = ModelSpec(
     vocab_size=88,
@@ -55,107 +60,32 @@ GROUPED = frozenset({"__gpu$xla.gpu.triton"})
 """The kernels of `models.moe.grouped_triton`."""
 
 MOE = MoeSpec(experts=EXPERTS, experts_per_token=2, ff_width=24)
-GEMMA = {
-    "unit_offset_norms": True,
-    "post_norms": True,
-    "scaled_embeddings": True,
-    "activation": "gelu_tanh",
-    "window": 8,
-    "windowed_layers": (True, False),
-}
-DEEPSEEK = {
-    "qk_norm": False,
-    "kv_heads": DENSE.heads,
-    "head_dim": 12,
-    "latent": LatentSpec(query_rank=12, kv_rank=20, nope_width=8, rope_width=4, value_width=8),
-    "moe": dataclasses.replace(
-        MOE,
-        dense_layers=1,
-        shared_ff_width=24,
-        router=SigmoidRouter(groups=2, top_groups=1, normalize=True, scale=1.0),
-    ),
-}
-DELTA = DeltaSpec(key_heads=2, value_heads=4, key_width=10, value_width=18)
-HYBRID = {
-    "unit_offset_norms": True,
-    "gated_attention": True,
-    "rotary_fraction": 0.5,
-    "delta": DELTA,
-    "delta_layers": (True, False),
-}
-TOWER = {
-    "layers": 2,
-    "hidden_size": 48,
-    "heads": 4,
-    "ff_width": 72,
-    "patch": 2,
-    "frames_per_patch": 2,
-    "merge": 2,
-    "out_size": DENSE.hidden_size,
-    "image_id": 80,
-    "video_id": 81,
-    "marks": (82, 83),
-}
-SEEING = {
-    "mrope_sections": (2, 1, 1),
-    "mrope_interleaved": True,
-    "vision": VisionSpec(
-        **TOWER,
-        kind="qwen3",
-        position_side=5,
-        deep_layers=(0,),
-        image_mean=HALF.mean,
-        image_std=HALF.std,
-    ),
-}
-SHARED = dataclasses.replace(MOE, shared_ff_width=24, shared_gate=True, hf_shared="shared_expert")
 SPECS = {
     "Qwen3": {},
-    "Qwen2": {"qk_norm": False, "qkv_bias": True},
     "Llama": {"qk_norm": False, "tied_embeddings": False},
-    "Mistral": {"qk_norm": False, "window": 8},
-    "Gemma2": GEMMA | {"qk_norm": False, "score_softcap": 5.0, "query_scalar": 9.0},
-    "Gemma3": GEMMA | {"local_rope_theta": 100.0},
-    "Gemma3 with images": GEMMA
-    | {
-        "local_rope_theta": 100.0,
-        "vision": VisionSpec(
-            **TOWER | {"frames_per_patch": 1, "video_id": None},
-            kind="siglip",
-            position_side=4,
-            image_mean=HALF.mean,
-            image_std=HALF.std,
-            hf_prefix="vision_tower.vision_model.",
-        ),
-    },
-    "Qwen3Moe": {"moe": MOE},
-    "Mixtral": {
+    "Gemma2": {
         "qk_norm": False,
-        "ff_width": 24,
-        "moe": dataclasses.replace(
-            MOE, hf_module="block_sparse_moe", hf_projections=("w1", "w3", "w2")
-        ),
-    },
-    "DeepseekV3": DEEPSEEK,
-    "Glm4Moe": {"qk_norm": False, "qkv_bias": True, "rotary_fraction": 0.5, "moe": DEEPSEEK["moe"]},
-    "MiniMaxM2": {
-        "whole_qk_norm": True,
-        "ff_width": 24,
-        "moe": dataclasses.replace(
-            MOE,
-            router=SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0),
-            hf_module="block_sparse_moe",
-            hf_projections=("w1", "w3", "w2"),
-            hf_router_bias="e_score_correction_bias",
-        ),
-    },
-    "Olmo3": {
-        "whole_qk_norm": True,
-        "pre_norms": False,
+        "unit_offset_norms": True,
         "post_norms": True,
+        "scaled_embeddings": True,
+        "activation": "gelu_tanh",
         "window": 8,
         "windowed_layers": (True, False),
-        "local_rope_theta": 1e4,
+        "score_softcap": 5.0,
+        "query_scalar": 9.0,
+    },
+    "Qwen3Moe": {"moe": MOE},
+    "DeepseekV3": {
+        "qk_norm": False,
+        "kv_heads": DENSE.heads,
+        "head_dim": 12,
+        "latent": LatentSpec(query_rank=12, kv_rank=20, nope_width=8, rope_width=4, value_width=8),
+        "moe": dataclasses.replace(
+            MOE,
+            dense_layers=1,
+            shared_ff_width=24,
+            router=SigmoidRouter(groups=2, top_groups=1, normalize=True, scale=1.0),
+        ),
     },
     "GptOss": {
         "qk_norm": False,
@@ -174,32 +104,36 @@ SPECS = {
             hf_joined=True,
         ),
     },
-    "Phi3": {"qk_norm": False, "hf_joined": True, "rotary_fraction": 0.5},
-    "Qwen3_5": HYBRID,
-    "Qwen3_5Moe": HYBRID | {"moe": SHARED},
-    "Qwen3Next": HYBRID
-    | {
-        "delta": dataclasses.replace(DELTA, joined_by_head=True),
-        "moe": dataclasses.replace(SHARED, router=SoftmaxRouter(normalize=False)),
+    "Qwen3Next": {
+        "unit_offset_norms": True,
+        "gated_attention": True,
+        "rotary_fraction": 0.5,
+        "delta": DeltaSpec(
+            key_heads=2, value_heads=4, key_width=10, value_width=18, joined_by_head=True
+        ),
+        "delta_layers": (True, False),
+        "moe": dataclasses.replace(
+            MOE,
+            shared_ff_width=24,
+            shared_gate=True,
+            hf_shared="shared_expert",
+            router=SoftmaxRouter(normalize=False),
+        ),
     },
-    "SmolLM3": {"qk_norm": False, "rotary_layers": (True, False)},
-    "Qwen3VL": SEEING,
-    "Qwen3VLMoe": SEEING | {"moe": dataclasses.replace(MOE, hf_joined=True, hf_halves=True)},
-    "Qwen2_5_VL": {
-        "qk_norm": False,
-        "qkv_bias": True,
-        "head_dim": 6,
-        "mrope_sections": (1, 1, 1),
-        "vision": VisionSpec(
-            **TOWER,
-            kind="qwen2_5",
-            window=2,
-            full_layers=(1,),
-            activation="silu",
-            tokens_per_second=2,
-            image_mean=CLIP.mean,
-            image_std=CLIP.std,
-            hf_prefix="visual.",
+    "Qwen3VL": {
+        "mrope_sections": (2, 1, 1),
+        "mrope_interleaved": True,
+        "vision": tiny_vision(
+            layers=2,
+            hidden_size=48,
+            heads=4,
+            ff_width=72,
+            out_size=DENSE.hidden_size,
+            position_side=5,
+            deep_layers=(0,),
+            image_id=80,
+            video_id=81,
+            marks=(82, 83),
         ),
     },
 }
@@ -222,52 +156,29 @@ DONATES = {  # which arguments, as far as there are any
 }
 
 
-class Lowered(NamedTuple):
-    """A program for CUDA. Arrays are pairs of dtype and sizes.
-
-    Attributes:
-        calls: names of its custom calls.
-        products: the two arrays of each matrix product, and its result.
-        widened: arrays that are converted from bfloat16 to float32.
-        logarithms: what logarithms are taken of.
-        exponentials: what exponentials are taken of.
-        sums: what is added up.
-        donates: which of its arguments are donated whole.
-        donated: arrays of these.
-        aliased: arrays whose memory a result takes.
-        partitions: devices.
-    """
-
-    calls: set[str]
-    products: list[tuple[tuple[str, tuple[int, ...]], ...]]
-    widened: set[tuple[int, ...]]
-    logarithms: set[tuple[str, tuple[int, ...]]]
-    exponentials: set[tuple[str, tuple[int, ...]]]
-    sums: set[tuple[str, int]]
-    donates: list[bool]
-    donated: int
-    aliased: int
-    partitions: int
-
-
 def lower(traced, platform="cuda"):
-    """Lower a traced program for CUDA, where there is none, and read it."""
+    """Lower a traced program for CUDA, where there is none, and say what it holds.
+
+    Arrays are pairs of dtype and sizes: those of matrix products, what is widened from bfloat16,
+    what logarithms and exponentials are taken of, and what is added up.
+    """
     with warnings.catch_warnings():  # donating what no result can take the place of is an error
         warnings.simplefilter("error")
         lowered = traced.lower(lowering_platforms=(platform,))
     text = lowered.as_text()
     flags = [[x.donated for x in jax.tree.leaves(each)] for each in lowered.args_info[0]]
-    return Lowered(
-        set(CALL.findall(text)),
-        [tuple(map(array, m[1::2], m[2::2])) for m in map(whole, PRODUCT.finditer(text))],
-        {sizes(m[1]) for m in CONVERSION.finditer(text) if (m[2], m[4]) == ("bf16", "f32")},
-        {array(m[2], m[3]) for m in SOFT.finditer(text) if m[1] != "exponential"},
-        {array(m[2], m[3]) for m in SOFT.finditer(text) if m[1] == "exponential"},
-        {(m[3], added(m[1], m[2])) for m in SUM.finditer(text)},
-        [all(each) and bool(each) for each in flags],
-        sum(map(sum, flags)),
-        len(DONATED.findall(text)),
-        int(PARTITIONS.search(text)[1]),
+    soft = [(m[1], array(m[2], m[3])) for m in SOFT.finditer(text)]
+    return SimpleNamespace(
+        calls=set(CALL.findall(text)),
+        products=[tuple(map(array, m[1::2], m[2::2])) for m in map(whole, PRODUCT.finditer(text))],
+        widened={sizes(m[1]) for m in CONVERSION.finditer(text) if (m[2], m[4]) == ("bf16", "f32")},
+        logarithms={given for kind, given in soft if kind != "exponential"},
+        exponentials={given for kind, given in soft if kind == "exponential"},
+        sums={(m[3], added(m[1], m[2])) for m in SUM.finditer(text)},
+        donates=[all(each) and bool(each) for each in flags],
+        donated=sum(map(sum, flags)),
+        aliased=len(DONATED.findall(text)),
+        partitions=int(PARTITIONS.search(text)[1]),
     )
 
 
@@ -312,6 +223,12 @@ def configure(folder, spec, base=None, **keys):
 
 def spec_of(family="Qwen3", **more):
     return dataclasses.replace(DENSE, **SPECS[family] | more)
+
+
+def slow(names, *quick, guards=(*MODEL, *UPDATE, *PLANNING)):
+    """Return all of them, but the quick ones marked as slow."""
+    marks = [pytest.mark.slow, pytest.mark.guards(*guards)]
+    return [name if name in quick else pytest.param(name, marks=marks) for name in names]
 
 
 def pretend(monkeypatch, capability):

@@ -6,23 +6,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.delta import gated_delta_rule
-from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.planning.steps import gpu_devices
+from tests.planning.stablehlo import OPTIONS
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards("models/delta.py")]
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.guards("models/delta.py"),
+]
 
-OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3.5-4B
 FLOAT = 4  # bytes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shape():
-    try:
-        sharding = jax.sharding.SingleDeviceSharding(gpu_devices("H200", 1)[0])
-    except ConfigError as error:
-        pytest.skip(str(error))
+    sharding = jax.sharding.SingleDeviceSharding(gpu_devices("H200", 1)[0])
 
     def one(*sizes, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)

@@ -1,24 +1,25 @@
 """What XLA's compiler for GPUs makes of the engine's float8 products, without a GPU."""
 
-import json
+import dataclasses
 import re
 
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.load import load
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.planning.steps import gpu_devices
 from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL, NATIVE, PLANNING
+from tests.planning.stablehlo import OPTIONS, configure
+from tests.specs import DENSE
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, *NATIVE, *PLANNING)]
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.guards(*MODEL, *NATIVE, *PLANNING),
+]
 
-OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 LAYERS = 2
-SPEC = ModelSpec(
+SPEC = dataclasses.replace(
+    DENSE,
     vocab_size=8192,
     hidden_size=256,
     layers=LAYERS,
@@ -26,45 +27,29 @@ SPEC = ModelSpec(
     kv_heads=8,
     head_dim=64,
     ff_width=768,
-    rope_theta=1e4,
-    norm_eps=1e-6,
     tied_embeddings=True,
     max_positions=512,
 )
-YAML = """
-run_dir: runs/a
-steps: 1
-model: {path: PATH, random_init: true, dtype: bfloat16, attention: xla}
-data: {train: t.parquet, max_prompt_tokens: 128}
-rollout: {samples_per_prompt: 2, max_new_tokens: 128, max_running_sequences: 64, quantization: fp8}
-batch: {prompts_per_step: 16, max_tokens_per_device: 1024}
-mesh: {rollout: {data: 1, tensor: -1}}
-"""
+RUN = {
+    "model__attention": "xla",
+    "data__max_prompt_tokens": 128,
+    "rollout__max_new_tokens": 128,
+    "rollout__max_running_sequences": 64,
+    "rollout__quantization": "fp8",
+    "batch__max_tokens_per_device": 1024,
+    "mesh__rollout__data": 1,
+    "mesh__rollout__tensor": -1,
+}
 CALL = re.compile(r' = \(?(\w+)\[([\d,]*)\].*custom_call_target="(__cublas\$[^"]+)"')
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        gpu_devices("H200", 1)
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
-def compiled_text(folder, kind, devices):
-    (folder / "run.yaml").write_text(YAML.replace("PATH", str(folder)))
-    (folder / "config.json").write_text(json.dumps(make_config(SPEC)))
-    config = load(TrainConfig, folder / "run.yaml", [])
-    shapes = plan_shapes(config, gpu_devices("H200", devices))
-    step = shapes.trace[StepId(ENGINE, kind)]()
-    return step.lower().compile(compiler_options=OPTIONS).as_text()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.PREFILL])
 def test_layers_multiply_by_the_float8_tensor_cores(tmp_path, kind, devices):
     """Each matrix by itself, or query, key and value, or gate and up, merged by XLA into one."""
-    text = compiled_text(tmp_path, kind, devices)
+    shapes = plan_shapes(configure(tmp_path, SPEC, **RUN), gpu_devices("H200", devices))
+    lowered = shapes.trace[StepId(ENGINE, kind)]().lower()
+    text = lowered.compile(compiler_options=OPTIONS).as_text()
     products = [(target, dtype, shape) for dtype, shape, target in CALL.findall(text)]
     quantized = [p for p in products if p[0].endswith("$f8")]
     unused = 3 * (kind is StepKind.PREFILL)  # of the last layer only keys and values are kept

@@ -7,34 +7,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.moe.grouped_triton import TRITON, multiply_groups, sum_outer_products
 from jaxrl_llm.models.moe.mixture import FURTHER_ROUNDS, mixture
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.planning.program import count_operations, list_loops
-from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.planning.steps import gpu_devices
 from jaxrl_llm.sharding.layout import TOKENS, Layout, make_mesh
 from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL, PLANNING
-from tests.planning.stablehlo import GROUPED, configure, lower, spec_of
+from tests.planning.stablehlo import GROUPED, OPTIONS, configure, lower, spec_of
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, *PLANNING)]
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.guards(*MODEL, *PLANNING),
+]
 
-OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 SPEC = MoeSpec(experts=16, experts_per_token=2, ff_width=256)
 SIZES = {"expert": 2, "fsdp": 4}
 WIDTH, ROWS, LENGTH = 128, 8, 512
 MATRICES = SPEC.experts // SIZES["expert"] * WIDTH * SPEC.ff_width
 """Numbers in one matrix of each of a device's experts."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        gpu_devices("H200", 1)
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])

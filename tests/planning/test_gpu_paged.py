@@ -7,34 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.models.attention import Attending, LayerCache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.planning.program import parse_program
-from jaxrl_llm.planning.steps import UNTUNED, gpu_devices
+from jaxrl_llm.planning.steps import gpu_devices
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import ROLLOUT_RULES, Layout, make_mesh
 from tests.guarded import MODEL, NATIVE
+from tests.planning.stablehlo import OPTIONS
 from tests.specs import tiny_spec
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.guards(*MODEL, *NATIVE)]
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.guards(*MODEL, *NATIVE),
+]
 
-OPTIONS = {**UNTUNED, "xla_backend_optimization_level": 3}  # the tests' own flags lower it
 NO_SPILLS = {**OPTIONS, "xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 LAYERS = 3
 SPEC = tiny_spec(
     vocab_size=512, hidden_size=256, layers=LAYERS, heads=8, kv_heads=4, head_dim=64, ff_width=512
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        gpu_devices("H200", 1)
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 HEADS = {  # queries, keys, width, dtype, options

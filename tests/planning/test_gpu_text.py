@@ -1,8 +1,6 @@
 """The reader of GPU programs, on a small text in their form whose figures are counted by hand."""
 
-import pytest
-
-from jaxrl_llm.planning.program import Collective, count_operations, list_loops, parse_program
+from jaxrl_llm.planning.program import Collective, count_operations, list_loops
 
 AXES = {"data": 2, "fsdp": 4}
 LT = 'custom_call_target="__cublas$lt$matmul"'
@@ -135,34 +133,6 @@ def test_kernels_read_operands_and_write_results_once():
     assert count_operations(TEXT, AXES).moved == 4 * body + entry
 
 
-def test_of_slices_and_updates_in_place_only_these_move():
-    text = """
-%fused_slice (p: f32[28,8], i: s32[]) -> f32[1,8] {
-  %p = f32[28,8]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %view = f32[28,8]{1,0} bitcast(%p)
-  ROOT %slice.1 = f32[1,8]{1,0} dynamic-slice(%view, %i, %i), dynamic_slice_sizes={1,8}
-}
-
-%fused_update (q: f32[28,8], u: f32[1,8], j: s32[]) -> f32[28,8] {
-  %q = f32[28,8]{1,0} parameter(0)
-  %u = f32[1,8]{1,0} parameter(1)
-  %j = s32[] parameter(2)
-  %twice = f32[1,8]{1,0} add(%u, %u)
-  ROOT %update.1 = f32[28,8]{1,0} dynamic-update-slice(%q, %twice, %j, %j)
-}
-
-ENTRY %main (a: f32[28,8], n: s32[]) -> f32[28,8] {
-  %a = f32[28,8]{1,0} parameter(0)
-  %n = s32[] parameter(1)
-  %s = f32[1,8]{1,0} fusion(%a, %n), kind=kLoop, calls=%fused_slice
-  ROOT %r = f32[28,8]{1,0} fusion(%a, %s, %n), kind=kLoop, calls=%fused_update
-}
-"""
-    index, row = 4, 8 * 4
-    assert count_operations(text, {"data": 1}).moved == 2 * (index + 2 * row)
-
-
 def test_loops_are_listed_with_what_an_iteration_does():
     known, unknown = list_loops(TEXT, AXES)
     assert (known.source, known.depth, known.trips) == ("jit(step)/while", 0, 3)
@@ -188,27 +158,10 @@ false_computation=%long
     assert counted.fewest - before.fewest == 4
 
 
-def test_a_collective_that_ends_elsewhere_is_an_error():
-    text = TEXT.replace("all-gather-done(%all-gather-start.1)", "all-gather-done(%elsewhere)")
-    with pytest.raises(ValueError, match="got all-gather-done alone, expected elsewhere"):
-        count_operations(text, AXES)
-
-
-def test_instructions_know_operands_and_sizes():
-    program = parse_program(TEXT)
-    lt = program.computations["body"]["lt"]
-    assert lt.operands == ["x", "whole"]
-    assert lt.size == 16 * 8 * 4 + 33554432
-    assert program.computations["fused_add"]["add.1"].is_root
-
-
-@pytest.mark.parametrize(
-    "name", ["multiply_groups", "jvp(multiply_groups)", "transpose(jvp(vmap(sum_outer_products)))"]
-)
-def test_rounds_of_experts_after_the_first_are_not_counted_and_their_kernels_are(name):
+def test_rounds_of_experts_after_the_first_are_not_counted_and_their_kernels_are():
     kernel = (
         'custom_call_target="__gpu$xla.gpu.triton", '
-        f'metadata={{op_name="jit(step)/{name}/pallas_call"}}'
+        'metadata={op_name="jit(step)/transpose(jvp(vmap(multiply_groups)))/pallas_call"}'
     )
     further = 'metadata={op_name="jit(step)/further_rounds/while"}'
     text = f"""

@@ -1,5 +1,6 @@
 """The planner: what it says of a run is what the run's own programs and arrays say."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -19,9 +20,7 @@ from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.hf.config import make_config, read_spec
 from jaxrl_llm.models.kernels import cuda_device
-from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.parameters import init_params, parameter_count
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.planning import steps
 from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
 from jaxrl_llm.planning.report import advise, scale_scratch
@@ -45,26 +44,14 @@ from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
-from tests.parity.test_published_configs import PUBLISHED
+from tests.specs import DENSE as SMALL
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/planning/")
 
 UPDATE_STEP, DECODE_STEP = StepId("actor", StepKind.ACCUMULATE), StepId(ENGINE, StepKind.DECODE)
 
 ROOT = Path(__file__).resolve().parents[2]
-DENSE = ModelSpec(
-    vocab_size=64,
-    hidden_size=32,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ff_width=48,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied_embeddings=False,
-    max_positions=64,
-)
+DENSE = dataclasses.replace(SMALL, vocab_size=64, hidden_size=32, layers=3, head_dim=8, ff_width=48)
 YAML = """
 run_dir: runs/a
 steps: 1
@@ -88,9 +75,10 @@ HYBRID = dataclasses.replace(
 def configure(tmp_path):
     def write(*overrides, spec=DENSE):
         (tmp_path / "config.json").write_text(json.dumps(make_config(spec)))
-        (tmp_path / "run.yaml").write_text(YAML.replace("PATH", str(tmp_path)))
-        return load(TrainConfig, tmp_path / "run.yaml", overrides)
+        write.path.write_text(YAML.replace("PATH", str(tmp_path)))
+        return load(TrainConfig, write.path, overrides)
 
+    write.path = tmp_path / "run.yaml"
     return write
 
 
@@ -112,25 +100,11 @@ def test_what_a_policy_holds_to_be_its_own_teacher(configure):
     assert actor / 2 < first < 0.6 * actor  # bfloat16, but for norms
     shown = "teacher.prompt=with_demonstration"
     assert weights("teacher.weights=live", shown) == (None, actor)
-    assert weights("teacher.weights=initial", "algorithm.kl_loss=k3") == (None, actor)
-    alone = "offload.reference=true"  # one of both waits elsewhere
-    assert weights("teacher.weights=initial", "algorithm.kl_loss=k3", alone)[0] == first
-    refreshed = "reference.refresh_every=5"  # it moves away from the teacher
-    assert weights("teacher.weights=initial", "algorithm.kl_loss=k3", refreshed)[0] == first
-    average, adapter = weights(
-        "teacher.weights=ema", "model.lora={rank: 2}", "model.random_init=false"
-    )
-    assert average == adapter < actor / 2
-
-
-@pytest.mark.parametrize("name", ["Olmo-3-7B", "Phi-4-mini-instruct"])
-def test_published_models_are_planned(configure, tmp_path, name):
-    config = configure("mesh.train.fsdp=8", "mesh.train.tensor=1")
-    published, parameters, _ = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    held = {held.label: held.size for held in plan_shapes(config).throughout}
-    share = 4 * parameters / 8
-    assert share <= held["actor parameters"] < 1.001 * share, "of float32, norms whole"
+    reference = "teacher.weights=initial", "algorithm.kl_loss=k3"
+    assert weights(*reference) == (None, actor)
+    # one of both waits elsewhere, or the reference moves away from the teacher
+    for change in ("offload.reference=true", "reference.refresh_every=5"):
+        assert weights(*reference, change)[0] == first
 
 
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):
@@ -190,15 +164,6 @@ def test_the_plan_of_the_engine_is_what_it_holds(configure, kv_cache_dtype, spec
     assert held["engine weights"] == bytes_per_device(weights)
 
 
-def test_a_step_of_decoding_reads_and_writes_states(configure):
-    shapes = plan_shapes(configure(spec=HYBRID))
-    pages = shapes.engine.pages
-    without = shapes._replace(engine=shapes.engine._replace(pages=pages._replace(states=())))
-    whole, rest = (workload(each, DECODE_STEP).touched for each in (shapes, without))
-    state = 2 * (4 * 8 * 8 + 2 * (8 + 8 + 2 * 8) * 3) * 4  # of two layers
-    assert whole - rest == 2 * (16 / 4) * (state / 2)
-
-
 def test_a_plan_for_gpus_holds_pages_alone(configure):
     """What stands for the kernel on CPUs gathers less than a layer, and computes as much."""
     gpu, spec = cuda_device(GPUS["H100"].capability), dataclasses.replace(DENSE, head_dim=16)
@@ -219,12 +184,16 @@ def test_a_plan_for_gpus_holds_pages_alone(configure):
         assert flops == pytest.approx(workload(shapes, DECODE_STEP).flops / 8, rel=0.3)
 
 
-def test_float8_halves_the_engines_matrices_in_the_plan(configure):
-    def held(*overrides):
+def test_narrow_dtypes_take_less(configure):
+    def held(label, *overrides):
         shapes = plan_shapes(configure("model.dtype=bfloat16", *overrides))
-        return {held.label: held.size for held in shapes.throughout}["engine weights"]
+        return {held.label: held.size for held in shapes.throughout}[label]
 
-    assert 0.5 * held() < held("rollout.quantization=fp8") < 0.67 * held()  # the embedding stays
+    whole = held("engine weights")  # of which the embedding stays
+    assert 0.5 * whole < held("engine weights", "rollout.quantization=fp8") < 0.67 * whole
+    moments, counts = held("actor optimizer"), 8  # AdamW's and its schedule's
+    less = held("actor optimizer", "optim.optimizer={fn: adamw, mu_dtype: bfloat16}")
+    assert less - counts == (moments - counts) * 3 / 4
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
@@ -236,28 +205,6 @@ def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offl
     assert saved[DECODE_STEP] == whole[0].held[kind]
     assert saved[UPDATE_STEP] == saved[StepId("actor", StepKind.APPLY)] == 0
     assert (saved[StepId("actor", StepKind.INFER)] > 0) == (offload == "optimizer")
-
-
-def test_prompts_are_read_in_as_many_runs_as_the_engines_program_takes(configure):
-    shapes = plan_shapes(configure("batch.prompts_per_step=512"))
-    work = workload(shapes, StepId(ENGINE, StepKind.PREFILL))
-    assert 1 < work.runs == -(-512 * 16 // shapes.engine.prefill_tokens)
-    tokens = shapes.engine.prefill_tokens
-    assert work.flops == forward_flops(shapes.spec, tokens, tokens * 16 / 2)
-
-
-def test_moments_in_bfloat16_take_half(configure):
-    def optimizer(*words):
-        return next(
-            h.size for h in plan_shapes(configure(*words)).throughout if h.array == "optimizer"
-        )
-
-    whole, counts = optimizer(), 8  # AdamW's and its schedule's
-    less = optimizer("optim.optimizer={fn: adamw, mu_dtype: bfloat16}")
-    assert less - counts == (whole - counts) * 3 / 4
-
-
-# --------------------------------------------------------------------------------------- programs
 
 
 def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
@@ -279,9 +226,8 @@ def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
     assert loop.cost_analysis()["flops"] < counted.flops / 4
 
 
-@pytest.mark.parametrize("moe", [None, MoeSpec(experts=4, experts_per_token=2, ff_width=16)])
-def test_operations_of_the_model_are_those_of_its_program(moe):
-    spec = dataclasses.replace(DENSE, moe=moe)
+def test_operations_of_the_model_are_those_of_its_program():
+    spec = DENSE
     params = jax.eval_shape(lambda key: init_params(spec, key=key), jax.random.key(0))
     rows = jax.ShapeDtypeStruct((2, 32), jnp.int32)
 
@@ -291,12 +237,11 @@ def test_operations_of_the_model_are_those_of_its_program(moe):
     compiled = jax.jit(run).lower(params, rows, rows, rows).compile()
     flops = count_operations(compiled.as_text(), {"data": 1}).flops
     needed = forward_flops(spec, 64, 64 * 32)  # dense scores: every token sees the row
-    assert flops == needed if moe is None else needed < flops < 2 * needed
+    assert flops == needed
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
-def test_collectives_are_counted_by_kind_axis_and_trip(axis):
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+def test_collectives_are_counted_by_kind_axis_and_trip():
+    axis, mesh = "fsdp", make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P(axis)))
 
     def local(x):
@@ -319,24 +264,10 @@ def test_collectives_are_counted_by_kind_axis_and_trip(axis):
     assert all(sent.leaves_node for sent in count_operations(text, mesh.shape, per_node=1).sent)
 
 
-def test_a_branch_in_a_loop_counts_once_and_the_costlier_one():
-    def run(x):
-        def body(x, i):
-            return jax.lax.cond(i < 1, lambda x: x @ x, lambda x: x, x), None
-
-        return jax.lax.scan(body, x, jnp.arange(4))[0]
-
-    text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text()
-    assert count_operations(text, {"data": 1}).flops == 2 * 64**3
-
-
 def test_groups_over_a_part_of_a_named_axis():
     text = "replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}, x"
     assert replica_groups(text, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert replica_groups("to_apply=%add", 3) == [[0, 1, 2]]
-
-
-# ------------------------------------------------------------------------------------------ advice
 
 
 @pytest.mark.slow
@@ -357,9 +288,6 @@ def test_advice_is_a_config_that_fits(configure):
     assert advise(shapes, scratch, 1, change)[-1][1].total > 1
 
 
-# --------------------------------------------------------------------------------------- documents
-
-
 def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     configure()
     monkeypatch.setattr(planner, "simulate_devices", lambda devices: None)
@@ -368,17 +296,7 @@ def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
     apart += ["mesh.rollout={data: 2, tensor: 2, first_device: 4, devices: 4}"]
     assert planner.main([*command, "model.dtype=bfloat16", "algorithm.kl_loss=k3", *apart]) == 0
     text = capsys.readouterr().out
-    for word in (
-        "reference weights",
-        "scratch",
-        "cache",
-        "all-reduce",
-        "the CPU's compiler",
-        "heads are 8 wide",
-        "rollout.staleness: 2: at most 96 answers are held on the host, 0.00 GiB",
-        "reading 16 answers in flight again after a weight sync",
-        "s overlap: a step takes",
-    ):
+    for word in ("reference weights", "cache", "all-reduce", "rollout.staleness: 2: at most 96"):
         assert word in text, word
     assert planner.main([*command, "mesh.train.fsdp=3"]) == 2
     assert "mesh.train" in capsys.readouterr().err
@@ -392,45 +310,30 @@ def test_kernels_are_planned_where_they_compile(configure, tmp_path, monkeypatch
     command = ["--config", str(tmp_path / "run.yaml"), "--devices", "8", "model.experts=triton"]
     assert planner.main([*command, "model.attention=cudnn"]) == 0
     assert planner.main([*command, "--compile-for", "H200"]) == 0
-    assert planner.main([*command, "--compile-for", "H200", "model.attention=xla"]) == 0
-    assert [model.experts for model in planned] == ["xla", "triton", "triton"]
-    assert [model.attention for model in planned] == ["auto", "auto", "xla"]
+    assert [model.experts for model in planned] == ["xla", "triton"]
+    assert [model.attention for model in planned] == ["auto", "auto"]
 
 
-def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(
-    configure, capsys, tmp_path, monkeypatch
-):
+def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(configure, capsys, monkeypatch):
     configure()
     monkeypatch.setattr(steps, "PLUGINS", ("jax_plugins.no_such_plugin",))
-    command = ["--config", str(tmp_path / "run.yaml"), "--compile-for", "H200", "--devices"]
-    assert planner.main([*command, "8"]) == 2
-    assert "pip install 'jaxrl_llm[gpu-compiler]'" in capsys.readouterr().err
-    assert planner.main([*command, "12"]) == 2
-    assert "got 12, expected 1 to 8, or a multiple of 8" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        planner.main([*command, "8", "--gpu", "H100"])
-    assert "--gpu: got H100, expected H200 as in --compile-for" in capsys.readouterr().err
+    command = ["--config", str(configure.path), "--compile-for", "H200", "--devices"]
+    for words, expected in (
+        (["8"], "jaxrl_llm[gpu-compiler]"),
+        (["12"], "12"),
+        (["8", "--gpu", "H100"], "--gpu"),
+    ):
+        with contextlib.suppress(SystemExit):
+            assert planner.main([*command, *words]) == 2
+        assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
+def test_the_models_of_the_plans_have_their_published_sizes():
+    for name, billions in (
         ("Qwen3-1.7B", 1.72),
-        ("Qwen3-4B", 4.02),
         ("Qwen3-8B", 8.19),
-        ("Qwen3-32B", 32.8),
         ("Qwen3-235B-A22B", 235.1),
         ("DeepSeek-V3", 671.0),
-    ],
-)
-def test_the_models_of_the_plans_have_their_published_sizes(name, billions):
-    spec = read_spec(ROOT / "configs/plan" / name)
-    assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=2e-3)
-
-
-def test_every_plan_in_the_documents_has_its_config():
-    text = (ROOT / "docs/planning.md").read_text()
-    for path in sorted((ROOT / "configs/plan").glob("*.yaml")):
-        config = load(TrainConfig, path)
-        assert f"configs/plan/{path.name}" in text
-        assert (ROOT / config.model.path / "config.json").exists()
+    ):
+        spec = read_spec(ROOT / "configs/plan" / name)
+        assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=2e-3), name

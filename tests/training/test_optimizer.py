@@ -4,27 +4,25 @@ import inspect
 
 import chex
 import jax
+import ml_dtypes
 import numpy as np
 import optax
 import optax.contrib
 import pytest
 from optax.contrib import MuonDimensionNumbers as Muon
 
-from jaxrl_llm.algorithms.losses import ppo_clip
-from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import OptimConfig
-from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.data.packing import RowShape
 from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.models.spec import LoraSpec
-from jaxrl_llm.sharding.layout import make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.optimizer import make_optimizer
-from jaxrl_llm.training.update import Learner, PolicyObjective
-from tests.specs import tiny_spec
+from jaxrl_llm.training.update import PolicyObjective
+from tests.specs import DENSE as SMALL
+from tests.specs import draw, tiny_spec
+from tests.updates import learn, mesh_of, place, plain
 
 SPEC = tiny_spec(
     layers=3,
@@ -52,6 +50,7 @@ ARRAYS = {  # of a layer, as the model has it: its shape, and Muon's axes
     f"{SPARSE}.query_lora_b": ((2, 8), Muon(0, 1)),
     f"{SPARSE}.router": ((8, 4), Muon(0, 1)),
 }
+OBJECTIVE, SHAPE = PolicyObjective(loss=plain), RowShape(rows=8, length=8, sequences=8)
 RATE, STEPS = 0.1, 3
 RATES = FunctionSpec("constant_schedule", {"value": RATE})
 
@@ -136,7 +135,7 @@ def theirs(spec):
     return function(optax.constant_schedule(RATE), **spec.kwargs, **more)
 
 
-@pytest.mark.parametrize("name", ["optax:adamw", "optax:lamb", "optax.contrib:muon"])
+@pytest.mark.parametrize("name", ["optax:lamb", "optax.contrib:muon"])
 def test_it_is_shown_arrays_as_the_model_has_them(name):
     assert not differences(FunctionSpec(name))
 
@@ -164,48 +163,13 @@ def test_every_optimizer_of_optax_is_that_of_single_layers_or_is_refused():
     assert not wrong
 
 
-def test_a_mask_by_dimensions_spares_norms_and_biases():
-    def matrices(params):
-        return jax.tree.map(lambda x: x.ndim > 1, params)
-
-    optimizer = ours(FunctionSpec("adamw", {"weight_decay": 0.5, "mask": matrices}))
-    params = stacks(0)
-    step, _ = jax.jit(
-        lambda p: optimizer.update(jax.tree.map(jax.numpy.zeros_like, p), optimizer.init(p), p)
-    )(params)
-    moved = {
-        name for name, layers in arrays(step).items() if any(np.any(x) for x in layers.values())
-    }
-    assert moved == {name for name, (shape, _) in ARRAYS.items() if len(shape) > 1}
-
-
-def test_layers_may_be_told_apart():
-    """By their paths: the first of each stack stands still, and the state holds nothing of it."""
-
-    def labels(params):
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: "frozen" if getattr(path[-1], "idx", None) == 0 else "trained", params
-        )
-
-    def optimizer(learning_rate):
-        adam = optax.adam(learning_rate)
-        return optax.partition({"trained": adam, "frozen": optax.set_to_zero()}, labels)
-
-    mine = ours(FunctionSpec("mine", given=optimizer))
-    for step in updates(mine, lambda tree: tree):
-        for name, layers in arrays(step).items():
-            if "." in name:
-                assert [i for i, layer in layers.items() if np.any(layer)] == [*layers][1:], name
-
-
 def test_what_computes_by_element_is_given_the_stacks():
     """AdamW's program is the one that it was: nothing is taken apart, and nothing is added."""
-    config = OptimConfig(schedule=RATES)
-    mine = make_optimizer(config)[0](DECLARED, stacks(0))
-    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: RATE))
+    mine = make_optimizer(OptimConfig(schedule=RATES))[0](DECLARED, stacks(0))
+    plainly = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: RATE))
     texts = [
         str(jax.make_jaxpr(lambda p, o=o: o.update(p, o.init(p), p))(stacks(0)))
-        for o in (mine, plain)
+        for o in (mine, plainly)
     ]
     assert texts[0] == texts[1]
 
@@ -214,33 +178,57 @@ def test_what_computes_by_element_is_given_the_stacks():
 @pytest.mark.guards("jaxrl_llm/training/optimizer.py", "jaxrl_llm/training/update.py")
 def test_a_mesh_changes_no_update():
     """Also where stages hold layers; what the optimizer has of an array lies where that does."""
-    spec = tiny_spec(layers=2, hidden_size=8)
-    declared = declare(spec)
-    mesh = make_mesh({"stage": 2, "fsdp": 2, "tensor": 2})
-    layout = shardings(declared, mesh)
-    params = init_params(spec, key=jax.random.key(0))
+    params = draw(SMALL)
     gradient = jax.tree.map(lambda x: np.asarray(jax.numpy.sin(7 * x)), params)
 
-    def updated(name, mesh, layout):
-        placed = jax.tree.map(jax.device_put, (params, gradient), (layout, layout))
+    def updated(name, mesh):
+        placed = place(params, SMALL, mesh)
         config = OptimConfig(optimizer=FunctionSpec(name), schedule=RATES)
-        learner = Learner(
-            PolicyObjective(loss=ppo_clip),
-            ForwardConfig(model=Decoder(spec)),
-            make_optimizer(config)[0](declared, placed[0]),
-            reduce=token_mean,
-            shape=row_shape(8, 8, sequences=1),
-            mesh=mesh,
-            params_like=placed[0],
-        )
-        state, _ = learner.apply(learner.init(placed[0]), placed[1], None)
+        made = make_optimizer(config)[0](declare(SMALL), placed)
+        learner = learn(SMALL, placed, OBJECTIVE, SHAPE, mesh=mesh, optimizer=made)
+        given = place(gradient, SMALL, mesh)
+        state, _ = learner.apply(learner.init(placed), given, None)
         for leaf in jax.tree.leaves(state.opt_state):
             for like in jax.tree.leaves(state.params):
                 if like.shape == leaf.shape and like.ndim > 2:
                     assert leaf.sharding == like.sharding
         return jax.device_get((state.params, state.opt_state))
 
-    one = make_mesh({}, jax.devices()[:1])
     for name in ("optax:adafactor", "optax.contrib:muon"):
-        expected = updated(name, one, shardings(declared, one))
-        chex.assert_trees_all_close(updated(name, mesh, layout), expected, rtol=1e-4, atol=1e-5)
+        got, expected = updated(name, mesh_of(stage=2, fsdp=2, tensor=2)), updated(name, mesh_of())
+        chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+B1, B2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.01
+
+
+def adamw(params, gradients):
+    """Loshchilov & Hutter 2019, algorithm 2, with m kept in bfloat16 between updates."""
+    m, v = np.zeros_like(params), np.zeros_like(params)
+    for t, g in enumerate(gradients, 1):
+        m = B1 * m + (1 - B1) * g
+        v = B2 * v + (1 - B2) * g**2
+        step = m / (1 - B1**t) / (np.sqrt(v / (1 - B2**t)) + EPS)
+        params = params - RATE * (step + DECAY * params)
+        m = m.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return params, m, v
+
+
+def test_the_first_moment_may_be_bfloat16():
+    keywords, mesh = {"mu_dtype": "bfloat16", "weight_decay": DECAY}, mesh_of(fsdp=4, tensor=2)
+    config = OptimConfig(optimizer=FunctionSpec("adamw", keywords), schedule=RATES, grad_clip=None)
+    params, *gradients = (place(draw(SMALL, seed, 1.0), SMALL, mesh) for seed in range(4))
+    made = make_optimizer(config)[0](declare(SMALL), params)
+    learner = learn(SMALL, params, OBJECTIVE, SHAPE, mesh=mesh, optimizer=made)
+    state = learner.init(params)
+    for gradient in gradients:
+        state, _ = learner.apply(state, jax.tree.map(jax.numpy.copy, gradient), None)
+    moments, digit = state.opt_state[0], 2.0**-7  # of bfloat16: m is rounded once more on its way
+    trees = (params, state.params, moments.mu, moments.nu, *gradients)
+    for before, after, m, v, *g in zip(*map(jax.tree.leaves, trees), strict=True):
+        assert (m.dtype.name, v.dtype.name) == ("bfloat16", "float32")
+        assert m.sharding == v.sharding == after.sharding
+        expected = adamw(np.asarray(before), [*map(np.asarray, g)])
+        np.testing.assert_allclose(after, expected[0], atol=3 * digit * RATE)
+        np.testing.assert_allclose(m.astype(np.float32), expected[1], atol=digit, rtol=digit)
+        np.testing.assert_allclose(v, expected[2], rtol=1e-5)

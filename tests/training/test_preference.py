@@ -1,12 +1,13 @@
 """Updates on preferences: the same for every cut and mesh, and those that TRL makes with torch."""
 
+import collections
+import contextlib
 import dataclasses
+import functools
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 import transformers
@@ -19,14 +20,13 @@ from jaxrl_llm.data.packing import pack_rows, row_shape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
-from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
+from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.offline import annotate, answer_sums, kl_baseline
-from jaxrl_llm.training.update import Learner, PreferenceObjective
+from jaxrl_llm.training.update import PreferenceObjective
+from tests.updates import assert_same, learn, mesh_of, place, updated
 
 VOCABULARY, MOST, PAIRS = 40, 12, 6
-KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))
 BETA = 0.3
 
 
@@ -83,37 +83,23 @@ def models(tmp_path_factory):
     return made
 
 
-def one_mesh(**sizes):
-    count = int(np.prod(list(sizes.values()) or [1]))
-    return make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | sizes, jax.devices()[:count])
-
-
-def build(model, mesh, *, loss, tokens=4 * 2 * MOST):
+def build(model, *, loss, tokens=4 * 2 * MOST, **sizes):
     """Return a function from a batch to the gradient and metrics of an update."""
-    placed = jax.device_put(model.params, shardings(declare(model.spec), mesh))
-    shape = row_shape(tokens, 2 * MOST, sequences=PAIRS, multiple_of=batch_shards(mesh))
-    learner = Learner(
-        PreferenceObjective(loss=loss),
-        ForwardConfig(model=Decoder(model.spec)),
-        KEEP_GRADIENT,
-        reduce=sequence_mean_token_mean,
-        shape=shape,
-        mesh=mesh,
-        params_like=placed,
+    mesh = mesh_of(**sizes)
+    placed, ranks = place(model.params, model.spec, mesh), batch_shards(mesh)
+    shape = row_shape(tokens, 2 * MOST, sequences=PAIRS, multiple_of=ranks)
+    objective = PreferenceObjective(loss=loss)
+    learner = learn(
+        model.spec, placed, objective, shape, mesh=mesh, reduce=sequence_mean_token_mean
     )
-
-    def run(batch):
-        state, metrics = learner.update(learner.init(placed), batch, {})
-        return jax.device_get((state.opt_state[0].trace, metrics))
-
-    return run
+    return lambda batch: updated(learner, placed, batch)[:2]
 
 
 def pass_of(models, name):
     """Return a model's pass, and its parameters."""
-    mesh, shape = one_mesh(), row_shape(4 * 2 * MOST, 2 * MOST, sequences=PAIRS)
+    shape = row_shape(4 * 2 * MOST, 2 * MOST, sequences=PAIRS)
     forward = ForwardConfig(model=Decoder(models[name].spec))
-    return logprob_pass(forward, shape, mesh, ("logprobs",)), models[name].params
+    return logprob_pass(forward, shape, mesh_of(), ("logprobs",)), models[name].params
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +109,7 @@ def pairs(models):
     return annotate(items, *pass_of(models, "reference"), width=2 * MOST, size=4)
 
 
-def dpo(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
-    sums = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
-    return preferences.dpo(*sums, beta=BETA)
-
-
-# ----------------------------------------------------------------------------------------- packing
+dpo = functools.partial(preferences.dpo, beta=BETA)
 
 
 def test_a_pair_is_two_segments_that_begin_at_zero():
@@ -137,10 +118,8 @@ def test_a_pair_is_two_segments_that_begin_at_zero():
     assert batch["second_start"].tolist() == [4, 3]
     assert batch.tokens[0, :9].tolist() == [5, 6, 7, 0, 5, 6, 8, 9, 0]
     assert np.flatnonzero(batch["mask"][0]).tolist() == [2, 3, 6, 7, 8]
-    shape = row_shape(16, 16, sequences=2)
-    rows = pack_rows(
-        batch.tokens, batch.sequence_lengths, [[1, 0]], shape, batch["mask"], batch["second_start"]
-    )
+    shape, marks = row_shape(16, 16, sequences=2), (batch["mask"], batch["second_start"])
+    rows = pack_rows(batch.tokens, batch.sequence_lengths, [[1, 0]], shape, *marks)
     assert rows.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0]
     assert rows.segment_ids[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 0]
 
@@ -154,42 +133,20 @@ def test_a_pairs_answers_have_the_log_probs_that_they_have_alone(models, pairs):
         assert_allclose(together[f"{side}_logps"], sums["logps"], rtol=2e-6)
 
 
-def test_rotated_answers_are_cut_to_what_fits():
-    items = make_items(pairs=False)
-    rotated = rotate_answers(items, 7)
-    assert all(len(item.tokens) <= 7 for item in rotated)
-    for i, item in enumerate(rotated):
-        whole = items[(i + 1) % PAIRS].answers[0]
-        assert item.prompt == items[i].prompt and whole[: len(item.answers[0])] == item.answers[0]
-
-
-# --------------------------------------------------------------------------------------- invariance
-
-
 @pytest.fixture(scope="module")
 def expected(models, pairs):
-    return build(models["policy"], one_mesh(), loss=dpo)(preference_batch(pairs, 2 * MOST))
-
-
-def assert_same(got, expected):
-    (gradient, metrics), (wanted, wanted_metrics) = got, expected
-    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
-    assert scale > 0.01
-    for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
-        assert_allclose(leaf, other, rtol=1e-4, atol=3e-6 * scale)
-    for name in ("loss", "rewards/margins", "rewards/accuracies", "grad_norm"):
-        assert_allclose(metrics[name], wanted_metrics[name], rtol=2e-5)
+    return build(models["policy"], loss=dpo)(preference_batch(pairs, 2 * MOST))
 
 
 @pytest.mark.parametrize(
     ("sizes", "tokens"), [({}, 2 * MOST), ({"fsdp": 4, "tensor": 2}, 4 * 2 * MOST)]
 )
 def test_cuts_and_meshes_change_nothing(models, pairs, expected, sizes, tokens):
-    run = build(models["policy"], one_mesh(**sizes), loss=dpo, tokens=tokens)
-    assert_same(run(preference_batch(pairs[::-1], 2 * MOST)), expected)
-
-
-# ----------------------------------------------------------------------------------------- with TRL
+    run = build(models["policy"], loss=dpo, tokens=tokens, **sizes)
+    gradient, metrics = run(preference_batch(pairs[::-1], 2 * MOST))
+    assert_same(gradient, expected[0])
+    for name in ("loss", "rewards/margins", "rewards/accuracies", "grad_norm"):
+        assert_allclose(metrics[name], expected[1][name], rtol=2e-5)
 
 
 class TorchPolicy:
@@ -236,8 +193,6 @@ def trainer(model, reference, **settings):
         gather_for_metrics=lambda x: x,
         unwrap_model=lambda x: x,
     )
-    import collections
-
     return SimpleNamespace(
         model=TorchPolicy(model),
         ref_model=reference and TorchPolicy(reference),
@@ -253,10 +208,10 @@ def trainer(model, reference, **settings):
     )
 
 
-def torch_gradients(model):
-    body = model.model
-    named = {"embed": body.embed_tokens, "final_norm": body.norm}
-    return {name: module.weight.grad.numpy() for name, module in named.items()}
+def check_gradients(model, gradient):
+    for name, module in {"embed": model.model.embed_tokens, "final_norm": model.model.norm}.items():
+        value = module.weight.grad.numpy()
+        assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
 
 
 TYPES = {
@@ -282,18 +237,22 @@ def dpo_trainer():
 
 
 def no_context(*_):
-    import contextlib
-
     return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("sigmoid", "ipo", "apo_down")
+        else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.guards("algorithms/")])
+        for name in TYPES
+    ],
+)
 def test_a_loss_of_pairs_is_trls(models, pairs, dpo_trainer, name):
     function, keywords = TYPES[name]
-    bound = bind(function, beta=BETA, **keywords)
-    gradient, metrics = build(models["policy"], one_mesh(), loss=bound)(
-        preference_batch(pairs, 2 * MOST)
-    )
+    bound = functools.partial(function, beta=BETA, **keywords)
+    gradient, metrics = build(models["policy"], loss=bound)(preference_batch(pairs, 2 * MOST))
     sides = [[(*p.prompt, *p.answers[side]) for p in pairs] for side in (0, 1)]
     inputs = torch_batch(sides[0] + sides[1], [len(p.prompt) for p in pairs] * 2)
     theirs = models["policy"].torch
@@ -311,19 +270,11 @@ def test_a_loss_of_pairs_is_trls(models, pairs, dpo_trainer, name):
     loss = dpo_trainer._compute_loss(stub, stub.model, inputs, return_outputs=False)
     loss.backward()
     assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
-    for array, value in torch_gradients(theirs).items():
-        assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    check_gradients(theirs, gradient)
     if name != "sigmoid_norm":  # TRL's rewards are of sums there, too
         for metric in ("chosen", "rejected", "margins", "accuracies"):
             logged = stub._metrics["train"][f"rewards/{metric}"]
             assert_allclose(metrics[f"rewards/{metric}"], logged[0], rtol=1e-4)
-
-
-def bind(function, **keywords):
-    """Bind hyper-parameters; what is left are the fields that a loss asks for."""
-    import functools
-
-    return functools.partial(function, **keywords)
 
 
 def test_kto_is_trls(models):
@@ -340,8 +291,8 @@ def test_kto_is_trls(models):
     batch = preference_batch(annotated, 2 * MOST)
     batch = batch.add(kl_baseline=np.full(PAIRS, baseline, np.float32))
     weights = {"desirable_weight": 1.2, "undesirable_weight": 0.8}
-    loss = bind(preferences.kto, beta=BETA, **weights)
-    gradient, metrics = build(models["reference"], one_mesh(), loss=loss)(batch)
+    loss = functools.partial(preferences.kto, beta=BETA, **weights)
+    gradient, metrics = build(models["reference"], loss=loss)(batch)
 
     def sequences(items):
         return [item.tokens for item in items], [len(item.prompt) for item in items]
@@ -362,15 +313,19 @@ def test_kto_is_trls(models):
     assert baseline > 0.01
     assert_allclose(baseline, stub._metrics["train"]["kl"][0], rtol=1e-4)
     assert_allclose(metrics["loss"], theirs_loss.item(), rtol=1e-5)
-    for array, value in torch_gradients(theirs).items():
-        assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    check_gradients(theirs, gradient)
     for kind, name in (("desirable", "chosen"), ("undesirable", "rejected")):
         (shown,) = stub._metrics["train"][f"rewards/{name}"]
         assert_allclose(metrics[f"rewards/{kind}"], shown, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tokens"), [({}, 2 * MOST), ({"fsdp": 2}, 2 * 2 * MOST)], ids=str
+    ("sizes", "tokens"),
+    [
+        ({"fsdp": 2}, 2 * 2 * MOST),
+        pytest.param(*({}, 2 * MOST), marks=[pytest.mark.slow, pytest.mark.guards("algorithms/")]),
+    ],
+    ids=str,
 )
 def test_the_rewards_of_a_kind_are_means_over_its_rows(models, sizes, tokens):
     """However the rows are cut, and absent where there are none of the kind."""
@@ -378,8 +333,8 @@ def test_the_rewards_of_a_kind_are_means_over_its_rows(models, sizes, tokens):
     items = annotate(make_items(pairs=False), infer, params, width=2 * MOST, size=PAIRS)
     batch, others = preference_batch(items, 2 * MOST), np.linspace(-20, 5, PAIRS)
     rewards = BETA * (batch["ref_logps"] - others)
-    loss = bind(preferences.apo_zero_labelled, beta=BETA)
-    run = build(models["policy"], one_mesh(**sizes), loss=loss, tokens=tokens)
+    loss = functools.partial(preferences.apo_zero_labelled, beta=BETA)
+    run = build(models["policy"], loss=loss, tokens=tokens, **sizes)
     for desirable in (0, 1, 5, 6):
         labels = np.arange(PAIRS) < desirable
         _, metrics = run(batch.add(labels=labels, ref_logps=others.astype(np.float32)))
@@ -394,10 +349,8 @@ def test_a_reward_models_loss_is_trls(models, pairs):
     from trl.trainer.reward_trainer import RewardTrainer
 
     items = [dataclasses.replace(p, columns={"margins": 0.1 * i}) for i, p in enumerate(pairs)]
-    loss = bind(preferences.bradley_terry_margin, center_coef=0.01)
-    gradient, metrics = build(models["scorer"], one_mesh(), loss=loss)(
-        preference_batch(items, 2 * MOST)
-    )
+    loss = functools.partial(preferences.bradley_terry_margin, center_coef=0.01)
+    gradient, metrics = build(models["scorer"], loss=loss)(preference_batch(items, 2 * MOST))
     sides = [[(*p.prompt, *p.answers[side]) for p in pairs] for side in (0, 1)]
     inputs = torch_batch(sides[0] + sides[1], [0] * 2 * PAIRS)
     del inputs["completion_mask"]
@@ -418,42 +371,28 @@ def test_a_reward_models_loss_is_trls(models, pairs):
     assert_allclose(metrics["loss"], theirs_loss.item(), rtol=1e-5)
     assert_allclose(metrics["rewards/accuracies"], stub._metrics["train"]["accuracy"][0])
     assert_allclose(metrics["rewards/margins"], stub._metrics["train"]["margin"][0], rtol=1e-4)
-    for array, value in torch_gradients(theirs).items():
-        assert_allclose(gradient[array], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    check_gradients(theirs, gradient)
 
 
-@pytest.mark.parametrize("name", ["simpo", "cpo", "orpo"])
-def test_a_loss_without_reference_is_trls(name):
+def test_losses_without_reference_are_trls():
     pytest.importorskip("trl", reason="trl is not installed")
-    rng = np.random.default_rng(1)
-    chosen, rejected = (rng.uniform(-9, -1, 4).astype(np.float32) for _ in range(2))
-    lengths = np.array([3, 4, 5, 6]), np.array([2, 6, 3, 4])
-    means = [torch.tensor(s / n) for s, n in zip((chosen, rejected), lengths, strict=True)]
-    if name == "orpo":
-        from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-
-        stub = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
-        ratio_part = ORPOTrainer.odds_ratio_loss(stub, *means)[0]
-        wanted = -means[0] - ratio_part
-        got = preferences.orpo(*map(jnp.asarray, (chosen, rejected, *lengths)), beta=BETA)
-        assert_allclose(got.loss, wanted.numpy(), rtol=1e-5)
-        return
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
-    stub = SimpleNamespace(
-        accelerator=SimpleNamespace(device="cpu"),
-        beta=BETA,
-        label_smoothing=0.0,
-        loss_type="simpo" if name == "simpo" else "sigmoid",
-        simpo_gamma=0.5,
-        alpha=0.0,
-    )
-    given = means if name == "simpo" else [torch.tensor(chosen), torch.tensor(rejected)]
-    wanted = CPOTrainer.cpo_loss(stub, *given)[0]
-    if name == "simpo":
-        arrays = map(jnp.asarray, (chosen, rejected, *lengths))
-        got = preferences.simpo(*arrays, beta=BETA, gamma=0.5)
-    else:
-        arrays = map(jnp.asarray, (chosen, rejected, lengths[0]))
-        got = preferences.cpo(*arrays, beta=BETA, nll_coef=0.0)
+    rng = np.random.default_rng(1)
+    sums = [rng.uniform(-9, -1, 4).astype(np.float32) for _ in range(2)]
+    lengths = np.array([3, 4, 5, 6]), np.array([2, 6, 3, 4])
+    means = [torch.tensor(s / n) for s, n in zip(sums, lengths, strict=True)]
+    arrays = [*map(jnp.asarray, (*sums, *lengths))]
+    stub = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
+    wanted = -means[0] - ORPOTrainer.odds_ratio_loss(stub, *means)[0]
+    assert_allclose(preferences.orpo(*arrays, beta=BETA).loss, wanted.numpy(), rtol=1e-5)
+    stub = SimpleNamespace(**vars(stub), label_smoothing=0.0, simpo_gamma=0.5, alpha=0.0)
+    stub.loss_type = "simpo"
+    wanted = CPOTrainer.cpo_loss(stub, *means)[0]
+    got = preferences.simpo(*arrays, beta=BETA, gamma=0.5)
+    assert_allclose(got.loss, wanted.numpy(), rtol=1e-5)
+    stub.loss_type = "sigmoid"
+    wanted = CPOTrainer.cpo_loss(stub, *map(torch.tensor, sums))[0]
+    got = preferences.cpo(*arrays[:3], beta=BETA, nll_coef=0.0)
     assert_allclose(got.loss, wanted.numpy(), rtol=1e-5)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import reverse_kl
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
@@ -20,6 +19,7 @@ from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.teachers import TeacherPromptError, TeacherPrompts, add_prompted_logprobs
+from tests.refusals import refuses
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+{2}="}]
 
@@ -117,23 +117,17 @@ def test_the_teachers_words_stand_at_the_answers_places():
     assert np.all(advantages[batch["mask"] & ~has] == 0) and np.all(advantages[has] != 0)
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (lambda text: [{"role": "user", "content": "10"}], "each of the 4 prompts .* than 9 token"),
-        (lambda text: "a text", "returned 'a text', expected messages"),
-        (lambda text: [{"role": "user"}], r"returned \[.*\], expected messages, each with role"),
-        (lambda text: {}["key"], r"'<lambda>' failed on an answer to row 7: .*KeyError: 'key'"),
-        (
-            lambda text: [{"role": "user", "content": "x"}],
-            r"teacher\.prompt: an answer to row 7: invalid",
-        ),
-    ],
-)
-def test_what_a_function_must_not_do(write, message):
+def test_what_a_function_must_not_do():
     rollouts, batch = answers(4, 4)
-    with pytest.raises(TeacherPromptError, match=message):
-        prompts_by(write)(batch, rollouts, [Score(0.0, {}, None)] * 4)
+    for write, named in (
+        (lambda text: [{"role": "user", "content": "10"}], "9"),  # none is short enough
+        (lambda text: "a text", "messages"),
+        (lambda text: [{"role": "user"}], "messages"),
+        (lambda text: {}["key"], "row 7"),
+        (lambda text: [{"role": "user", "content": "x"}], "row 7"),
+    ):
+        with pytest.raises(TeacherPromptError, match=named):
+            prompts_by(write)(batch, rollouts, [Score(0.0, {}, None)] * 4)
 
 
 def test_what_the_librarys_functions_write():
@@ -149,49 +143,43 @@ def test_what_the_librarys_functions_write():
     told = with_feedback(CHAT, "{4}", {"stderr": "too large"}, name="stderr")
     assert "{4}" in told[1]["content"] and "too large" in told[1]["content"]
     assert with_feedback(CHAT, "4", {"feedback": ""}) is None
-    with pytest.raises(ValueError, match="extra_info has no 'hwo'; did you mean 'how'"):
+    with pytest.raises(ValueError, match="hwo"):
         with_demonstration(CHAT, "3", {"how": "is 3"}, column="hwo")
-    with pytest.raises(ValueError, match=r"expected the names \{prompt\}, \{demonstration\}, and"):
+    with pytest.raises(ValueError, match="demonstration"):
         with_demonstration(CHAT, "3", {}, template="{prompt} {answer}")
-    with pytest.raises(ValueError, match=r"a text of the user .* messages of \['system'\]"):
+    with pytest.raises(ValueError, match="system"):
         with_demonstration(CHAT[:1], "3", {})
 
 
 SELF = {"weights": "ema"}
 SHOWN = {"prompt": "with_demonstration"}
-WRONG = [
-    ({"weights": "live"}, {}, r"teacher\.weights=live without teacher\.prompt is the policy"),
-    ({"path": "t"} | SELF, {}, r"teacher\.path is set, but teacher\.weights=ema"),
-    ({"path": "t", "ema": 0.1}, {}, r"teacher\.ema=0\.1, but teacher\.weights=given"),
-    ({"max_prompt_tokens": 9} | SELF, {}, r"max_prompt_tokens is set, but teacher\.prompt is null"),
-    (SELF | {"prompt": "with_demonstratoin"}, {}, "did you mean 'with_demonstration'"),
-    (SELF | {"prompt": {"fn": "with_feedback", "nam": "x"}}, {}, "takes no 'nam'; did you mean"),
-    (SELF | {"prompt": "jaxrl_llm.data.chat:load_tokenizer"}, {}, "asks for 'directory', which"),
-    (SELF | SHOWN, {"rollout": {"tools": ["python"]}}, r"rollout has tools, an environment or an"),
+WRONG = [  # of `teacher`, other keys, and the key that is named
+    ({"weights": "live"}, {}, "teacher.weights"),
+    ({"path": "t"} | SELF, {}, "teacher.path"),
+    ({"path": "t", "ema": 0.1}, {}, "teacher.ema"),
+    ({"max_prompt_tokens": 9} | SELF, {}, "teacher.max_prompt_tokens"),
+    (SELF | {"prompt": "with_demonstratoin"}, {}, "teacher.prompt"),
+    (SELF | {"prompt": {"fn": "with_feedback", "nam": "x"}}, {}, "teacher.prompt"),
+    (SELF | {"prompt": "jaxrl_llm.data.chat:load_tokenizer"}, {}, "teacher.prompt"),
+    (SELF | SHOWN, {"rollout": {"tools": ["python"]}}, "teacher.prompt"),
     (
         SELF | SHOWN | {"max_prompt_tokens": 200},
         {"batch": {"max_tokens_per_device": 128}, "data": {"train": "t", "max_prompt_tokens": 8}},
-        r"max_tokens_per_device=128 can't hold .* = 216",
+        "batch.max_tokens_per_device",
     ),
-    (SHOWN | {"weights": "live"}, {"offload": {"teacher": True}}, r"offload\.teacher is set, but"),
+    (SHOWN | {"weights": "live"}, {"offload": {"teacher": True}}, "offload.teacher"),
     (
         SELF,
         {"algorithm": {"advantage": "reverse_kl", "distillation": "forward_kl_divergence"}},
-        r"weights=ema gives log-probs of the drawn tokens alone, but algorithm\.dist",
+        "teacher.weights",
     ),
-    (SELF, {"mesh": {"teacher": {}}, "model": {"path": "m", "lora": {}}}, r"mesh\.teacher is set"),
+    (SELF, {"mesh": {"teacher": {}}, "model": {"path": "m", "lora": {}}}, "mesh.teacher"),
 ]
 
 
-@pytest.mark.parametrize(("teacher", "tree", "message"), WRONG)
-def test_what_is_refused(teacher, tree, message):
-    base = {
-        "run_dir": "r",
-        "model": {"path": "m"},
-        "data": {"train": "t"},
-        "rollout": {"max_new_tokens": 16},
-        "algorithm": {"advantage": "reverse_kl"},
-        "teacher": teacher,
-    }
-    with pytest.raises(ConfigError, match=message):
-        resolve_functions(from_tree(TrainConfig, base | tree))
+def test_what_contradicts_itself_names_its_key():
+    base = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+    base |= {"rollout": {"max_new_tokens": 16}, "algorithm": {"advantage": "reverse_kl"}}
+    for teacher, tree, key in WRONG:
+        with refuses(key):
+            resolve_functions(from_tree(TrainConfig, base | {"teacher": teacher} | tree))

@@ -1,233 +1,291 @@
-"""Routers in training: the load-balance loss, the bias of sigmoid routers, and the metrics."""
+"""Routers in training: balance, the bias of sigmoid routers, and choices that are replayed."""
 
-import dataclasses
+import functools
+import json
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.algorithms.values import squared_value_loss
+from jaxrl_llm.config.load import load
+from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.decoder import Decoder, with_value_head
-from jaxrl_llm.models.moe.routing import RouterStats, SigmoidRouter
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
-from jaxrl_llm.training.forward import ForwardConfig
+from jaxrl_llm.models.inputs import RowInputs
+from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats
+from jaxrl_llm.rollout.agents.chat import EpisodeLog, Stretch
+from jaxrl_llm.rollout.engine import Completion
+from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
+from jaxrl_llm.sharding.layout import batch_shards
+from jaxrl_llm.training.bind import resolve_functions
+from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
+from jaxrl_llm.training.roles import replaying
 from jaxrl_llm.training.update import (
-    Learner,
     PolicyObjective,
     TrainState,
     ValueObjective,
     apply_gradients,
     move_router_bias,
 )
-from jaxrl_llm.types import Batch
-from tests.decoders import forward_with_router, logits
+from jaxrl_llm.types import ROUTES
+from tests.decoders import PackedTokens, forward_rows, logits
 from tests.guarded import MODEL, UPDATE
+from tests.refusals import refuses
+from tests.specs import DENSE, MOE, SIGMOID, draw, make_batch
+from tests.updates import assert_same, chosen, learn, mesh_of, place, plain
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
-EXPERTS, TOP, LAYERS, COEF, RATE = 6, 2, 2, 20.0, 0.003
-SPEC = ModelSpec(
-    vocab_size=32,
-    hidden_size=16,
-    layers=LAYERS,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    ff_width=24,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    max_positions=64,
-    moe=MoeSpec(experts=EXPERTS, experts_per_token=TOP, ff_width=8),
-)
-SIGMOID = SigmoidRouter(groups=3, top_groups=2, normalize=True, scale=2.5)
-SIZES = np.array([16, 5, 9, 5, 12, 5, 3, 7], np.int32)
+COEF, RATE, LENGTH, TOP = 20.0, 0.003, 16, 2
+SIZES = (16, 5, 9, 5, 12, 5, 3, 7)
+REAL = np.arange(LENGTH) < np.array(SIZES)[:, None]
+BATCH = make_batch(SIZES, LENGTH)
+LAYERS = 2  # with experts, of either model
+OPTIMIZER = optax.chain(optax.trace(decay=0.0), optax.add_decayed_weights(0.1), optax.sgd(0.5))
+NOTHING = np.full((*REAL.shape, LAYERS, TOP), NO_ROUTE, np.int8)
 
 
-def sigmoid(spec):
-    return dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, router=SIGMOID))
-
-
-def draw(spec):
-    """Parameters whose routers like some experts much better than others."""
-    rng = np.random.default_rng(0)
-
-    def one(decl):
-        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
-        return jnp.asarray(values, jnp.float32)
-
-    return jax.tree.map(one, declare(spec))
-
-
-def make_batch():
-    rng = np.random.default_rng(1)
-    place = np.arange(16)
-    mask = (place >= 2) & (place < SIZES[:, None])
-    fields = {"mask": mask, "advantages": rng.normal(size=mask.shape).astype(np.float32)}
-    return Batch(rng.integers(0, 32, mask.shape).astype(np.int32), SIZES, fields)
-
-
-def plain(logprobs, advantages):
-    return -logprobs * advantages
-
-
-def one_device():
-    return make_mesh({"fsdp": 1}, jax.devices()[:1])
-
-
-def build(spec, params, *, tokens, mesh=None, coef=COEF, objective=None):
-    """Return a learner whose optimizer remembers the gradient, and the state it starts from."""
-    mesh = mesh or one_device()
-    placed = jax.device_put(params, shardings(declare(spec), mesh))
-    forward = ForwardConfig(model=Decoder(spec), router_loss_coef=coef, router_bias_rate=RATE)
-    shape = row_shape(tokens, 16, sequences=len(SIZES), multiple_of=batch_shards(mesh))
-    learner = Learner(
+def build(spec, params, *, axes=None, tokens=48, objective=None, **settings):
+    """Return a learner whose optimizer keeps the gradient, and the state it starts from."""
+    mesh = mesh_of(**(axes or {}))
+    placed, ranks = place(params, spec, mesh), batch_shards(mesh)
+    learner = learn(
+        spec,
+        placed,
         objective or PolicyObjective(loss=plain),
-        forward,
-        optax.chain(optax.trace(decay=0.0), optax.add_decayed_weights(0.1), optax.sgd(0.5)),
-        reduce=token_mean,
-        shape=shape,
+        row_shape(tokens, LENGTH, sequences=len(SIZES), multiple_of=ranks),
         mesh=mesh,
-        params_like=placed,
+        optimizer=OPTIMIZER,
+        **{"router_loss_coef": COEF, "router_bias_rate": RATE} | settings,
     )
     return learner, learner.init(placed)
 
 
-def whole_loss(params, spec, coef):
-    """The loss of all sequences, one per row, from the equations; its balance; the choices."""
-    batch = make_batch()
-    real = np.arange(16) < SIZES[:, None]
-    positions = np.broadcast_to(np.arange(16), real.shape)
-    rows = map(jnp.asarray, (batch.tokens, positions, real.astype(np.int32)))
-    hidden, router = forward_with_router(params, spec, *rows)
-    logpi = jax.nn.log_softmax(logits(params, spec, hidden))[:, :-1]
-    logprobs = jnp.take_along_axis(logpi, batch.tokens[:, 1:, None], axis=-1)[:, :, 0]
-    mask = batch["mask"][:, 1:]
-    policy = jnp.sum(jnp.where(mask, plain(logprobs, batch["advantages"][:, 1:]), 0)) / mask.sum()
-    tokens = LAYERS * SIZES.sum()
-    f = jax.lax.stop_gradient(router["choices"]).sum(0) / tokens
-    balance = EXPERTS * jnp.sum(f * router["probabilities"].sum(0) / tokens)
-    return policy + coef * balance, (balance, router["choices"])
+@functools.partial(jax.jit, static_argnums=1)
+def by_hand(params, spec, coef, routes):
+    """The loss of one sequence a row by its equations, and its gradient.
+
+    Besides the log-probs, the balance, how often each expert was chosen, and by which tokens.
+    """
+    positions = np.broadcast_to(np.arange(LENGTH), REAL.shape)
+    arrays = map(jnp.asarray, (BATCH.tokens, positions, REAL.astype(np.int32)))
+
+    def loss(params):
+        hidden, router = forward_rows(params, spec, PackedTokens(*arrays, RowInputs(routes)))
+        policy = jnp.roll(jax.nn.log_softmax(logits(params, spec, hidden)), 1, axis=1)
+        logprobs, mask = chosen(policy, BATCH.tokens), BATCH["mask"]
+        total = jnp.sum(jnp.where(mask, plain(logprobs, BATCH["advantages"]), 0)) / mask.sum()
+        tokens = LAYERS * sum(SIZES)
+        often = jax.lax.stop_gradient(router["choices"]).sum(0) / tokens
+        balance = spec.moe.experts * jnp.sum(often * router["probabilities"].sum(0) / tokens)
+        experts = jnp.moveaxis(router["experts"], 0, 2)
+        return total + coef * balance, (logprobs, balance, router["choices"], experts)
+
+    return jax.grad(loss, has_aux=True)(params)
 
 
-differentiate = jax.jit(jax.grad(whole_loss, has_aux=True), static_argnums=1)
-
-
-@pytest.fixture(scope="module", params=[SPEC, sigmoid(SPEC)], ids=["softmax", "sigmoid"])
-def case(request):
-    """A model, its parameters, and the gradient and the results of one pass over everything."""
-    spec = request.param
-    params = draw(spec)
-    return spec, params, jax.device_get(differentiate(params, spec, COEF))
-
-
-def assert_same(state, expected):
-    got = jax.device_get(state.opt_state[0].trace)
-    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5 * scale)
-
-
-def test_the_balance_loss_has_a_gradient(case):
-    """Or the other comparisons would show nothing."""
-    spec, params, (gradient, _) = case
-    without = jax.device_get(differentiate(params, spec, 0.0))[0]
-    balanced, other = (g["layers"]["router"] for g in (gradient, without))
-    assert np.abs(balanced - other).max() > 0.3 * np.abs(balanced).max()
-
-
-@pytest.mark.parametrize("tokens", [16, pytest.param(128, marks=pytest.mark.slow)])
-def test_an_update_does_not_depend_on_the_split(case, tokens):
+@pytest.mark.parametrize(
+    ("spec", "axes", "tokens"),
+    [
+        (SIGMOID, {}, 16),
+        (MOE, {"data": 2, "fsdp": 2, "tensor": 2}, 64),
+        pytest.param(MOE, {}, 128, marks=pytest.mark.slow),
+    ],
+    ids=["sigmoid, in parts", "softmax, on a mesh", "softmax, at once"],
+)
+def test_an_update_does_not_depend_on_the_split_or_the_mesh(spec, axes, tokens):
     """In 5 micro-batches and in 1 it is that of one pass over the mini-batch."""
-    spec, params, (gradient, (balance, choices)) = case
-    learner, state = build(spec, params, tokens=tokens)
-    state, metrics = learner.update(state, make_batch(), {})
-    assert_same(state, gradient)
+    params, experts = draw(spec), spec.moe.experts
+    gradient, (_, balance, choices, _) = jax.device_get(by_hand(params, spec, COEF, NOTHING))
+    without = jax.device_get(by_hand(params, spec, 0.0, NOTHING)[0])
+    balanced, other = (g["layers"]["router"] for g in (gradient, without))
+    assert np.abs(balanced - other).max() > 0.1 * np.abs(balanced).max(), "else nothing is shown"
+    learner, state = build(spec, params, axes=axes, tokens=tokens)
+    state, metrics = learner.update(state, BATCH, {})
+    assert_same(jax.device_get(state.opt_state[0].trace), gradient)
     norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
     np.testing.assert_allclose(metrics["router_loss"], balance, rtol=1e-5)
-    np.testing.assert_allclose(metrics["loss"] - metrics["pg_loss"], COEF * balance, rtol=1e-5)
-    assert choices.sum() == LAYERS * TOP * SIZES.sum(), "padding is not counted"
-    loads = [max(layer) / (sum(layer) / EXPERTS) for layer in choices.tolist()]
+    np.testing.assert_allclose(metrics["loss"] - metrics["pg_loss"], COEF * balance, rtol=1e-4)
+    assert choices.sum() == LAYERS * TOP * sum(SIZES), "padding is not counted"
+    loads = [max(layer) / (sum(layer) / experts) for layer in choices.tolist()]
     np.testing.assert_allclose(metrics["router_max_load"], max(loads), rtol=1e-6)
     np.testing.assert_allclose(metrics["router_idle"], np.mean(choices == 0), rtol=1e-6)
-    assert 0 < metrics["router_entropy"] < np.log(EXPERTS)
-    if spec.moe.router is SIGMOID:
-        bias = check_bias(params, state, choices, gradient)
-        state, metrics = learner.update(state, poisoned(make_batch()), {})
+    assert 0 < metrics["router_entropy"] < np.log(experts)
+    if spec is SIGMOID:  # against the load, and neither by weight decay nor by a gradient
+        assert not np.any(gradient["layers"]["router_bias"])
+        moved = np.array(params["layers"]["router_bias"])
+        moved += RATE * np.sign(TOP * sum(SIZES) / experts - choices)
+        bias = np.asarray(state.params["layers"]["router_bias"])
+        np.testing.assert_allclose(bias, moved, rtol=1e-6)
+        infinite = np.where(BATCH["mask"], np.inf, 0).astype(np.float32)
+        state, metrics = learner.update(state, BATCH.add(advantages=infinite), {})
         assert metrics["skipped"] == 1
         np.testing.assert_array_equal(state.params["layers"]["router_bias"], bias)
 
 
-def check_bias(params, state, choices, gradient):
-    """It moves against the load, and neither by weight decay nor by a gradient, which is 0."""
-    assert not np.any(gradient["layers"]["router_bias"])
-    expected = np.array(params["layers"]["router_bias"])
-    mean = TOP * SIZES.sum() / EXPERTS
-    for place in np.ndindex(*expected.shape):
-        expected[place] += RATE * np.sign(mean - choices[place])
-    bias = np.asarray(state.params["layers"]["router_bias"])
-    np.testing.assert_allclose(bias, expected, rtol=1e-6)
-    return bias
-
-
-def poisoned(batch):
-    return batch.add(advantages=np.where(batch["mask"], np.inf, 0).astype(np.float32))
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_the_optimizer_does_not_touch_the_bias(rate):
+def test_the_optimizer_does_not_touch_the_bias():
     """A rate of 0 freezes it, whatever the weight decay."""
     bias, other = jnp.array([[1.0, -2.0]]), jnp.array([3.0])
     params = {"layers": {"router_bias": bias, "other": other}}
     optimizer, count = optax.adamw(0.1, weight_decay=0.5), jnp.zeros((), jnp.int32)
-    grads = jax.tree.map(jnp.zeros_like, params)
     router = RouterStats(jnp.array([4.0]), jnp.array([[3.0, 1.0]]), bias, jnp.array([1.0]))
-    state = TrainState(params, optimizer.init(params), count, count)
-
-    def change(before, after):
-        return move_router_bias(before, after, router, rate=rate)
-
-    state, _ = apply_gradients(state, grads, optimizer, change)
-    assert state.params["layers"]["router_bias"].tolist() == [[1.0 - rate, -2.0 + rate]]
-    assert state.params["layers"]["other"] < other
-
-
-def test_an_update_does_not_depend_on_the_mesh():
-    params = draw(SPEC)
-    gradient, (balance, _) = differentiate(params, SPEC, COEF)
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    learner, state = build(SPEC, params, tokens=64, mesh=mesh)
-    state, metrics = learner.update(state, make_batch(), {})
-    assert_same(state, jax.device_get(gradient))
-    np.testing.assert_allclose(metrics["router_loss"], balance, rtol=1e-5)
-
-
-def test_without_a_coefficient_there_is_no_balance_loss():
-    params = draw(SPEC)
-    gradient, (balance, _) = differentiate(params, SPEC, 0.0)
-    learner, state = build(SPEC, params, tokens=48, coef=0.0)
-    state, metrics = learner.update(state, make_batch(), {})
-    assert_same(state, jax.device_get(gradient))
-    assert metrics["loss"] == metrics["pg_loss"]
-    np.testing.assert_allclose(metrics["router_loss"], balance, rtol=1e-5)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for rate in (0.0, 0.5):
+        state = TrainState(params, optimizer.init(params), count, count)
+        move = functools.partial(move_router_bias, router=router, rate=rate)
+        state, _ = apply_gradients(state, grads, optimizer, lambda a, b, move=move: move(a, b))
+        assert state.params["layers"]["router_bias"].tolist() == [[1.0 - rate, -2.0 + rate]]
+        assert state.params["layers"]["other"] < other
 
 
 def test_a_critic_balances_its_experts_too():
     """The value head of zeros gives the routers no gradient, so it is that of the balance."""
-    params, spec = with_value_head(draw(sigmoid(SPEC)), sigmoid(SPEC))
-    batch = make_batch()
-    batch = batch.add(returns=np.where(batch["mask"], 1.0, 0.0).astype(np.float32))
-    objective = ValueObjective(loss=squared_value_loss)
-    learner, state = build(spec, params, tokens=48, objective=objective)
+    params, spec = with_value_head(draw(SIGMOID), SIGMOID)
+    batch = BATCH.add(returns=BATCH["mask"].astype(np.float32))
+    learner, state = build(spec, params, objective=ValueObjective(loss=squared_value_loss))
     state, metrics = learner.update(state, batch, {})
     assert np.any(state.opt_state[0].trace["layers"]["router"])
-    assert np.any(state.params["layers"]["router_bias"] != params["layers"]["router_bias"])
-    assert metrics["router_loss"] > 0
+    after, before = (x["layers"]["router_bias"] for x in (state.params, params))
+    assert np.any(after != before) and metrics["router_loss"] > 0
+
+
+# ------------------------------------------------------------------------------------------ replay
+
+
+def drawn_routes():
+    """Choices that have nothing to do with the routers', and none of each sequence's last token."""
+    rng = np.random.default_rng(2)
+    each = [rng.permutation(MOE.moe.experts)[:TOP] for _ in range(REAL.size * LAYERS)]
+    routes = np.array(each, np.int8).reshape(NOTHING.shape)
+    routes[np.arange(len(SIZES)), np.array(SIZES) - 1] = NO_ROUTE
+    return routes
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        *(
+            pytest.param(axes, marks=pytest.mark.slow)
+            for axes in ({"expert": 2, "context": 2}, {"stage": 2, "data": 2})
+        ),
+    ],
+    ids=str,
+)
+def test_an_update_by_recorded_choices_has_their_gradient(axes):
+    """Packed in micro-batches, with the balance of what was replayed."""
+    routes = drawn_routes()
+    learner, state = build(MOE, draw(MOE), axes=axes, router_replay="rollout")
+    state, metrics = learner.update(state, BATCH.add(routes=routes), {})
+    expected, (*_, experts) = by_hand(draw(MOE), MOE, COEF, routes)
+    assert_same(jax.device_get(state.opt_state[0].trace), jax.device_get(expected), rtol=2e-4)
+    given = REAL & (routes != NO_ROUTE).all((2, 3))
+    np.testing.assert_array_equal(np.asarray(experts)[given], routes[given])
+    if not axes:  # else the choice of later layers may fall otherwise at a tie
+        own = np.asarray(by_hand(draw(MOE), MOE, COEF, NOTHING)[1][-1])[given][:, 0]
+        is_same = (own[:, :, None] == routes[given][:, 0, None]).any(-1)  # in the first layer
+        assert abs(float(metrics["router_replaced"]) - (~is_same).mean()) < 0.2
+
+
+@pytest.mark.slow
+def test_the_routers_own_choices_change_nothing_of_an_update():
+    """But a last digit here and there: one program takes them as its input."""
+    plainly, state = build(MOE, draw(MOE), router_replay="none")
+    replays, again = build(MOE, draw(MOE), router_replay="old_policy")
+    record = logprob_pass(replays.model, replays.shape, mesh_of(), ("logprobs", ROUTES))
+    recorded = record(draw(MOE), BATCH)
+    state, _ = plainly.update(state, BATCH, {})
+    again, metrics = replays.update(again, BATCH.add(routes=recorded[ROUTES]), {})
+    assert float(metrics["router_replaced"]) == 0
+    assert_same(again.opt_state[0].trace, state.opt_state[0].trace, rtol=1e-5, atol=1e-6)
+
+
+def test_the_pass_for_old_log_probs_is_replayed_after_the_policy_has_moved():
+    """Its choices come with it; a later pass takes them, and one without them chooses anew."""
+    model = ForwardConfig(model=Decoder(MOE), router_replay="old_policy")
+    shape = row_shape(48, LENGTH, sequences=len(SIZES))
+    infer = logprob_pass(model, shape, mesh_of(), ("logprobs", ROUTES))
+
+    def check(got, params, routes):
+        _, (logprobs, *_, experts) = by_hand(params, MOE, COEF, routes)
+        wanted, mask = np.asarray(logprobs), BATCH["mask"]
+        np.testing.assert_allclose(got["logprobs"][mask], wanted[mask], atol=1e-4)
+        return np.asarray(experts)[REAL]
+
+    old, moved = infer(draw(MOE), BATCH), draw(MOE, seed=5)
+    assert old[ROUTES].dtype == np.int8
+    np.testing.assert_array_equal(old[ROUTES][REAL], check(old, draw(MOE), NOTHING))
+    replayed, anew = infer(moved, BATCH.add(routes=old[ROUTES])), infer(moved, BATCH)
+    np.testing.assert_array_equal(replayed[ROUTES][REAL], old[ROUTES][REAL])
+    check(replayed, moved, old[ROUTES])
+    check(anew, moved, NOTHING)
+    assert np.abs(anew["logprobs"] - replayed["logprobs"]).max() > 0.1
+
+
+def record(first, count):
+    numbers = np.arange(first, first + count, dtype=np.int8)[:, None, None]
+    return numbers * np.ones((1, LAYERS, TOP), np.int8)
+
+
+ARRAYS = np.array([3, 4], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32)
+
+
+def test_records_of_several_chains_lie_on_their_tokens():
+    """Each chain has its own, from its first token on; none of its last, nor of padding."""
+
+    def told(*tokens, chain=0):
+        return Completion.told(tokens, chain)
+
+    def drawn(*tokens, chain=0):
+        versions = np.zeros(len(tokens), np.int32)
+        return told(*tokens, chain=chain)._replace(versions=versions, drawn=True)
+
+    pieces = (drawn(7, 8), told(20, 21, chain=1), drawn(22, chain=1), told(9), drawn(10, 11))
+    chains = Episode((5, 6), pieces, "stop", routes=(record(0, 6), record(30, 2)))
+    answer = Episode.of((1, 2), Completion(*ARRAYS, "stop", routes=record(50, 3)))
+    broken = Episode((5, 6), (drawn(7),), "broken", error="x", routes=(record(70, 2),))
+    rollouts = Rollouts([None] * 3, [chains, answer, broken], [""] * 3)
+    routes = lay_out(rollouts, samples=1, max_tokens=12)[ROUTES]
+    assert routes.shape == (3, 12, LAYERS, TOP)
+    numbers, none = routes[:, :, 0, 0].tolist(), [NO_ROUTE] * 12
+    assert numbers[0] == [0, 1, 2, 3, 30, 31, NO_ROUTE, 4, 5, *none[:3]]
+    assert numbers[1:] == [[50, 51, 52, *none[:9]], none]
+
+
+def test_a_later_turn_does_not_change_what_earlier_tokens_were_drawn_with():
+    """It records them again where it has read them again."""
+    log = EpisodeLog()
+    chain = log.begin_chain(Stretch((5, 6)), [])
+    for first, count in ((0, 3), (40, 7)):
+        log.end_turn(chain, Completion(*ARRAYS, "stop", routes=record(first, count)), "")
+    (joined,) = log.routes
+    assert joined[:, 0, 0].tolist() == [0, 1, 2, 43, 44, 45, 46]
+
+
+def test_a_completion_is_packed_with_its_record():
+    for routes in (None, record(3, 4), record(3, 4).astype(np.int16)):
+        packed = json.loads(json.dumps(packed_completion(Completion(*ARRAYS, "", routes=routes))))
+        again = unpacked_completion(packed).routes
+        np.testing.assert_array_equal(again, routes)
+        assert routes is None or again.dtype == routes.dtype
+
+
+def test_what_can_not_be_replayed_is_refused():
+    key, old = "model.router_replay", {"model.router_replay": "old_policy"}
+    for keys in (
+        {"algorithm.pairs": "best_and_worst", "algorithm.pair_loss": "dpo"},
+        {"rollout.engine": "vllm"},
+        old | {"batch.prompts_per_minibatch": None},
+        old | {"algorithm.use_rollout_logprobs": True},
+        old | {"batch.prompts_per_minibatch": 8, "mesh.train.stage": 2},
+    ):
+        with refuses(key):
+            resolve_functions(load(TrainConfig, "quickstart", {key: "rollout"} | keys))
+    config = load(TrainConfig, "quickstart", {key: "rollout"})
+    with refuses(key):
+        replaying(ForwardConfig(model=Decoder(DENSE)), config)

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -16,9 +15,7 @@ from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.dataset import Preference, preference_batch
 from jaxrl_llm.data.packing import row_shape
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.sharding.layout import batch_shards, make_mesh, shardings
+from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.sharding.reshard import to_host
 from jaxrl_llm.training.experience import (
     ScoreError,
@@ -29,16 +26,14 @@ from jaxrl_llm.training.experience import (
     select_kept,
     select_pairs,
 )
-from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.roles import Reference
-from jaxrl_llm.training.update import Learner, PolicyObjective, PreferenceObjective, TrainState
+from jaxrl_llm.training.update import PolicyObjective, PreferenceObjective, TrainState
 from jaxrl_llm.types import Batch
-from tests.decoders import forward
-from tests.specs import tiny_spec
+from tests.specs import DENSE as SPEC
+from tests.specs import draw
+from tests.updates import assert_same, by_rows, chosen, learn, mesh_of, place, updated
 
-SPEC = tiny_spec(vocab_size=32, hidden_size=16, heads=4, kv_heads=2, head_dim=4, ff_width=24)
 WIDTH, GROUP = 8, 4
-KEEP_GRADIENT = optax.chain(optax.trace(decay=0.0), optax.sgd(0.5))
 DPO = functools.partial(preferences.dpo, beta=0.3)
 SCORES = [0.0, 1.0, 0.5, 1.0] + [1.0] * 4 + [0.25, 0.0, 0.0, 0.75]
 """Of three groups; the second one's are all equal."""
@@ -48,13 +43,7 @@ ANSWERS = len(SCORES)
 
 @pytest.fixture(scope="module")
 def params():
-    rng = np.random.default_rng(0)
-
-    def draw(decl):
-        values = 0.3 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
-        return jnp.asarray(values, jnp.float32)
-
-    return jax.tree.map(draw, declare(SPEC))
+    return draw(SPEC, scale=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -85,44 +74,20 @@ def batch():
     return Batch(tokens.astype(np.int32), sizes.astype(np.int32), fields)
 
 
-def one_mesh(**sizes):
-    count = int(np.prod(list(sizes.values()) or [1]))
-    return make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | sizes, jax.devices()[:count])
-
-
 def build(params, objective, reduce, *, width, rows=16, mesh=None):
     """Return a function from a mini-batch to the gradient and metrics of an update."""
-    mesh = mesh or one_mesh()
-    placed = jax.device_put(params, shardings(declare(SPEC), mesh))
-    learner = Learner(
-        objective,
-        ForwardConfig(model=Decoder(SPEC)),
-        KEEP_GRADIENT,
-        reduce=reduce,
-        shape=row_shape(rows * width, width, sequences=16, multiple_of=batch_shards(mesh)),
-        mesh=mesh,
-        params_like=placed,
-    )
-
-    def run(minibatch):
-        coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
-        state, metrics = learner.update(learner.init(placed), minibatch, coefs)
-        return jax.device_get((state.opt_state[0].trace, metrics))
-
-    return run
+    mesh = mesh or mesh_of()
+    placed, ranks = place(params, SPEC, mesh), batch_shards(mesh)
+    shape = row_shape(rows * width, width, sequences=16, multiple_of=ranks)
+    learner = learn(SPEC, placed, objective, shape, mesh=mesh, reduce=reduce)
+    coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    return lambda minibatch: updated(learner, placed, minibatch, coefs)[:2]
 
 
-def assert_same(got, expected, names=("loss",)):
-    (gradient, metrics), (wanted, wanted_metrics) = got, expected
-    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
-    assert scale > 0.01
-    for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
-        assert_allclose(leaf, other, rtol=1e-4, atol=3e-6 * scale)
+def check(got, expected, names=("loss",)):
+    assert_same(got[0], expected[0])
     for name in names:
-        assert_allclose(metrics[name], wanted_metrics[name], rtol=2e-5, err_msg=name)
-
-
-# -------------------------------------------------------------------------------------------- pairs
+        assert_allclose(got[1][name], expected[1][name], rtol=2e-5, err_msg=name)
 
 
 def pairs_of(batch, function=best_and_worst, size=ANSWERS):
@@ -181,49 +146,28 @@ def prefers(params, batch):
     return build(params, objective, sequence_mean_token_mean, width=2 * WIDTH)(wanted)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "rows"), [({}, 16), ({}, 1), ({"fsdp": 4, "tensor": 2}, 4)], ids=str
-)
+@pytest.mark.parametrize(("sizes", "rows"), [({}, 1), ({"fsdp": 4, "tensor": 2}, 4)], ids=str)
 def test_an_update_on_pairs_is_prefers_for_every_cut_and_mesh(params, batch, prefers, sizes, rows):
     """The rows that fill a mini-batch up count for nothing."""
-    run = build(
-        params,
-        PreferenceObjective(loss=DPO),
-        sequence_mean_token_mean,
-        width=2 * WIDTH,
-        rows=rows,
-        mesh=one_mesh(**sizes),
-    )
+    objective, mesh = PreferenceObjective(loss=DPO), mesh_of(**sizes)
+    how = {"width": 2 * WIDTH, "rows": rows, "mesh": mesh}
+    run = build(params, objective, sequence_mean_token_mean, **how)
     (minibatch,), metrics = pairs_of(batch, all_pairs)
     assert len(minibatch.tokens) == 12 > int(metrics["pairs/count"])
-    assert_same(run(minibatch), prefers, ("loss", "rewards/margins", "rewards/accuracies"))
+    check(run(minibatch), prefers, ("loss", "rewards/margins", "rewards/accuracies"))
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda scores: scores, "returned ArrayImpl; expected Pairs"),
-        (lambda scores: Pairs(scores, scores, scores > 0), "float32.12. as 'chosen'; expected ind"),
-        (
-            lambda scores: Pairs(jnp.arange(2), jnp.arange(2), jnp.ones(2)),
-            "as 'valid'; expected true or false",
-        ),
-        (
-            lambda scores: Pairs(jnp.array([0]), jnp.array([4]), jnp.array([True])),
-            "paired answers to different prompts",
-        ),
-        (
-            lambda scores: Pairs(jnp.array([0]), jnp.array([12]), jnp.array([True])),
-            "an index that is no answer, expected 0 to 11",
-        ),
-    ],
-)
-def test_what_is_no_pair_is_refused(batch, function, message):
-    with pytest.raises(ScoreError, match=message):
-        pair_maker(function)(batch)
-
-
-# ---------------------------------------------------------------------------------------- reference
+def test_what_is_no_pair_is_refused(batch):
+    one = jnp.array([0])
+    for function, expected in (
+        (lambda scores: scores, "Pairs"),
+        (lambda scores: Pairs(scores, scores, scores > 0), "chosen"),
+        (lambda scores: Pairs(jnp.arange(2), jnp.arange(2), jnp.ones(2)), "valid"),
+        (lambda scores: Pairs(one, jnp.array([4]), jnp.array([True])), "prompts"),
+        (lambda scores: Pairs(one, jnp.array([12]), jnp.array([True])), "11"),
+    ):
+        with pytest.raises(ScoreError, match=expected):
+            pair_maker(function)(batch)
 
 
 def test_a_reference_on_the_host_is_there_again_after_a_refresh():
@@ -244,45 +188,39 @@ def test_a_reference_on_the_host_is_there_again_after_a_refresh():
     assert [reference.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
 
 
-# --------------------------------------------------------------------------------------- one answer
-
-
 def kept_by(batch, function, size=ANSWERS):
     keep = per_answer(function, "algorithm.answer_filter", np.bool_)
     return select_kept(keep, size, size // GROUP, batch)
 
 
 @jax.jit
-def imitation(params, tokens, mask):
-    """Return Σ −log π of the answers' tokens of one sequence, straight from the model."""
-    count = tokens.shape[0]
-    hidden = forward(params, SPEC, tokens[None], jnp.arange(count)[None], jnp.ones((1, count), int))
-    scores = hidden[0] @ params["embed"].T
-    logpi = jax.nn.log_softmax(scores[:-1], axis=-1)
-    taken = logpi[jnp.arange(count - 1), tokens[1:]]
-    return -jnp.sum(jnp.where(mask[1:], taken, 0.0))
+def imitation(params, tokens, sizes, mask, shares):
+    """Return Σ −log π of tokens by their shares, one sequence a row, and its gradient."""
+
+    def loss(params):
+        given = Batch(tokens, sizes, {})
+        logprobs = chosen(by_rows(SPEC, params, given), tokens)
+        return -jnp.sum(jnp.where(mask, shares * logprobs, 0.0))
+
+    return jax.value_and_grad(loss)(params)
 
 
 @pytest.mark.parametrize("reduce", [token_mean, sequence_mean_token_mean], ids=lambda f: f.__name__)
 def test_imitating_the_kept_answers_is_supervised_training_on_them(params, batch, reduce):
     """One by one, without packing; a mean is over the kept answers' tokens, or over the answers."""
     (minibatch,), metrics = kept_by(batch, functools.partial(shaping.at_least, threshold=1.0))
-    rows = [1, 3, 4, 5, 6, 7]
+    rows, counts = [1, 3, 4, 5, 6, 7], batch["mask"].sum(1)
     assert metrics == {"batch/kept_answers": len(rows)}
-    tokens = batch["mask"].sum(1)
-    total, gradient = 0.0, None
+    shares = np.zeros(batch["mask"].shape, np.float32)
     for i in rows:
-        size = int(batch.sequence_lengths[i])
-        inputs = jnp.asarray(batch.tokens[i, :size]), jnp.asarray(batch["mask"][i, :size])
-        loss, own = jax.value_and_grad(imitation)(params, *inputs)
-        share = 1 / tokens[rows].sum() if reduce is token_mean else 1 / (len(rows) * tokens[i])
-        total += share * float(loss)
-        own = jax.tree.map(lambda g, share=share: share * g, own)
-        gradient = own if gradient is None else jax.tree.map(jnp.add, gradient, own)
+        by_answer = len(rows) * counts[i]
+        shares[i] = 1 / (counts[rows].sum() if reduce is token_mean else by_answer)
+    arrays = batch.tokens, batch.sequence_lengths, batch["mask"], shares
+    loss, gradient = jax.device_get(imitation(params, *arrays))
     objective = PolicyObjective(loss=losses.negative_log_likelihood)
     assert len(minibatch.tokens) == 6, "three prompts, twice"
     got = build(params, objective, reduce, width=WIDTH)(minibatch)
-    assert_same(got, (jax.device_get(gradient), {"loss": total}))
+    check(got, (gradient, {"loss": loss}))
 
 
 def test_the_best_of_each_group_is_kept(batch):
@@ -295,11 +233,8 @@ def test_the_best_of_each_group_is_kept(batch):
     assert minibatch["mask"].any() and not empty["mask"].any()
 
 
-def test_mini_batches_are_whole_groups_in_their_order(batch):
+def test_mini_batches_are_whole_groups_in_their_order_and_filled_up_to_powers_of_two(batch):
     cut = [*cut_minibatches(batch, GROUP)]
     assert len(cut) == 3
     assert_array_equal(cut[1].tokens, batch.tokens[4:8])
-
-
-def test_a_batch_is_filled_up_to_a_power_of_two_of_its_unit(batch):
     assert [len(filled(batch.take(np.arange(n)), 3).tokens) for n in (0, 3, 4, 7)] == [3, 3, 6, 12]

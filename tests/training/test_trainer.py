@@ -1,8 +1,5 @@
 """What a step does, in which order, and what the engine says of its weights."""
 
-import contextlib
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +9,7 @@ import pytest
 
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.config.sections import ValidationConfig
 from jaxrl_llm.data.chat import PolicyTokens
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.monitoring.clock import Clock
@@ -20,7 +18,7 @@ from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.runs.checkpoint import Saved
 from jaxrl_llm.training.bind import AlgorithmFunctions
-from jaxrl_llm.training.buffer import Buffer, Group, PolicyWeights, Sampler, Schedule, Scorer
+from jaxrl_llm.training.buffer import Buffer, Group, PolicyWeights, Sampler, Scorer
 from jaxrl_llm.training.experience import with_ages, with_scores
 from jaxrl_llm.training.loop import OpenFiles
 from jaxrl_llm.training.roles import Models, Reference, Role
@@ -29,10 +27,8 @@ from jaxrl_llm.training.trainer import RLTrainer
 from jaxrl_llm.training.update import Learner, TrainState
 from jaxrl_llm.types import Batch
 
-LIMIT = 60  # seconds
 STATE = TrainState({}, (), jnp.int32(0), jnp.int32(0))
 PROMPT = Prompt(0, (1, 2), "arithmetic", "3")
-ANSWERS = ("3", "4")
 
 
 def config_of(**tree):
@@ -89,90 +85,14 @@ def trainer_of(
     )
 
 
+def drawn_token(version=0):
+    return Completion(np.array([5]), np.zeros(1, np.float32), np.array([version]), "length")
+
+
 def answered(version=0):
     """Return rollouts of two answers to a prompt, of one token each, drawn by these weights."""
-    drawn = Completion(np.array([5]), np.zeros(1, np.float32), np.array([version]), "length")
-    return Rollouts([PROMPT] * 2, [Episode.of(PROMPT.tokens, drawn)] * 2, [*ANSWERS])
-
-
-def buffer_of(config, scorer, stack):
-    """Return a buffer whose sampler gives the answers of `answered`."""
-
-    def sample(states, needed, stop, on_end):
-        for state, episode in zip(states, answered().episodes, strict=True):
-            state.episode = episode
-
-    sampler = Mock(
-        spec=Sampler,
-        sample=sample,
-        gather=lambda states: answered(),
-        examine=lambda rollouts: rollouts,
-        **{"overlaps_training": False, "keeps_cache": False, "episodes": None},
-    )
-    return Buffer(
-        config=config,
-        total_steps=2,
-        sampler=sampler,
-        scorer=scorer,
-        prompt_batches=iter([[PROMPT]]),
-        prompts=[PROMPT],
-        schedule=Schedule(None, slots=1, done=0, replayed=None, repeats=True),
-        executor=stack.enter_context(ThreadPoolExecutor(2)),
-    )
-
-
-class ReachedError(Exception):
-    """A step has come so far."""
-
-
-WAITING_REWARD = f"""
-import pathlib, time
-
-def score(data_source, solution_str, ground_truth, extra_info):
-    here, end = pathlib.Path(__file__).parent, time.monotonic() + {LIMIT}
-    (here / "scoring").touch()
-    while not (here / "computing").exists():
-        if time.monotonic() > end:
-            raise TimeoutError("the reference waits for the scores")
-        time.sleep(0.01)
-    return 0.5 if solution_str == ground_truth else 0.25
-"""
-
-
-def test_answers_are_scored_while_the_devices_compute(tmp_path):
-    """Reward function and reference each wait until the other has begun."""
-    (tmp_path / "reward.py").write_text(WAITING_REWARD)
-
-    def logprobs(states, batch):
-        (tmp_path / "computing").touch()
-        end = time.monotonic() + LIMIT
-        while not (tmp_path / "scoring").exists():
-            assert time.monotonic() < end, "nobody scores while the reference is computed"
-            time.sleep(0.01)
-        return np.zeros(batch.tokens.shape, np.float32)
-
-    config = config_of(
-        run_dir=str(tmp_path),
-        rollout={"samples_per_prompt": 2, "max_new_tokens": 4},
-        batch={"prompts_per_step": 1},
-        reward={"function": f"{tmp_path / 'reward.py'}:score", "workers": 1, "timeout_s": LIMIT},
-    )
-    with contextlib.ExitStack() as stack:
-        scorer = Scorer(config, functions_of(), None, stack)
-        buffer = buffer_of(config, scorer, stack)
-        trainer = trainer_of(
-            config,
-            models={"reference": Mock(spec=Reference, logprobs=logprobs)},
-            sampler=buffer.sampler,
-            scorer=scorer,
-            buffer=buffer,
-        )
-        trainer.select = Mock(side_effect=ReachedError)
-        with pytest.raises(ReachedError):
-            trainer.step(Clock())
-    (batch,) = trainer.select.call_args.args
-    assert "ref_logprobs" in batch.fields
-    assert batch["scores"].tolist() == [0.5, 0.25]
+    episode = Episode.of(PROMPT.tokens, drawn_token(version))
+    return Rollouts([PROMPT] * 2, [episode] * 2, ["3", "4"])
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
@@ -296,27 +216,37 @@ def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only
         assert "logprobs" not in batch.fields
 
 
-@pytest.mark.parametrize(
-    ("echo", "told"),
-    [
-        (Receipt(3, 17), None),
-        (Receipt(3, 18), "echoed version 3 with checksum 18, expected version 3 with 17"),
-        (Receipt(2, 17), "echoed version 2 with checksum 17, expected version 3"),
-        (Receipt(3, None), None),  # it has compared by itself
-        (Receipt(2, None), "echoed version 2 with checksum None, expected version 3"),
-    ],
-)
-def test_what_the_engine_echoes_is_compared_with_what_was_sent(echo, told):
-    engine, weights = (
-        Mock(spec=Engine),
-        Mock(spec=PolicyWeights, merged=Mock(), checksum=Mock(return_value=17)),
-    )
-    engine.load.return_value = echo
-    tokens, folder = PolicyTokens(Mock(), ()), Path("r")
-    sampler = Sampler(config_of().rollout, engine, tokens, weights, seed=0, folder=folder)
-    if told is None:
-        assert sampler.sync({}, 3) == {"perf/moved_gb": 0.0}
-    else:
-        with pytest.raises(EngineError, match=told):
-            sampler.sync({}, 3)
-    assert weights.checksum.called == (echo.checksum is not None)
+def sampler_of(engine, weights=None):
+    tokens = PolicyTokens(Mock(decode=lambda ids, **options: "x"), (0,))
+    rest = {"seed": 0, "folder": Path("r")}
+    return Sampler(config_of().rollout, engine, tokens, weights or Mock(), **rest)
+
+
+def test_what_the_engine_echoes_is_compared_with_what_was_sent():
+    for echo, is_right in (
+        (Receipt(3, 17), True),
+        (Receipt(3, 18), False),
+        (Receipt(2, 17), False),
+        (Receipt(3, None), True),  # it has compared by itself
+        (Receipt(2, None), False),
+    ):
+        engine = Mock(spec=Engine, **{"load.return_value": echo})
+        weights = Mock(spec=PolicyWeights, merged=Mock(), checksum=Mock(return_value=17))
+        sampler = sampler_of(engine, weights)
+        if is_right:
+            assert sampler.sync({}, 3) == {"perf/moved_gb": 0.0}
+        else:
+            with pytest.raises(EngineError, match="version 3"):
+                sampler.sync({}, 3)
+        assert weights.checksum.called == (echo.checksum is not None)
+
+
+def test_the_engine_holds_its_cache_only_while_it_samples():
+    names = ["wake", "sample", "sleep"]
+    engine = Mock(spec=Engine, **{"sample.return_value": [drawn_token()]})
+    sampler_of(engine).sample_validation([PROMPT], 1, ValidationConfig())
+    assert [name for name, *_ in engine.mock_calls] == names
+    engine = Mock(spec=Engine, **{"sample.side_effect": RuntimeError("gone")})
+    with pytest.raises(RuntimeError, match="gone"):
+        sampler_of(engine).sample_canaries(Rollouts([PROMPT], [], []), 1)
+    assert [name for name, *_ in engine.mock_calls] == names

@@ -4,12 +4,10 @@ import dataclasses
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms.losses import TokenLoss
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.sections import ModelConfig
@@ -18,10 +16,9 @@ from jaxrl_llm.data.packing import RowShape, plan_microbatches
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import PatchRows, Visual
 from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
-from jaxrl_llm.sharding.layout import Layout, make_mesh
+from jaxrl_llm.sharding.layout import Layout
 from jaxrl_llm.training.experience import filled
 from jaxrl_llm.training.forward import (
     ForwardConfig,
@@ -34,24 +31,17 @@ from jaxrl_llm.training.forward import (
 from jaxrl_llm.training.load_model import model_spec
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from jaxrl_llm.types import VISUALS, Batch
-from tests.specs import tiny_vision
+from tests.specs import DENSE, draw, tiny_vision
+from tests.updates import mesh_of, place, plain
 
 IMAGE, START, END = 40, 41, 42
 VISION = tiny_vision(
     layers=2, ff_width=12, out_size=16, deep_layers=(0,), image_id=IMAGE, marks=(START, END)
 )
-SPEC = ModelSpec(
+SPEC = dataclasses.replace(
+    DENSE,
     vocab_size=48,
-    hidden_size=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
     head_dim=8,
-    ff_width=16,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    max_positions=32,
     vision=VISION,
     mrope_sections=(2, 1, 1),
     mrope_interleaved=True,
@@ -88,25 +78,13 @@ def make_batch(rows=ROWS, seed=0):
     return Batch(tokens, sizes, {"mask": mask, "advantages": advantages, VISUALS: visuals})
 
 
-def loss(logprobs, advantages):
-    return TokenLoss(-logprobs * advantages, {})
-
-
 @pytest.fixture(scope="module")
 def params():
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda decl: jnp.asarray(rng.normal(scale=0.3, size=decl.shape), jnp.float32), declare(SPEC)
-    )
+    return draw(SPEC, scale=0.3)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return make_mesh({"fsdp": 1}, jax.devices()[:1])
-
-
-def tower_of(params, mesh):
-    return FrozenTower(params["vision"], Decoder(APART), Layout(mesh), "float32")
+def tower_of(params, mesh=None):
+    return FrozenTower(params["vision"], Decoder(APART), Layout(mesh or mesh_of()), "float32")
 
 
 def text_of(params):
@@ -117,49 +95,51 @@ def trained(**options):
     return ForwardConfig(model=Decoder(SPEC), visuals=VisualPacker(Decoder(SPEC)), **options)
 
 
-def frozen(params, mesh):
+def frozen(params, mesh=None):
     packer = VisualPacker(Decoder(APART), tower_of(params, mesh))
     return ForwardConfig(model=Decoder(APART), visuals=packer)
 
 
-def learn(model, params, mesh, shape=WHOLE):
-    optimizer = optax.sgd(1.0)
-    options = dict(reduce=token_mean, shape=shape, mesh=mesh, params_like=params)
-    return Learner(PolicyObjective(loss=loss), model, optimizer, **options)
-
-
-def updated(model, params, mesh, shape=WHOLE):
-    learner = learn(model, params, mesh, shape)
+def updated(model, params, mesh=None, shape=WHOLE):
+    learner = Learner(
+        PolicyObjective(loss=plain),
+        model,
+        optax.sgd(1.0),
+        reduce=token_mean,
+        shape=shape,
+        mesh=mesh or mesh_of(),
+        params_like=params,
+    )
     state, metrics = learner.update(learner.init(params), make_batch(), {})
     return state.params, metrics
 
 
 @pytest.fixture(scope="module")
-def by_one(params, mesh):
-    return updated(trained(), params, mesh)
+def by_one(params):
+    return updated(trained(), params)
 
 
-def test_microbatches_with_images_add_up_to_the_whole(params, mesh, by_one):
-    got, metrics = updated(trained(remat="full"), params, mesh, PART)
+def test_microbatches_with_images_add_up_to_the_whole(params, by_one):
+    got, metrics = updated(trained(remat="full"), params, shape=PART)
     chex.assert_trees_all_close(got, by_one[0], rtol=2e-4, atol=2e-5)
     assert metrics["loss"] == pytest.approx(float(by_one[1]["loss"]), rel=1e-5)
 
 
-def test_a_trained_tower_is_trained_and_a_frozen_one_stays(params, mesh, by_one):
+def test_a_trained_tower_is_trained_and_a_frozen_one_stays(params, by_one):
     """The rest of the model has the same gradient beside either."""
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), params["vision"], by_one[0]["vision"])
     assert all(jax.tree.leaves(changed))
-    model, text = frozen(params, mesh), text_of(params)
-    got, _ = updated(model, text, mesh)
+    model, text = frozen(params), text_of(params)
+    got, _ = updated(model, text)
     assert "vision" not in got
     chex.assert_trees_all_close(got, text_of(by_one[0]), rtol=2e-4, atol=2e-5)
     chex.assert_trees_all_equal(model.visuals.tower.params, params["vision"])
 
 
-def test_packed_sequences_are_scored_as_each_by_itself(params, mesh):
-    batch, score = make_batch(), logprob_pass(trained(), ONE, mesh)
+def test_packed_sequences_are_scored_as_each_by_itself(params):
+    batch, score = make_batch(), logprob_pass(trained(), ONE, mesh_of())
     packed = score(params, batch)["logprobs"]
-    infer = logprob_pass(frozen(params, mesh), PART, mesh)
+    infer = logprob_pass(frozen(params), PART, mesh_of())
     for i in range(len(ROWS)):
         alone = infer(text_of(params), batch.take(slice(i, i + 1)))["logprobs"]
         np.testing.assert_allclose(alone[0], packed[i], rtol=1e-4, atol=1e-5)
@@ -181,8 +161,8 @@ def showing(*images):
     return Batch(ones[:, None], ones, {VISUALS: visuals})
 
 
-def test_features_are_computed_once_and_forgotten(params, mesh):
-    tower, seen = tower_of(params, mesh), []
+def test_features_are_computed_once_and_forgotten(params):
+    tower, seen = tower_of(params), []
     run = tower._encode
     tower._encode = lambda params, rows, bounds: seen.append(rows) or run(params, rows, bounds)
     tower.keep(showing([IMAGES[0], IMAGES[1]], [IMAGES[0]]))
@@ -197,7 +177,7 @@ def test_features_are_computed_once_and_forgotten(params, mesh):
     assert len(seen) == 3
 
 
-def test_rows_have_room_for_their_images(params):
+def test_rows_have_room_for_their_images():
     """A sequence takes the room of its tokens, or of its images where these are more."""
     packer, batch = VisualPacker(Decoder(SPEC)), make_batch()
     shape = PART._replace(visual_share=0.3)  # 4 tokens of 16
@@ -212,23 +192,21 @@ def test_rows_have_room_for_their_images(params):
     assert packed.rotary[0, :4].tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 2], [3, 3, 3]]
     small = VisualPacker(Decoder(SPEC), max_pixels=8 * VISION.patch**2)
     small.rows(batch, [[2]], PART)
-    with pytest.raises(ValueError, match=r"an image of 16 patches, expected at most 8, .*max_pix"):
+    with pytest.raises(ValueError, match="max_pixels"):
         small.rows(batch, [[0]], PART)
-    with pytest.raises(ValueError, match=r"sequence 0: it has 4 tokens .* raise batch.max_vis"):
+    with pytest.raises(ValueError, match="sequence 0"):
         packer.sizes(batch, PART._replace(visual_share=0.2))
     prompts = [(f"row {i}", row.tolist()) for i, row in enumerate(batch.tokens)]
     check_room(prompts, packer, shape)
-    with pytest.raises(ConfigError, match=r"row 0: it has 4 tokens of images .* has room for 3"):
+    with pytest.raises(ConfigError, match="row 0"):
         check_room(prompts, packer, PART._replace(visual_share=0.2))
 
 
-@pytest.mark.parametrize(
-    ("vision", "apart"), [("none", None), ("frozen", True), ("trained", False)]
-)
-def test_a_spec_is_of_what_is_trained(vision, apart):
-    spec = model_spec(ModelConfig(path="configs/vision/model", vision=vision))
-    assert (spec.vision_apart if spec.vision else None) is apart
-    assert ("vision" in declare(spec)) == (vision == "trained")
+def test_a_spec_is_of_what_is_trained():
+    for vision, apart in (("none", None), ("frozen", True), ("trained", False)):
+        spec = model_spec(ModelConfig(path="configs/vision/model", vision=vision))
+        assert (spec.vision_apart if spec.vision else None) is apart
+        assert ("vision" in declare(spec)) == (vision == "trained")
 
 
 def test_placeholders_are_as_many_as_images_need():
@@ -236,7 +214,7 @@ def test_placeholders_are_as_many_as_images_need():
     batch.tokens[0, -1] = batch.tokens[1, 3] = IMAGE  # padding, and a token that was drawn
     packer.rows(batch, [[0], [1]], WHOLE)
     batch.tokens[0, 0] = IMAGE
-    with pytest.raises(ValueError, match=r"sequence 0 has 5 placeholder tokens, .* have 4"):
+    with pytest.raises(ValueError, match="sequence 0"):
         packer.rows(batch, [[0]], WHOLE)
 
 
@@ -277,10 +255,8 @@ def test_chains_have_their_own_images():
 @pytest.mark.guards("jaxrl_llm/training/forward.py")
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4}])
 def test_meshes_change_no_number(params, by_one, axes):
-    mesh = make_mesh(axes, jax.devices()[: int(np.prod([*axes.values()]))])
-    layout = Layout(mesh)
-    shape = RowShape(rows=4, length=LENGTH, sequences=8, ranks=4)
-    placed = jax.device_put(params, layout.of(declare(SPEC)))
+    mesh, shape = mesh_of(**axes), RowShape(rows=4, length=LENGTH, sequences=8, ranks=4)
+    placed = place(params, SPEC, mesh)
     got, _ = updated(trained(), placed, mesh, shape)
     chex.assert_trees_all_close(got, by_one[0], rtol=2e-4, atol=2e-5)
     text = text_of(placed)

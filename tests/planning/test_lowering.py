@@ -1,25 +1,32 @@
-"""Every family of models, and the engine, lowers for CUDA from a CPU.
+"""Models, the engine and updates lower for CUDA from a CPU.
 
 What only the lowered text shows is asserted of it. What is computed is tested elsewhere, and what
 XLA's GPU compiler makes of it needs its plugin.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxrl_llm import kernel_choice
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.hf.config import FAMILIES, make_config
+from jaxrl_llm.models.kernels import DeviceInfo
 from jaxrl_llm.models.moe.grouped_triton import TRITON
 from jaxrl_llm.models.paged_triton import attend_pages
+from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import ROLLOUT_RULES, Layout, make_mesh
-from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
+from jaxrl_llm.training.bind import resolve_functions
+from jaxrl_llm.training.compile import StepId, StepKind, plan_role, plan_shapes
+from jaxrl_llm.training.load_model import open_layouts
+from tests.guarded import MODEL, PLANNING
 from tests.planning.stablehlo import (
-    DENSE,
     DONATES,
     GROUPED,
     SPECS,
@@ -28,6 +35,7 @@ from tests.planning.stablehlo import (
     configure,
     lower,
     pretend,
+    slow,
     spec_of,
 )
 
@@ -50,31 +58,7 @@ def test_the_reader_sees_what_may_not_be_in_a_program():
     assert program.donated == program.aliased == program.partitions == 1
 
 
-def test_it_is_cuda_that_programs_are_lowered_for():
-    like = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    factor = jax.jit(jnp.linalg.cholesky).trace(like)
-    assert lower(factor).calls == {"cusolver_potrf_ffi"}
-    assert lower(factor, "cpu").calls == {"lapack_spotrf_ffi"}
-    unlike = jax.jit(lambda x: jax.lax.platform_dependent(x, cpu=jnp.exp, cuda=jnp.log))
-    assert lower(unlike.trace(like)).logarithms
-    tell = jax.jit(lambda x: jax.pure_callback(abs, like, x))
-    with pytest.raises(ValueError, match="platform"):  # Python is called by each platform apart
-        lower(tell.trace(like))
-
-
-def test_every_family_of_models_is_here():
-    made = {name: make_config(spec_of(name))["architectures"] for name in SPECS}
-    expected = {
-        family.name: [f"{family.name}{'ForConditionalGeneration' if sees else 'ForCausalLM'}"]
-        for family in reversed(FAMILIES)
-        for sees in [family.language_class != "ForCausalLM"]
-    }
-    expected["Gemma3 with images"] = ["Gemma3ForConditionalGeneration"]
-    del expected["Glm4MoeLite"]  # the same models as DeepseekV3
-    assert made == expected
-
-
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("family", slow(SPECS, "Qwen3", "DeepseekV3"))
 def test_families(family, tmp_path, monkeypatch):
     pretend(monkeypatch, (8, 0))  # where cuDNN's attention is not possible
     spec = spec_of(family)
@@ -92,7 +76,7 @@ def test_families(family, tmp_path, monkeypatch):
             check(trace(), spec, step.kind, calls=grouped)
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "DeepseekV3"])
+@pytest.mark.parametrize("family", slow(["Gemma2", "DeepseekV3"], "Gemma2"))
 def test_the_engine_with_every_bucket(family):
     spec = spec_of(family)
     mesh = make_mesh({"data": 4, "tensor": 2})
@@ -118,16 +102,7 @@ def test_the_engine_with_every_bucket(family):
             assert not program.products
 
 
-def test_an_engine_on_one_device(tmp_path):
-    sizes = {"mesh__train__devices": 1, "mesh__rollout__devices": 1}
-    shapes = plan_shapes(configure(tmp_path, DENSE, model__dtype="float32", **sizes))
-    for kind in (StepKind.PREFILL, StepKind.DECODE):
-        program = lower(shapes.trace[StepId(ENGINE, kind)]())
-        assert program.partitions == 1
-        assert {dtype for product in program.products for dtype, _ in product} == {"f32"}
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", slow(["auto", "int8"], "auto"))
 def test_the_engine_over_pages_in_place(kv_cache_dtype):
     spec = spec_of("Gemma2", head_dim=16)  # windows and soft-caps
     mesh = make_mesh({"data": 4, "tensor": 2})
@@ -147,6 +122,8 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
         assert program.aliased == program.donated
 
 
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *PLANNING)
 def test_the_engine_with_images():
     spec = spec_of("Qwen3VL")
     settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
@@ -167,3 +144,78 @@ def test_the_engine_with_images():
     assert encode.donated == 2  # the features and those of DeepStack
     for step in (StepKind.PREFILL, StepKind.DECODE):
         check_precision(prefill if step is StepKind.PREFILL else decode, spec, step)
+
+
+MESHES = {
+    "one device": {"fsdp": 1, "devices": 1},
+    "data": {"data": 8, "fsdp": 1},
+    "fsdp": {"fsdp": 8},
+    "tensor": {"data": 2, "fsdp": 1, "tensor": 4},
+    "context by heads": {"fsdp": 2, "context": 4},
+    "context by keys": {"fsdp": 2, "context": 4},
+    "context by ring": {"fsdp": 2, "context": 4},
+    "stage": {"stage": 2, "data": 2, "fsdp": 2},
+    "expert": {"expert": 2, "fsdp": 4},
+    "expert, tensor": {"expert": 2, "fsdp": 2, "tensor": 2},
+    "fsdp, tensor, context": {"fsdp": 2, "tensor": 2, "context": 2},
+}
+REMAT = dict(zip(MESHES, itertools.cycle(("full", "dots", "none"))))
+
+
+def mesh_keys(name, role="train"):
+    """Config keys of one of `MESHES`."""
+    keys = {f"mesh__{role}__{axis}": size for axis, size in MESHES[name].items()}
+    return keys | {"mesh__context_by": name.partition("context by ")[2] or "heads"}
+
+
+def trace_actor(config, spec, kind):
+    """Trace a step of the policy of a run, of which nothing else is planned."""
+    functions, layout = resolve_functions(config), open_layouts(config.mesh).train
+    return plan_role(config, functions, "actor", spec, layout)[1][StepId("actor", kind)]()
+
+
+@pytest.mark.parametrize("name", slow(MESHES, "fsdp"))
+def test_meshes(name, tmp_path):
+    spec = spec_of("Qwen3Moe" if "expert" in name else "Qwen3")
+    config = configure(tmp_path, spec, model__remat=REMAT[name], **mesh_keys(name))
+    traced = trace_actor(config, spec, StepKind.ACCUMULATE)
+    check(traced, spec, StepKind.ACCUMULATE, 1 if name == "one device" else 8)
+    if name == "fsdp":
+        check(trace_actor(config, spec, StepKind.APPLY), spec, StepKind.APPLY)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Stands in for what jax and the library look up on a machine, and for trying kernels."""
+    device = DeviceInfo("cuda", (9, 0), kernels.LEAST_JAX)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 92800)
+    monkeypatch.setattr(
+        fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda c: c == "9.0"
+    )
+    pretend(monkeypatch, device.capability)
+    monkeypatch.setattr(kernel_choice, "this_device", lambda: device)
+    monkeypatch.setattr(kernels, "difference", lambda *_: 0.0)
+
+
+FUSED = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+WITH_CUDNN = ("one device", "fsdp", "tensor", "context by heads", "expert, tensor")
+
+
+@pytest.mark.parametrize("name", slow(WITH_CUDNN, "tensor"))
+def test_attention_by_cudnn(name, tmp_path, hopper):
+    spec = spec_of("Qwen3Moe" if "expert" in name else "Qwen3")
+    config = configure(tmp_path, spec, model__attention="cudnn", **mesh_keys(name))
+    devices = 1 if name == "one device" else 8
+    update = trace_actor(config, spec, StepKind.ACCUMULATE)
+    grouped = GROUPED if spec.moe else set()
+    check(update, spec, StepKind.ACCUMULATE, devices, FUSED | grouped)
+    infer = trace_actor(config, spec, StepKind.INFER)
+    check(infer, spec, StepKind.INFER, devices, {"__cudnn$fmhaSoftmax"} | grouped)
+
+
+def test_an_adapter(tmp_path):
+    spec = spec_of(lora=LoraSpec(rank=4, alpha=8.0, targets=("query", "up")))
+    config = configure(tmp_path, spec_of(), mesh__train__fsdp=8)
+    for kind in (StepKind.ACCUMULATE, StepKind.INFER):
+        check(trace_actor(config, spec, kind), spec, kind)

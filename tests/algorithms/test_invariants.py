@@ -1,0 +1,213 @@
+"""What must hold of every function, whatever it computes."""
+
+import functools
+from itertools import pairwise
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from jaxrl_llm.algorithms import advantages, correction, kl, losses, reduce, shaping, values
+from jaxrl_llm.config.functions import asks_for
+from tests.algorithms.fields import B, T, jitted, make_fields, named, run
+
+
+def to_tokens(scores, mask):
+    return advantages.to_tokens(scores, mask)
+
+
+ADVANTAGES = named(advantages) | {"to_tokens": to_tokens}
+CORRECTIONS, LOSSES = named(correction), named(losses) | named(values)
+SELECTIONS = {"select_clip_cov", "select_kl_cov"}
+ALL = ADVANTAGES | CORRECTIONS | LOSSES | named(kl) | named(reduce) | named(shaping)
+IN_PLACE = {"optimal_token_baseline", "optimal_token_baseline_corrected"}
+"""Compare tokens of the same place."""
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_neither_order_nor_types_nor_transformations_change_a_function(name):
+    function, fields, other = ALL[name], make_fields(), make_fields(1)
+    want = run(function, fields)
+    if name != "second_moment_mask" or want.any():
+        assert any(np.any(x) for x in jax.tree.leaves(want)), "the comparison needs numbers"
+
+    order = np.array([4, 0, 5, 2, 1, 3])
+    moved = {key: x[order] for key, x in fields.items()}
+    moved["group_ids"] = 1000 - 7 * moved["group_ids"]
+    expected = jax.tree.map(lambda x: x[order], want)
+    chex.assert_trees_all_close(run(function, moved), expected, rtol=1e-4, atol=1e-5)
+
+    stacked = [jnp.stack([fields[key], other[key]]) for key in asks_for(function)]
+    mapped = jitted(jax.vmap(function))(*stacked)
+    both = jax.tree.map(lambda *x: np.stack(x), want, run(function, other))
+    chex.assert_trees_all_close(mapped, both, rtol=1e-5, atol=1e-5)
+
+    low = {k: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for k, x in fields.items()}
+    high = {k: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for k, x in low.items()}
+    got = run(function, low)
+    assert {x.dtype.name for x in jax.tree.leaves(got)} <= {"float32", "bool"}
+    chex.assert_trees_all_close(got, run(function, high), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES | CORRECTIONS | named(reduce))
+def test_told_tokens_and_unusable_answers_change_nothing(name):
+    """Three tokens, of which nothing is known, somewhere in each answer; two answers of six.
+
+    A group of its own and an empty mask are as good as cutting an answer out of the batch.
+    """
+    function, fields, rng = ALL[name], make_fields(), np.random.default_rng(0)
+    places = np.sort([rng.permutation(T + 3)[:T] for _ in range(B)], axis=1)
+    places = places[:1].repeat(B, 0) if name in IN_PLACE else places
+    longer = {}
+    for key, x in jax.tree.map(np.asarray, fields).items():
+        longer[key] = x
+        if x.shape == (B, T):
+            told = {"b": False, "i": -1, "f": np.nan}[x.dtype.kind]
+            longer[key] = np.full((B, T + 3), told, x.dtype)
+            np.put_along_axis(longer[key], places, x, axis=1)
+    told, plain = (jax.tree.leaves(run(function, each)) for each in (longer, fields))
+    for got, want in zip(told, plain, strict=True):
+        inside = np.take_along_axis(got, places, axis=1) if want.ndim == 2 else got
+        np.testing.assert_allclose(inside, want, rtol=1e-4, atol=1e-5)
+        assert want.ndim == 1 or not got[~longer["mask"]].any()
+
+    for rows in ([1, 4], [3, 5]):
+        others = np.setdiff1d(np.arange(B), rows)
+        kept = {key: np.array(x) for key, x in fields.items()}
+        for key, x in kept.items():
+            if x.dtype.kind == "f":
+                x[rows] = np.nan if x.shape == (B, T) and key != "x" else 1e3
+        kept["mask"][rows], kept["response_lengths"][rows] = False, 0
+        kept["group_ids"][rows] = B + np.array(rows)
+        cut = {key: np.asarray(x)[others] for key, x in fields.items()}
+        for got, want in zip(
+            *map(jax.tree.leaves, (run(function, kept), run(function, cut))), strict=True
+        ):
+            assert want.ndim == 1 or not got[rows].any()
+            np.testing.assert_allclose(got[others], want, rtol=1e-5, atol=1e-6)
+
+
+EXTREME = [0.0, -1e-3, -1e4, -np.inf, 1e4]
+POLICIES = {"logprobs", "old_logprobs", "reward_logprobs"}
+NOT_CLIPPED = {"negative_log_likelihood", "second_moment_mask", "select_clip_cov", "select_kl_cov"}
+
+
+@pytest.mark.parametrize(
+    "name", [key for key, f in ALL.items() if POLICIES & {*asks_for(f)} and key not in NOT_CLIPPED]
+)
+def test_extreme_log_probs_give_finite_numbers(name):
+    """Values and gradients, with impossible and certain tokens under either of two policies."""
+    function, fields = ALL[name], make_fields()
+    new, old = (
+        jnp.asarray(np.resize(x.ravel(), (B, T)), jnp.float32)
+        for x in np.meshgrid(EXTREME, EXTREME)
+    )
+    asked = asks_for(function)
+
+    def total(x, given):
+        made = function(*({**given, "logprobs": x}[key] for key in asked))
+        return sum(jnp.sum(y) for y in jax.tree.leaves(made)), made
+
+    both = jax.jit(jax.grad(total, has_aux=True))
+    for rollout, sign in ((old, 1.0), (old, -1.0), (new, 0.0), (new, 1.0)):
+        part = fields | {
+            **dict.fromkeys(("logprobs", "reward_logprobs"), new),
+            **dict.fromkeys(("old_logprobs", "ref_logprobs"), old),
+            "rollout_logprobs": rollout,
+            "advantages": jnp.full((B, T), sign),
+            "raw_scores": jnp.full(B, 0.5 + 0.5 * sign),
+        }
+        for x in jax.tree.leaves(both(part["logprobs"], {key: part[key] for key in asked})):
+            assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in SELECTIONS])
+def test_a_loss_does_not_hide_nan_and_reads_nothing_off_the_mask(name):
+    """Neither for its value nor for its gradient, which are added up with the weights."""
+    function, fields = ALL[name], make_fields()
+    asked = asks_for(function)
+    learned = "values" if "values" in asked else "logprobs"
+
+    @jax.jit
+    def contribution(given, weights, mask):
+        def total(x):
+            loss = function(*({**given, learned: x}[key] for key in asked)).loss
+            return jnp.where(mask, weights * loss, 0.0).sum()
+
+        return jax.value_and_grad(total)(given[learned])
+
+    def pad(key, x):
+        if x.ndim == 1 or key == "score_components":
+            return jnp.pad(x, (0, 1), constant_values=-77) if x.ndim == 1 else x
+        garbage = {"mask": False, "old_logprobs": -jnp.inf, "logprobs": 1e4}.get(key, -77)
+        return jnp.pad(x, [(0, 1), (1, 2)], constant_values=jnp.asarray(garbage, x.dtype))
+
+    padded = {key: pad(key, x) for key, x in fields.items()}
+    results = [
+        contribution(
+            {key: each[key] for key in asked}, reduce.token_mean(each["mask"]), each["mask"]
+        )
+        for each in (fields, padded)
+    ]
+    (want, gradient), (got, wider) = jax.device_get(results)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(wider[:-1, 1:-2], gradient, rtol=1e-5, atol=1e-6)
+    assert np.abs(gradient).max() > 1e-3
+    assert_array_equal(np.where(padded["mask"], 0.0, wider), 0.0)
+
+    if learned == "logprobs":
+        broken = fields | {"logprobs": fields["logprobs"].at[0, 1].set(jnp.nan)}
+        broken["high_covariance"] = jnp.zeros_like(fields["mask"])
+        assert np.isnan(run(function, broken).loss[0, 1])
+
+
+@functools.cache
+def weights_of_tokens():
+    """The weights of every reduction with every correction [W B T]."""
+    fields = make_fields()
+    of_batch = [weigh for name, weigh in CORRECTIONS.items() if "old_logprobs" in asks_for(weigh)]
+    corrections = [np.ones((B, T), np.float32), *(run(weigh, fields) for weigh in of_batch)]
+    kinds = [run(kind, fields) for kind in named(reduce).values()]
+    return np.stack([kind * weights for kind in kinds for weights in corrections])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in SELECTIONS])
+def test_no_split_changes_a_loss_under_any_reduction_and_correction(name):
+    """sum(weights · loss) and its gradient: added up over parts, each filled up with empty rows."""
+    function, fields, weights = ALL[name], jax.device_get(make_fields()), weights_of_tokens()
+    asked = asks_for(function)
+    learned = "values" if "values" in asked else "logprobs"
+
+    @jax.jit
+    def contribution(part, weights):
+        def loss(x):
+            made = function(*({**part, learned: x}[key] for key in asked)).loss
+            return jnp.where(part["mask"], made, 0.0)
+
+        per_token, back = jax.vjp(loss, part[learned])
+        return jnp.einsum("wbt,bt->w", weights, per_token), jax.vmap(lambda w: back(w)[0])(weights)
+
+    def filled(x, rows):
+        return np.concatenate([x[rows], np.zeros_like(x[len(rows) :])])
+
+    fields = {key: fields[key] for key in {*asked, "mask"}}
+    value, gradient = jax.device_get(contribution(fields, weights))
+    scale = np.abs(gradient).max(axis=(1, 2), keepdims=True) + 1e-9
+    assert scale.max() > 1e-3, "the comparison needs gradients that are not tiny"
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        order, cuts = rng.permutation(B), np.flatnonzero(rng.uniform(size=B - 1) < 0.5) + 1
+        total, gradients = np.zeros_like(value), np.zeros_like(gradient)
+        for start, stop in pairwise([0, *cuts, B]):
+            rows = order[start:stop]
+            part = {key: filled(x, rows) for key, x in fields.items()}
+            shares = filled(weights.swapaxes(0, 1), rows).swapaxes(0, 1)
+            share, grads = jax.device_get(contribution(part, shares))
+            total += share
+            gradients[:, rows] = grads[:, : len(rows)]
+            assert not grads[:, len(rows) :].any()
+        np.testing.assert_allclose(total, value, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(gradients / scale, gradient / scale, rtol=1e-5, atol=1e-6)
