@@ -20,9 +20,16 @@ from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import check_fp8
 from jaxrl_llm.training.buffer import engine_checksum
 from tests.decoders import forward, logits
-from tests.rollout.conftest import SPECS
+from tests.guarded import MODEL, NATIVE
+from tests.rollout.conftest import build, check_same, spec_of, weights
+from tests.specs import DENSE
 
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9), (31,)]
+NEW, LENGTH = 12, 20
+SIZES = {"PREFILL_LENGTHS": (16,), "PREFILL_TOKENS": (64,)}
+slow = functools.partial(
+    pytest.param, marks=[pytest.mark.slow, pytest.mark.guards(*MODEL, *NATIVE)]
+)
 
 
 def scale_of(x):
@@ -48,41 +55,32 @@ def have_ties(x):
     return (lower != upper).any(axis=-1)
 
 
-def dequantized(params, model="dense"):
+def dequantized(params, model):
     """Return the weights that the engine's float8 ones stand for."""
-    declared = declare_quantized(SPECS[model])
 
     def one(decl, stack):
         if not isinstance(decl, QuantizedMatrix):
             return stack
-        stack = np.asarray(stack)
         layers = []
-        for matrix in stack:
+        for matrix in np.asarray(stack):
             inputs = int(np.prod(matrix.shape[: decl.inputs]))
-            columns = rounded(matrix.reshape(inputs, -1).T)
-            layers.append(columns.T.reshape(matrix.shape))
+            layers.append(rounded(matrix.reshape(inputs, -1).T).T.reshape(matrix.shape))
         return jnp.asarray(np.stack(layers))
 
-    return jax.tree.map(
-        one, declared, params, is_leaf=lambda decl: isinstance(decl, QuantizedMatrix)
-    )
+    declared = declare_quantized(spec_of(model))
+    return jax.tree.map(one, declared, params, is_leaf=lambda d: isinstance(d, QuantizedMatrix))
 
 
-def logprobs(params, tokens, model="dense"):
-    place = jnp.arange(len(tokens))[None]
-    hidden = forward(params, SPECS[model], jnp.asarray([tokens]), place, jnp.ones_like(place))
-    return np.asarray(jax.nn.log_softmax(logits(params, SPECS[model], hidden)[0]), np.float64)
+TIES = []
+"""For each rounding, which tokens [R L] have numbers with ties."""
 
 
-def project_rounded(ties, x, matrix, *, inputs=1):
-    """Round what is multiplied as the formula does, and scale it before the product.
-
-    `ties` gets for each token of one sequence whether its numbers have ties.
-    """
+def project_rounded(x, matrix, *, inputs=1):
+    """Round what is multiplied as the formula does, and scale it before the product."""
     flat = x.reshape(*x.shape[:2], -1)
 
     def of_host(numbers):
-        ties.append(have_ties(numbers)[0])
+        TIES.append(have_ties(numbers))
         return rounded(numbers)
 
     numbers = jax.pure_callback(of_host, jax.ShapeDtypeStruct(flat.shape, np.float32), flat)
@@ -90,126 +88,124 @@ def project_rounded(ties, x, matrix, *, inputs=1):
     return y.reshape(*x.shape[:2], *matrix.shape[inputs:])
 
 
-def linear_rounded(ties, weights, spec, name, x, **options):
+def linear_rounded(weights, spec, name, x, **options):
     """Apply a projection as `linear` does, by the formula where the engine has it in float8."""
-    rounds = not name.startswith("delta_")
     with pytest.MonkeyPatch.context() as patched:
-        if rounds:
-            patched.setattr(linear, "project", functools.partial(project_rounded, ties))
+        if not name.startswith("delta_"):
+            patched.setattr(linear, "project", project_rounded)
         return linear.linear(weights, spec, name, x, **options)
 
 
-def greedy(prompt, new=12):
-    return Request(prompt, SamplingParams(new, temperature=0.0), seed=0)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def logprobs_by(params, rows, model, by_formula):
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (layer_functions, decoder) if by_formula else ():
+            patched.setattr(module, "linear", linear_rounded)
+        place = jnp.broadcast_to(jnp.arange(LENGTH), rows.shape)
+        hidden = forward(params, spec_of(model), rows, place, jnp.ones_like(place))
+        return jax.nn.log_softmax(logits(params, spec_of(model), hidden))
 
 
-@pytest.fixture
-def make(build):
+def greedy(prompt):
+    return Request(prompt, SamplingParams(NEW, temperature=0.0), seed=0)
+
+
+REQUESTS = [greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with contextlib.closing(build(quantization="fp8", sizes=SIZES)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("model", ["dense", slow("moe"), slow("delta")])
+def test_answers_are_those_of_the_formula_after_each_of_two_syncs(shared, model):
     with contextlib.ExitStack() as stack:
-
-        def made(**options):
-            engine = build(quantization="fp8", **options)
-            stack.callback(engine.close)
-            return engine
-
-        yield made
-
-
-@pytest.mark.parametrize("model", SPECS)
-def test_answers_are_those_of_the_formula_after_each_of_two_syncs(
-    make, draw_params, monkeypatch, model
-):
-    engine = make(model=model)
-    for version in (0, 1):
-        params = draw_params(version, model)
-        engine.load(params, version=version)
-        answers = engine.sample([greedy(prompt) for prompt in PROMPTS])
-        plain, differences, compared = dequantized(params, model), [], 0
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            whole = [*prompt, *answer.tokens.tolist()]
-            ties = []
-            with monkeypatch.context() as patched:
-                for module in (layer_functions, decoder):
-                    patched.setattr(module, "linear", functools.partial(linear_rounded, ties))
-                expected = logprobs(plain, whole, model)[len(prompt) - 1 : -1]
+        engine = shared
+        if model != "dense":
+            engine = build(model=model, quantization="fp8", sizes=SIZES)
+            stack.enter_context(contextlib.closing(engine))
+        for version in (0, 1):
+            params = weights(model, version)
+            engine.load(params, version=version)
+            answers = engine.sample(REQUESTS)
+            rows = np.zeros((len(PROMPTS), LENGTH), np.int32)
+            for row, prompt, answer in zip(rows, PROMPTS, answers, strict=True):
+                row[: len(prompt) + NEW] = [*prompt, *answer.tokens]
+            TIES.clear()
+            formula = np.asarray(logprobs_by(dequantized(params, model), rows, model, True))
+            jax.effects_barrier()
+            exact = np.asarray(logprobs_by(params, rows, model, False))
             # what follows a tie has seen it
-            sure = ~np.logical_or.accumulate(np.any(ties, axis=0))[len(prompt) - 1 : -1]
-            assert (answer.tokens == expected.argmax(axis=1))[sure].all()
-            np.testing.assert_allclose(answer.logprobs[sure], expected.max(axis=1)[sure], atol=5e-5)
-            compared += sure.sum()
-            differences.append(logprobs(params, whole, model)[len(prompt) - 1 : -1] - expected)
-        differences = np.abs(np.concatenate(differences))
-        assert 1e-3 < differences.mean() < 0.5  # the rounding matters
-        assert compared > 0.7 * len(differences)
+            unsure = np.logical_or.accumulate(np.any(TIES, axis=0), axis=1)
+            differences, compared = [], 0
+            for row, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+                drawn = slice(len(prompt) - 1, len(prompt) - 1 + NEW)
+                sure, expected = ~unsure[row, drawn], formula[row, drawn]
+                assert (answer.tokens == expected.argmax(axis=1))[sure].all()
+                best = expected.max(axis=1)[sure]
+                np.testing.assert_allclose(answer.logprobs[sure], best, atol=5e-5)
+                compared += sure.sum()
+                differences.append(np.abs(exact[row, drawn] - expected))
+            assert 1e-3 < np.mean(differences) < 0.5  # the rounding matters
+            assert compared > 0.7 * len(PROMPTS) * NEW
 
 
+@pytest.mark.slow
+@pytest.mark.guards(*MODEL, *NATIVE)
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
-def test_a_mesh_gives_the_same(make, params, axes):
-    alone, mesh = make(), make(devices=4, axes=axes)
-    receipts = [engine.load(params, version=0) for engine in (alone, mesh)]
-    assert receipts[0].checksum == receipts[1].checksum
-    requests = [greedy(prompt) for prompt in PROMPTS]
-    for one, many in zip(alone.sample(requests), mesh.sample(requests), strict=True):
-        assert one.tokens.tolist() == many.tokens.tolist()
-        np.testing.assert_allclose(one.logprobs, many.logprobs, atol=5e-5)
+def test_a_mesh_gives_the_same(shared, axes):
+    with contextlib.closing(build(4, axes, quantization="fp8", sizes=SIZES)) as mesh:
+        receipts = [engine.load(weights(), version=0) for engine in (shared, mesh)]
+        assert receipts[0].checksum == receipts[1].checksum
+        check_same(shared.sample(REQUESTS), mesh.sample(REQUESTS), atol=5e-5)
 
 
-def test_the_trainer_knows_the_checksum(make, params):
-    engine = make(dtype="bfloat16")
-    receipt = engine.load(params, version=0)
-    sent = [
-        engine_checksum(Decoder(SPECS["dense"]), "bfloat16", quantized=q)(params)
-        for q in (True, False)
-    ]
-    assert receipt.checksum == int(sent[0]) != int(sent[1])
-    changed = jax.tree.map(lambda x: x, params)
-    changed["layers"]["down"] = params["layers"]["down"] * 1.01
-    assert engine.load(changed, version=1).checksum != receipt.checksum
-
-
-def test_matrices_take_half_of_bfloat16(build, make, params):
+def test_what_the_engine_holds_and_its_checksum(hollow, caplog):
     def bytes_of(engine, names):
         layers = engine.shapes()[0]["layers"]
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([layers[n] for n in names]))
 
-    wide, narrow = build(dtype="bfloat16"), make(dtype="bfloat16")
-    wide.close()
+    wide, narrow = hollow(dtype="bfloat16"), hollow(dtype="bfloat16", quantization="fp8")
+    assert "slow" in caplog.text  # on a CPU
     names = ("query", "key", "value", "output", "gate", "up", "down")
     scales = sum(4 * x.scale.size for n in names for x in narrow.shapes()[0]["layers"][n])
     assert bytes_of(narrow, names) - scales == bytes_of(wide, names) / 2
-    narrow.load(params, version=0)
+    receipt = narrow.load(weights(), version=0)
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow._params, narrow.shapes()[0])
     others = [name for name in narrow._params["layers"] if name not in names]
     assert bytes_of(narrow, others) == bytes_of(wide, others)
     assert narrow._params["embed"].dtype == narrow._params["head"].dtype == jnp.bfloat16
+    sent = [
+        engine_checksum(Decoder(DENSE), "bfloat16", quantized=q)(weights()) for q in (True, False)
+    ]
+    assert receipt.checksum == int(sent[0]) != int(sent[1])
+    changed = jax.tree.map(lambda x: x, weights())
+    changed["layers"]["down"] = changed["layers"]["down"] * 1.01
+    assert narrow.load(changed, version=1).checksum != receipt.checksum
 
 
-def test_nothing_compiles_at_the_second_sync_and_donated_weights_go(
-    make, params, other_params, compile_rest
-):
-    engine = make()
-    engine.load(params, version=0)
-    mine = jax.tree.map(jnp.copy, other_params)
+def test_nothing_compiles_at_the_second_sync_and_donated_weights_go(shared, compile_rest):
+    shared.load(weights(), version=0)
+    mine = jax.tree.map(jnp.copy, weights(seed=1))
+    shared.programs.warm_up()
     compile_rest()
     with contextlib.closing(CompileCounter()) as counter:
-        receipt = engine.load(other_params, version=1)
-        answers = engine.sample([greedy(PROMPTS[0])])
+        receipt = shared.load(weights(seed=1), version=1)
+        answers = shared.sample(REQUESTS[:1])
         assert counter.count == 0
-    assert engine.load(mine, version=2, donate=True).checksum == receipt.checksum
+    assert shared.load(mine, version=2, donate=True).checksum == receipt.checksum
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
-    assert engine.sample([greedy(PROMPTS[0])])[0].tokens.tolist() == answers[0].tokens.tolist()
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    check_same(shared.sample(REQUESTS[:1]), answers)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights()))
 
 
-@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0"])
-def test_gpus_without_float8_are_refused(capability):
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="GPU X")
-    refused = float(capability) < 8.9
-    message = rf"capability 8.9 or more .*; GPU X has {capability}"
-    with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
-        check_fp8(Decoder(SPECS["dense"]), gpu)
-
-
-def test_a_cpu_says_that_it_is_slow(make, caplog):
-    make()
-    assert "its float8 products are slow" in caplog.text
+def test_gpus_without_float8_are_refused():
+    for capability in ("7.5", "8.6", "8.9", "10.0"):
+        gpu = types.SimpleNamespace(
+            platform="gpu", compute_capability=capability, device_kind="GPU X"
+        )
+        refused = float(capability) < 8.9
+        with pytest.raises(ValueError, match="fp8") if refused else contextlib.nullcontext():
+            check_fp8(Decoder(DENSE), gpu)

@@ -30,10 +30,9 @@ class Pool:
     def extend(self, sequence, new):
         """Decode: append tokens; all but the newest are written."""
         table, tokens, cached = sequence
-        if not self.pages.allocate(table, cached + len(new)):
-            return
-        tokens += new
-        self.write(sequence, len(tokens) - 1)
+        if self.pages.allocate(table, cached + len(new)):
+            tokens += new
+            self.write(sequence, len(tokens) - 1)
 
     def write(self, sequence, end):
         table, tokens, cached = sequence
@@ -49,11 +48,9 @@ class Pool:
 
     def row(self, sequence):
         table, _, cached = sequence
-        stored = [
-            t for page in self.pages.pages_to_read(table, cached) for t in self.content[page][:SIZE]
-        ]
+        pages = self.pages.pages_to_read(table, cached)
         # a page of which only the first tokens are used is always the last
-        return stored[:cached]
+        return [t for page in pages for t in self.content[page]][:cached]
 
     def end(self, sequence, *, seals):
         table, tokens, cached = sequence
@@ -65,13 +62,9 @@ class Pool:
     def check(self):
         for sequence in self.live:
             assert self.row(sequence) == sequence[1][: sequence[2]]
-        own = [page for table, *_ in self.live for page in table.own]
-        nodes = {
-            node
-            for table, *_ in self.live
-            for node in [*table.shared, *([table.borrowed] if table.borrowed else [])]
-        }
-        owned = own + [node.page for node in nodes]
+        tables = [table for table, *_ in self.live]
+        nodes = {node for t in tables for node in [*t.shared, *filter(None, [t.borrowed])]}
+        owned = [page for table in tables for page in table.own] + [node.page for node in nodes]
         assert len(owned) == len(set(owned)), "no page has two owners"
         assert self.pages.available + len(owned) == self.pages.count
 
@@ -114,15 +107,28 @@ def test_each_sequence_reads_its_own_tokens(count, operations):
     assert sorted(whole.own) == list(range(count))
 
 
-@pytest.mark.parametrize(
-    ("again", "cached"), [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)]
-)
-def test_the_longest_common_beginning_is_found(again, cached):
-    pages, first = PagePool(4, size=SIZE), PageTable()
-    pages.allocate(first, 5)
-    pages.cache_prefix(first, (1, 2, 3, 4, 5))
-    pages.free(first)
-    assert pages.match_prefix(PageTable(), again) == cached
+def keep(pages, tokens, table=None):
+    """Write tokens and end, so that they are found; return the table."""
+    table = table or PageTable()
+    assert pages.allocate(table, len(tokens))
+    pages.cache_prefix(table, tokens)
+    pages.free(table)
+    return table
+
+
+def matched(pages, tokens, *version):
+    """Return how many tokens are found."""
+    table = PageTable()
+    count = pages.match_prefix(table, tokens, *version)
+    pages.free(table)
+    return count
+
+
+def test_the_longest_common_beginning_is_found():
+    for again, cached in (((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)):
+        pages = PagePool(4, size=SIZE)
+        keep(pages, (1, 2, 3, 4, 5))
+        assert matched(pages, again) == cached
 
 
 def in_common(one, other):
@@ -139,31 +145,27 @@ def test_of_many_pages_the_oldest_of_those_most_alike_is_found(count, held, aske
     pages = PagePool(count, size=6)  # the least recently used go where they are few
     root, asked = pages._trees[0], (*asked, 2)
     for tokens in held:
-        table = PageTable()
-        pages.allocate(table, len(tokens))
-        pages.cache_prefix(table, tuple(tokens))
-        pages.free(table)
-        matched = pages.match_prefix(table, asked)
+        table = keep(pages, tuple(tokens))
+        cached = pages.match_prefix(table, asked)
         best = max(root.children, key=lambda kept: in_common(kept, asked))
-        assert matched == in_common(best, asked)
-        if matched:
-            assert pages.pages_to_read(table, matched) == [root.children[best].page]
+        assert cached == in_common(best, asked)
+        if cached:
+            assert pages.pages_to_read(table, cached) == [root.children[best].page]
         pages.free(table)
 
 
-def test_what_was_used_least_recently_goes_first():
-    pages = PagePool(2, size=SIZE)
-    for tokens in ((1, 1, 1), (2, 2, 2)):
-        table = PageTable()
-        pages.allocate(table, SIZE)
-        pages.cache_prefix(table, tokens)
-        pages.free(table)
-    again = PageTable()
-    assert pages.match_prefix(again, (1, 1, 1)) == SIZE
-    pages.free(again)
-    assert pages.allocate(PageTable(), 1)
-    assert pages.match_prefix(PageTable(), (2, 2, 2)) == 0
-    assert pages.match_prefix(PageTable(), (1, 1, 1)) == SIZE
+@pytest.mark.parametrize("touch", [False, True])
+def test_what_was_used_least_recently_goes_first(touch):
+    """Also where a request has only looked, which waits."""
+    pages, first, second = PagePool(4, size=SIZE), (1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
+    for tokens in (first, second):
+        keep(pages, tokens)
+    if touch:
+        pages.touch((*first, 99))
+    else:
+        assert matched(pages, first) == 6
+    assert pages.allocate(PageTable(), 6)
+    assert [matched(pages, tokens) for tokens in (first, second)] == [6, 0]
 
 
 def test_two_that_wrote_the_same_share_it_in_the_end():
@@ -185,23 +187,9 @@ def test_what_was_begun_before_all_was_forgotten_is_not_shared():
     pages.allocate(table, SIZE)
     pages.reset_prefix_cache()
     pages.cache_prefix(table, (1, 1, 1))
-    assert pages.match_prefix(PageTable(), (1, 1, 1)) == 0
+    assert matched(pages, (1, 1, 1)) == 0
     pages.free(table)
     assert pages.available == 2
-
-
-def test_pages_of_requests_that_wait_go_last():
-    pool = PagePool(4, size=SIZE)
-    for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)):
-        table = PageTable()
-        assert pool.allocate(table, 6)
-        pool.cache_prefix(table, tokens)
-        pool.free(table)
-    pool.touch((1, 2, 3, 4, 5, 6, 99))  # else it would be the first to go
-    table = PageTable()
-    assert pool.allocate(table, 6)
-    cached = [pool.match_prefix(PageTable(), tokens) for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9))]
-    assert cached == [6, 0]
 
 
 def test_kept_pages_are_of_who_was_begun_under_their_weights():
@@ -210,19 +198,10 @@ def test_kept_pages_are_of_who_was_begun_under_their_weights():
         pages.reset_prefix_cache(version, keep=True)
         table = PageTable()
         pages.match_prefix(table, (1, 1, 1))
-        pages.allocate(table, SIZE)
-        pages.cache_prefix(table, (1, 1, version))
-        pages.free(table)
+        keep(pages, (1, 1, version), table)
     pages.reset_prefix_cache(3, keep=True)
-
-    def matched(last, version):
-        table = PageTable()
-        count = pages.match_prefix(table, (1, 1, last), version)
-        pages.free(table)
-        return count
-
-    assert [matched(1, 1), matched(2, 2)] == [SIZE, SIZE]
-    assert [matched(1, 2), matched(1, 3), matched(1, None)] == [2, 0, 0]
+    found = [matched(pages, (1, 1, last), of) for last, of in ((1, 1), (2, 2), (1, 2), (1, 3))]
+    assert [*found, matched(pages, (1, 1, 1), None)] == [SIZE, SIZE, 2, 0, 0]
     pages.reset_prefix_cache(4)
-    assert [matched(1, 1), matched(2, 2)] == [0, 0]
+    assert [matched(pages, (1, 1, version), version) for version in (1, 2)] == [0, 0]
     assert pages.available == 6
