@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -7,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native import page_pool
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.decoders import forward, logits
 from tests.specs import SPECS, draw
+from tests.tool_pools import open_tools
 
 MAX_TOKENS = 40
 
@@ -121,3 +125,22 @@ def hollow():
             return engine
 
         yield make
+
+
+@pytest.fixture
+def open_pool():
+    """(as `open_tools`) -> what runs tools, closed in the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *tools, **keys: stack.enter_context(open_tools(*tools, **keys))
+
+
+def call_tools(pool, *calls):
+    """Return the results of an episode's calls, each a name and its arguments."""
+
+    async def episode():
+        session = pool.open(0, EpisodeRow(0), 0, None)
+        results = [await session.call(ToolCall(name, arguments)) for name, arguments in calls]
+        await session.close()
+        return results
+
+    return asyncio.run(episode())

@@ -1,5 +1,3 @@
-"""Episodes of several chains: what is drawn, told and kept, and with which seeds."""
-
 import contextlib
 
 import jax.numpy as jnp
@@ -7,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import grpo
-from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import about
@@ -112,29 +109,7 @@ def test_chains_that_rewrite_nothing_draw_what_one_chain_does_in_any_order():
     assert same(rounds, freely)
 
 
-def test_limits_of_chains_and_of_the_episode():
-    limits = {"turns": 3}
-    episode = play(Scripted(echo), [prompt("7?")], agent=compacts, limits=limits).episodes[0]
-    assert (episode.turns, episode.finish) == (3, "turns")
-
-    async def reads_much(chat):
-        await chat.generate()
-        long = chat.new()
-        assert long.left == 20
-        await long.generate_after([5] * 55)
-
-    episode = play(Scripted(echo), [prompt("7?")], agent=reads_much, tokens=20).episodes[0]
-    assert len(episode.pieces[-1].tokens) == 5  # 40 + 20 less the prompt of 55
-
-    async def begins_with_nothing(chat):
-        await chat.new().generate()
-
-    with pytest.raises(RunError, match="append"):
-        play(Scripted(echo), [prompt("7?")], agent=begins_with_nothing)
-
-
 def test_what_was_drawn_before_is_not_drawn_again():
-    """Chains are led again from their turns, as where a push or a kill has found them."""
     engine, sampling = Scripted(echo), SamplingParams(max_new_tokens=60, stop_ids=STOPS)
     whole = play(engine, [prompt("7?")], agent=asks_another).episodes[0]
     drawn = [batch[0] for batch in engine.batches]
@@ -167,9 +142,6 @@ def test_a_history_that_is_too_long_is_summarized():
     calls = [len(turn.get("tool_calls", ())) for turn in episode.chats[0]]
     assert sum(calls) == len(episode.tool_records) > 1
     assert episode.chats[0][-2]["content"] == "Summarize."
-
-
-# ---------------------------------------------------------------------------------------- batches
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-"""The tool `python` in sessions, as an episode has it."""
-
 import asyncio
 
 import pytest
@@ -10,23 +8,17 @@ from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
 from tests.episodes import config
 from tests.refusals import refuses
+from tests.rollout.conftest import call_tools
 from tests.sandboxes import needs_landlock
-from tests.tool_pools import open_tools
 
 
 @pytest.fixture
-def make():
-    pools = []
-
+def make(open_pool):
     def build(*others, workers=0, timeout_s=10.0, limits=None, **keywords):
         tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
-        process = {"workers": workers, "timeout_s": timeout_s} | (limits or {})
-        pools.append(open_tools(tools, **process))
-        return pools[-1]
+        return open_pool(tools, workers=workers, timeout_s=timeout_s, **(limits or {}))
 
-    yield build
-    for pool in pools:
-        pool.close()
+    return build
 
 
 async def call(session, code):
@@ -35,13 +27,8 @@ async def call(session, code):
 
 
 def run(pool, *codes):
-    async def episode():
-        session = pool.open(0, EpisodeRow(0), 0, None)
-        results = [await call(session, code) for code in codes]
-        await session.close()
-        return results
-
-    return asyncio.run(episode())
+    results = call_tools(pool, *(("python", {"code": code}) for code in codes))
+    return [(result.text, result.failure) for result in results]
 
 
 @needs_landlock
@@ -103,16 +90,9 @@ def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
     file.write_text('import os\n\ndef die() -> None:\n    """End the worker."""\n    os._exit(3)\n')
     pool = make(f"{file}:die", workers=1, sandbox="process")
 
-    async def episode():
-        session = pool.open(0, EpisodeRow(0), 0, None)
-        await call(session, "x = 41")
-        before = await call(session, "x += 1\nx")
-        assert (await session.call(ToolCall("die", {}))).failure == "died"
-        after = await call(session, "x")
-        await session.close()
-        return before, after
-
-    assert asyncio.run(episode()) == (("42", None), ("42", None))
+    codes = [("python", {"code": code}) for code in ("x = 41", "x += 1\nx", "x")]
+    _, before, died, after = call_tools(pool, *codes[:2], ("die", {}), codes[2])
+    assert (before.text, died.failure, after.text) == ("42", "died", "42")
 
 
 def test_what_can_not_be_run_is_refused_at_the_start(make, monkeypatch):

@@ -1,5 +1,3 @@
-"""Episodes by the native engine: log-probs, versions and what is read anew for each turn."""
-
 import asyncio
 import contextlib
 import dataclasses
@@ -69,7 +67,6 @@ def some(engine, **keys):
 
 
 def test_logprobs_are_those_of_the_whole_stream_however_many_run_at_once(engine):
-    """The streams are equal; programs of other shapes add up in another order."""
     many, again, free = some(engine), some(engine), some(engine, order="free")
     with opened(4) as smaller:
         few = some(smaller)

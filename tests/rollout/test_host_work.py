@@ -1,5 +1,3 @@
-"""What the engine's host does between two programs, counted in calls: linear in the sequences."""
-
 import sys
 from collections import Counter
 from pathlib import Path

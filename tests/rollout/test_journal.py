@@ -1,19 +1,12 @@
-"""The journal: what is read back, cut lines, damage, and runs that are killed and drawn again."""
-
 import asyncio
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.session import Journal, call_digest
+from jaxrl_llm.rollout.tools.session import Journal
 from jaxrl_llm.rollout.tools.tool import ToolError, ToolResult
 from tests.tool_pools import open_tools
 
@@ -33,11 +26,7 @@ async def chance_async(row) -> str:
     return str(random.SystemRandom().random())
 
 def add(x: int, state, row) -> str:
-    """Add to a sum.
-
-    Args:
-        x: a number.
-    """
+    """Add to a sum.\\n\\nArgs:\\n    x: a number."""
     log(row.extra_info["path"], f"add {x}")
     state["sum"] = state.get("sum", 0) + x
     return f"{state['sum']} {random.SystemRandom().random()}"
@@ -87,9 +76,6 @@ def draw(pool, path, *, adds=(1, 2, 3, 4, 5, 6), number=4):
 def logged(path, word=""):
     lines = (path / "log").read_text().splitlines() if (path / "log").exists() else []
     return [line for line in lines if line.startswith(word)]
-
-
-# --------------------------------------------------------------------------------------------- file
 
 
 def test_a_journal_cut_anywhere_is_gone_on_with(tmp_path):
@@ -153,15 +139,6 @@ def test_another_draw_drops_what_follows_and_that_holds(tmp_path):
         assert [journal.find(1, n, f"{n}") for n in range(4)] == [RESULTS[0]] * 4
 
 
-def test_digests_know_values_and_not_the_order_of_names():
-    calls = [("f", {"x": 1}), ("g", {"x": 1}), ("f", {"x": "1"}), ("f", {"x": 1.0})]
-    assert len({call_digest(*call) for call in calls}) == 4
-    assert call_digest("f", {"x": {"b": 1, "a": 2}}) == call_digest("f", {"x": {"a": 2, "b": 1}})
-
-
-# ---------------------------------------------------------------------------------------- sessions
-
-
 def test_an_episode_drawn_again_is_told_the_same_and_in_another_way_runs_anew(pool, tmp_path):
     first = draw(pool, tmp_path)
     ran = logged(tmp_path)
@@ -195,40 +172,3 @@ def test_state_is_built_up_again_where_the_journal_ends(pool, tmp_path):
         turns = [f"count turn {n}" for n in range(6)]
         assert logged(tmp_path, "count") == [*turns, "count stop"]
         assert len(logged(tmp_path, "chance")) == 6 - sum(n % 4 == 1 for n in known)
-
-
-PROGRAM = """
-import asyncio, sys
-sys.path[:] = {search!r}
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.turns import ToolCall
-from jaxrl_llm.rollout.observation import EpisodeRow
-from jaxrl_llm.rollout.tools.session import Journal
-from tests.tool_pools import open_tools
-
-async def episode(pool, journal):
-    session = pool.open(0, EpisodeRow(0, extra_info={{"path": {log!r}}}), 7, journal)
-    for turn in range(10**6):
-        result = await session.call(ToolCall("add", {{"x": turn}}))
-        print(turn, result.text, flush=True)
-
-tools = [FunctionSpec({function!r})]
-with open_tools(tools, workers=1) as pool, Journal({journal!r}, config="a") as journal:
-    asyncio.run(episode(pool, journal))
-"""
-
-
-def test_a_killed_process_loses_nothing_that_was_used(tmp_path):
-    file, path = tmp_path / "mine.py", tmp_path / "journal"
-    file.write_text(FUNCTIONS)
-    names = {"function": f"{file}:add", "journal": str(path), "log": str(tmp_path / "log")}
-    text, used = PROGRAM.format(search=sys.path, **names), []
-    for turns in (5, random.Random(3).randrange(20, 60)):  # the second goes on with the first's
-        with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as process:
-            told = [process.stdout.readline().decode() for _ in range(turns)]
-            os.kill(process.pid, signal.SIGKILL)
-        assert told[: len(used)] == used
-        used = told
-    with Journal(path, config="a") as journal:
-        recorded = [journal.find(0, n, call_digest("add", {"x": n})) for n in range(len(used))]
-    assert [f"{n} {result and result.text}\n" for n, result in enumerate(recorded)] == used

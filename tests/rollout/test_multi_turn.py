@@ -1,5 +1,3 @@
-"""Episodes of many turns over an engine that follows a script: streams, limits, failures, order."""
-
 import asyncio
 import contextlib
 import functools
@@ -14,37 +12,18 @@ from jaxrl_llm.rollout.engine import Completion, SamplingParams
 from jaxrl_llm.rollout.observation import BrokenTool, Observation
 from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out, sample
 from jaxrl_llm.rollout.tools.tool import tool_schema
-from tests.episodes import (
-    STOPS,
-    TOKENIZER,
-    Scripted,
-    config,
-    ids,
-    picture,
-    play,
-    prompt,
-    same,
-    sampler,
-)
+from tests import episodes
+from tests.episodes import STOPS, Scripted, config, ids, picture, play, prompt, same, sampler
 from tests.refusals import refuses
 
 
 def add(a: int, b: int) -> str:
-    """Add two numbers.
-
-    Args:
-        a: the first.
-        b: the second.
-    """
+    """Add two numbers.\n\nArgs:\n    a: the first.\n    b: the second."""
     return str(a + b)
 
 
 def broken(a: int) -> str:
-    """Need a server that is down.
-
-    Args:
-        a: a number.
-    """
+    """Need a server that is down.\n\nArgs:\n    a: a number."""
     raise BrokenTool(f"no server for {a}")
 
 
@@ -99,11 +78,14 @@ def test_a_batch_has_no_gradient_on_told_tokens():
 
 def test_an_agent_of_one_turn_samples_what_plain_answers_are():
     prompts, sampling = [prompt("1="), prompt("2=")], SamplingParams(8, stop_ids=STOPS)
-    decode = functools.partial(TOKENIZER.decode, skip_special_tokens=True)
+    decode = functools.partial(episodes.TOKENIZER.decode, skip_special_tokens=True)
     plain_engine, engine = (Scripted(lambda text, seed: f"{seed % 1000}") for _ in range(2))
     plain = sample(plain_engine, prompts, sampling, samples=3, seed=(0, 1), decode=decode)
     drawn = play(engine, prompts, samples=3, tokens=8, agent=one_answer)
     assert plain_engine.batches == engine.batches
+    assert plain.prompts == [prompts[0]] * 3 + [prompts[1]] * 3
+    seeds = [request.seed for (batch,) in [engine.batches] for request in batch]
+    assert len(set(seeds)) == 6 and all(0 <= seed < 2**32 for seed in seeds)
     assert plain.texts == drawn.texts
     for one, other in zip(plain.episodes, drawn.episodes, strict=True):
         for name in ("tokens", "logprobs", "versions", "turn_ids", "finish", "stopped_by"):
@@ -113,7 +95,10 @@ def test_an_agent_of_one_turn_samples_what_plain_answers_are():
 def test_an_environment_speaks_first_rewards_turns_and_ends():
     rollouts = play(says("ab"), [prompt("x")], environment=counts)
     (episode,) = rollouts.episodes
-    assert TOKENIZER.decode(episode.prompt) == "<|user|>x<|end|><|user|>go<|end|><|assistant|>"
+    assert (
+        episodes.TOKENIZER.decode(episode.prompt)
+        == "<|user|>x<|end|><|user|>go<|end|><|assistant|>"
+    )
     told = [f"<<|user|>{number}ab<|end|><|assistant|>>" for number in (1, 2)]
     assert picture(episode) == ["ab<|end|>", told[0], "ab<|end|>", told[1], "ab<|end|>"]
     assert (episode.rewards, episode.score, episode.finish) == ((0.5, 0.5, 0.0), 2.0, "end")
@@ -147,22 +132,6 @@ def test_limits_end_an_episode_and_say_so():
     limits = {"timeout_s": 0.2}
     (episode,) = play(says("a"), [prompt("x")], agent=waits, limits=limits).episodes
     assert (episode.finish, episode.turns, episode.usable) == ("timeout", 1, True)
-
-
-def test_long_observations_lose_their_middle():
-    def long(n: int) -> str:
-        """Say much.
-
-        Args:
-            n: how much.
-        """
-        return "abcdefghij" * n
-
-    engine = Scripted(lambda text, seed: "x" if "<|tool|>" in text else "[long(n=9)]")
-    limits = {"observation_tokens": 16}
-    (episode,) = play(engine, [prompt("x")], tools=[long], limits=limits).episodes
-    assert picture(episode)[1].startswith("<<|tool|>abcdefgh ... ")
-    assert len(episode.pieces[1].tokens) <= 16 + 3
 
 
 def test_calls_run_side_by_side_the_surplus_is_refused_and_failures_are_told():
@@ -230,12 +199,7 @@ SLOW_ADD = '''
 import random, time
 
 def add(a: int, b: int) -> str:
-    """Add two numbers, after a while.
-
-    Args:
-        a: the first.
-        b: the second.
-    """
+    """Add two numbers, after a while.\\n\\nArgs:\\n    a: the first.\\n    b: the second."""
     time.sleep(random.SystemRandom().random() * 0.02)
     return str(a + b)
 '''
@@ -258,11 +222,7 @@ def test_lockstep_is_the_same_whatever_time_tools_take(tmp_path):
 
 
 def lottery(n: int) -> str:
-    """Draw a number that nobody knows.
-
-    Args:
-        n: how large.
-    """
+    """Draw a number that nobody knows.\n\nArgs:\n    n: how large."""
     lottery.drawn += 1
     return str(random.SystemRandom().randint(0, 10**n))
 
@@ -287,8 +247,6 @@ class Leaving(Scripted):
 
 @pytest.mark.parametrize("order", ["lockstep", "free"])
 def test_episodes_that_were_left_go_on_as_if_nothing_had_happened(order, tmp_path):
-    """First some are waited for, then more; the others have turns, parts of turns, or nothing."""
-
     def respond(text, seed):
         turns = text.count("<|tool|>")
         return f"[lottery(n={5 + seed % 3})]" if turns < 1 + seed % 3 else "a" * (1 + seed % 9)
@@ -296,12 +254,12 @@ def test_episodes_that_were_left_go_on_as_if_nothing_had_happened(order, tmp_pat
     def draw(wants):
         states = begin_episodes([prompt(f"{i}=") for i in range(4)], 4, (0, 1))
         engine, sampling = Leaving(respond), SamplingParams(max_new_tokens=150, stop_ids=STOPS)
-        with contextlib.closing(sampler(config(tools=[lottery], order=order))) as episodes:
+        with contextlib.closing(sampler(config(tools=[lottery], order=order))) as made:
             for needed in wants:
                 journal = {"journal": lambda _: tmp_path / "journal"}
-                episodes.sample_states(engine, states, sampling, needed=needed, **journal)
+                made.sample_states(engine, states, sampling, needed=needed, **journal)
                 assert all(state.episode is not None for state in states[:needed])
-            return episodes.as_rollouts(states)
+            return made.as_rollouts(states)
 
     lottery.drawn = 0
     parts = draw([4, 8, 9, 16])
@@ -309,21 +267,6 @@ def test_episodes_that_were_left_go_on_as_if_nothing_had_happened(order, tmp_pat
     assert played == sum(episode.turns - 1 for episode in parts.episodes)
     assert same(draw([16]), parts)
     assert lottery.drawn == played, "the journal has all that was told"
-
-
-def test_a_journal_repeats_what_tools_said(tmp_path):
-    def respond(text, seed):
-        return adds_once(text, seed) if "<|tool|>" in text else f"[lottery(n={seed % 3 + 6})]"
-
-    def run(journal):
-        return play(Scripted(respond), [prompt("x")], samples=4, tools=[lottery], journal=journal)
-
-    path, lottery.drawn = tmp_path / "tools.jsonl", 0
-    first = run(path)
-    assert same(first, run(path)) and not same(first, run(None))
-    path.write_bytes(path.read_bytes()[:-20])  # killed while it wrote
-    again = run(path)
-    assert [a == b for a, b in zip(first.texts, again.texts, strict=True)].count(True) == 3
 
 
 def test_it_runs_where_an_event_loop_runs_as_in_a_notebook():
@@ -402,8 +345,8 @@ def test_what_an_environment_says_forges_no_special_token():
 
 def test_a_rows_tools_are_those_of_the_run_or_none():
     schema = tool_schema(add, "add", key="rollout.tools")
-    with contextlib.closing(sampler(config(tools=[add]))) as episodes:
+    with contextlib.closing(sampler(config(tools=[add]))) as made:
         messages = prompt("2+2=").messages
-        assert episodes.opening(messages, [schema]) == episodes.opening(messages)
+        assert made.opening(messages, [schema]) == made.opening(messages)
         with pytest.raises(ValueError, match="tools"):
-            episodes.opening(messages, [{"type": "function", "function": {"name": "other"}}])
+            made.opening(messages, [{"type": "function", "function": {"name": "other"}}])

@@ -1,5 +1,3 @@
-"""The engine's life: weights, queue, pauses, failures, limits."""
-
 import asyncio
 import contextlib
 import threading
@@ -31,9 +29,6 @@ def pool():
         yield pool
 
 
-# --------------------------------------------------------------------------------------- weights
-
-
 def test_load_echoes_what_the_engine_holds(hollow):
     engine, params = hollow(dtype="bfloat16"), weights()
     receipt = engine.load(params, version=5)
@@ -52,15 +47,6 @@ def test_load_echoes_what_the_engine_holds(hollow):
     assert engine.load(params, version=7)[:2] == (7, receipt.checksum)
 
 
-def test_the_trainer_may_donate_what_it_has_pushed(engine):
-    mine = jax.tree.map(jnp.copy, weights())
-    engine.load(mine, version=1)
-    expected = engine.sample([request(new=8)])
-    for leaf in jax.tree.leaves(mine):
-        leaf.delete()
-    check_same(engine.sample([request(new=8)]), expected)
-
-
 def test_nothing_compiles_after_the_first_load(engine, compile_rest):
     engine.sample([request()])
     engine.programs.warm_up()  # another test's end has dropped what was left
@@ -75,9 +61,6 @@ def test_nothing_compiles_after_the_first_load(engine, compile_rest):
         engine.sample([request()])
         engine.load(weights(), version=10)
         assert counter.count == 0
-
-
-# --------------------------------------------------------------------------- pauses, and the chunk
 
 
 @pytest.fixture
@@ -190,8 +173,6 @@ def test_an_engine_that_is_closed_or_has_no_weights_refuses(hollow, pool):
             ask([request()])
 
 
-# -------------------------------------------------------------------------------------- failures
-
 REFUSED = [
     *[("max_new_tokens", request(*sizes)) for sizes in ((39,), (20, 21), (0,), (3, 0))],
     *[("prompt", request(token=token)) for token in (32, -1)],
@@ -207,7 +188,6 @@ REFUSED = [
 
 
 def test_requests_that_can_not_be_served_are_refused(engine, subtests):
-    """At once, and none of the others with it is started."""
     for named, bad in REFUSED:
         with subtests.test(named, bad=bad):
             with pytest.raises(EngineError, match=named):
@@ -229,38 +209,6 @@ def test_what_no_mesh_can_hold_is_refused():
             build(devices=8, axes={axis: 2, "data": 4}, max_running_sequences=8)
 
 
-def test_a_failure_reaches_the_caller_and_the_engine_goes_on(engine, monkeypatch):
-    expected = engine.sample([request(new=8)])
-
-    def fail(*_):
-        raise RuntimeError("out_of_memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "_decode", fail)
-        for ask in (engine.sample, lambda one: asyncio.run(engine.generate(one[0]))):
-            with pytest.raises(RuntimeError, match="out_of_memory"):
-                ask([request(new=8)])
-    check_same(engine.sample([request(new=8)]), expected)
-
-
-def test_a_caller_that_gives_up_harms_nobody(engine):
-    async def race():
-        engine.pause()
-        others = [asyncio.ensure_future(engine.generate(request(seed=s))) for s in range(3)]
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.generate(request(seed=8)), timeout=0.05)
-        others.append(asyncio.ensure_future(engine.generate(request(seed=9))))
-        await asyncio.sleep(0)
-        engine.resume()
-        return await asyncio.wait_for(asyncio.gather(*others), timeout=60)
-
-    assert len(asyncio.run(race())) == 4
-    assert engine._worker.is_alive()
-
-
-# --------------------------------------------------------------------- answers that are not whole
-
-
 def drawn_so_far(requests, answers):
     """Return requests that go on with answers."""
     return [
@@ -271,7 +219,6 @@ def drawn_so_far(requests, answers):
 
 
 def test_answers_that_were_left_go_on_as_if_nothing_had_happened(engine):
-    """More than fit at once: some are whole, some begun, some not."""
     requests = [request(3 + i % 2, new=5 + 9 * (i % 4), seed=i, stop_ids=(7,)) for i in range(12)]
     whole = engine.sample(requests)
     for needed in (1, 4, 11):
@@ -288,17 +235,6 @@ def test_answers_that_were_left_go_on_as_if_nothing_had_happened(engine):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
     assert engine.stats().running == engine.stats().waiting == 0
-
-
-def test_an_answer_knows_which_weights_drew_each_token(engine):
-    requests = [request(new=4), *(request(new=37, seed=seed) for seed in range(1, 6))]
-    parts = engine.sample_until(requests, 1)
-    engine.load(weights(seed=1), version=8)
-    first = parts[1].versions[0]
-    for part, answer in zip(parts[1:], engine.sample(drawn_so_far(requests, parts)), strict=True):
-        count = len(part.tokens)
-        np.testing.assert_array_equal(answer.logprobs[:count], part.logprobs)
-        assert answer.versions.tolist() == [first] * count + [8] * (len(answer.tokens) - count)
 
 
 def test_what_can_not_be_gone_on_with_is_refused(engine):

@@ -1,5 +1,3 @@
-"""The native engine with its layers' matrices in float8, against a forward pass by the formula."""
-
 import contextlib
 import functools
 import types

@@ -1,6 +1,3 @@
-"""The engine with keys and values in int8, against a forward pass over what int8 restores."""
-
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -104,7 +101,6 @@ def spec(request):
     ids=["in place", "whole", "interpreted", "mesh", "interpreted on a mesh", "cramped rows"],
 )
 def test_answers_are_those_of_restored_keys_and_values(spec, options):
-    """Prompts in small pieces by few, or at once; pages gathered, or read where they lie."""
     options = {"sizes": PIECES, "steps": 7, "kv_cache_dtype": "int8"} | options
     if pages := options.pop("cache_pages", None):
         with contextlib.closing(build(model=spec, kv_cache_dtype="int8")) as plain:
@@ -114,22 +110,6 @@ def test_answers_are_those_of_restored_keys_and_values(spec, options):
             check(engine.sample(REQUESTS), spec)
         assert (engine.stats().preemptions > 0) == bool(pages)
         assert engine.stats().reused_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.guards(*MODEL, *NATIVE)
-def test_answers_do_not_depend_on_when_they_are_asked_for(spec):
-    async def arrive(engine):
-        async def one(request, delay):
-            await asyncio.sleep(delay)
-            return await engine.generate(request)
-
-        delays = np.random.default_rng(1).uniform(0, 0.2, len(REQUESTS))
-        tasks = [one(*each) for each in zip(REQUESTS, delays, strict=True)]
-        return await asyncio.gather(*tasks)
-
-    with opened(spec, sizes=PIECES, steps=7, kv_cache_dtype="int8") as engine:
-        check(asyncio.run(arrive(engine)), spec)
 
 
 def test_as_many_bytes_hold_about_twice_the_tokens():

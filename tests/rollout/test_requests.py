@@ -1,15 +1,12 @@
-"""What a request may ask for, through the engine: processors, top tokens, texts, streams."""
-
 import asyncio
 import threading
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.data.token_bytes import CONTEXT_TOKENS
-from jaxrl_llm.rollout.engine import EngineError, Request, SamplingParams, results_of
+from jaxrl_llm.rollout.engine import EngineError, Request, SamplingParams
 from tests.rollout.conftest import check_logprobs, drawn_from, log_softmax, opened, weights
 
 PROMPT = (4, 8, 15, 16, 23)
@@ -49,17 +46,6 @@ def texts():
 @pytest.fixture(scope="module")
 def whole(texts):
     return texts.sample(asks(3))[0]
-
-
-def test_answers_that_no_one_waits_for_any_more_are_given_up():
-    class Interrupted(Future):
-        def result(self, timeout=None):
-            raise KeyboardInterrupt
-
-    futures = [Interrupted(), Future()]
-    with pytest.raises(KeyboardInterrupt):
-        results_of(futures)
-    assert all(future.cancelled() for future in futures)
 
 
 def test_a_bias_forces_a_token_and_bans_one(texts):
@@ -118,9 +104,6 @@ def test_processors_change_nobody_elses_answer_and_seeds_differ(texts):
     assert len({tuple(a.tokens.tolist()) for a in texts.sample(asks(*range(8)))}) > 6
 
 
-# ----------------------------------------------------------------------------------------- texts
-
-
 def spell(answer):
     return "".join(LETTERS[i] for i in answer.tokens)
 
@@ -130,7 +113,6 @@ async def listen(engine, request):
 
 
 def test_a_text_ends_the_answer_with_the_token_that_completes_it(texts, whole):
-    """Within a chunk of three tokens, over its border, over several, and at the very end."""
     for part in (slice(0, 1), slice(1, 2), slice(3, 6), slice(2, 11), slice(11, 12)):
         stop = spell(whole)[part]
         end = spell(whole).index(stop) + len(stop)  # it may have come earlier
@@ -180,7 +162,6 @@ def test_a_stop_text_that_is_a_special_token_stops_at_it(texts, whole, monkeypat
 def test_stop_texts_are_read_after_the_prompt_and_cost_each_token_a_window(
     texts, whole, monkeypatch
 ):
-    """Decoded alone, an answer would lose the space that it begins with."""
     decode, sizes = Letters.decode, []
 
     def counted(self, ids, **options):
@@ -198,17 +179,6 @@ def test_stop_texts_are_read_after_the_prompt_and_cost_each_token_a_window(
     assert (len(answer.tokens), answer.finish) == (1, "stop")
 
 
-def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts):
-    """The cache holds tokens that were drawn and dropped; they are not taken for others."""
-    (long,) = texts.sample(asks(3, new=20))
-    (cut,) = texts.sample(asks(3, new=20, stop=(spell(long)[9:11],)))
-    (request,) = asks(4, prompt=(*PROMPT, *cut.tokens.tolist(), 1, 2), new=4)
-    check_logprobs(weights(), request, texts.sample([request])[0])
-
-
-# --------------------------------------------------------------------------------------- streams
-
-
 def test_a_stream_has_a_piece_for_each_chunk(texts):
     (request,) = asks(9, new=11, top_logprobs=3)
     (answer,) = texts.sample([request])
@@ -222,7 +192,6 @@ def test_a_stream_has_a_piece_for_each_chunk(texts):
 
 
 def test_who_gives_up_frees_its_pages_and_harms_nobody(texts, monkeypatch):
-    """One by leaving its stream, one by cancelling its coroutine, while both run."""
     others = asks(1, 2, new=30)
     expected = [a.tokens.tolist() for a in texts.sample(others)]
     paused, decode = threading.Event(), texts._runner._decode

@@ -1,11 +1,7 @@
-"""Choosing tokens: exact truncation, exact frequencies, independent streams."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from jaxrl_llm.rollout.native.sampler import (
     BatchSamplingParams,
@@ -72,7 +68,6 @@ def truncated(p, top_p, top_k, min_p=0.0):
 
 
 def test_frequencies_are_those_of_the_truncated_distribution(subtests):
-    """By a chi-squared test at one in 100,000 over the tokens that are left."""
     for temperature, top_p, top_k, min_p in (
         *((1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (2.0, 1.0, 3, 0.0), (1.0, 0.8, 0, 0.0)),
         *((1.3, 0.75, 4, 0.0), (1.0, 1e-6, 0, 0.0), (1.0, 0.0, 0, 0.0), (1.0, 1.0, 1, 0.0)),
@@ -95,7 +90,6 @@ def test_frequencies_are_those_of_the_truncated_distribution(subtests):
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 37, 96, 1000])
 def test_frequencies_over_blocks_of_any_vocabulary(vocabulary):
-    """Half of the tokens have no mass, the last among them; the others' spreads over decades."""
     rng = np.random.default_rng(vocabulary)
     logits = rng.normal(0, 3, vocabulary).astype(np.float32)
     logits[rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
@@ -113,7 +107,6 @@ def test_frequencies_over_blocks_of_any_vocabulary(vocabulary):
 
 
 def test_rows_have_their_own_settings():
-    """Greedy, top-1 at a high temperature, and plain sampling in one batch."""
     n = 300
     temperatures, top_k = np.repeat([0.0, 9.0, 9.0], n), np.repeat([0, 1, 0], n)
     rows = np.broadcast_to(LOGITS, (3 * n, 8))
@@ -126,7 +119,6 @@ def test_rows_have_their_own_settings():
 
 
 def test_streams_are_those_of_seed_and_step():
-    """One row alone, or among others in another place, draws the same token; others independent."""
     seeds = [11, 7, 2**32 - 1, 11]
     together, _ = draw(LOGITS, temperature=3.0, seeds=seeds, steps=4)
     alone = [draw(LOGITS, temperature=3.0, seeds=[seed], steps=4)[0][0] for seed in seeds]
@@ -139,30 +131,6 @@ def test_streams_are_those_of_seed_and_step():
         np.add.at(joint, (left, right), 1 / len(left))
         expected = np.outer(p, p)
         assert np.all(np.abs(joint - expected) <= 5 * np.sqrt(expected / DRAWS) + 1e-4)
-
-
-def test_low_precision_logits_are_sampled_in_float32():
-    logits = np.asarray(LOGITS, jnp.bfloat16)
-    tokens, logprobs = draw(logits, temperature=0.9)
-    expected = softmax(np.asarray(logits, np.float64) / 0.9)[tokens]
-    assert logprobs.dtype == np.float32
-    np.testing.assert_allclose(logprobs, np.log(expected), atol=1e-5)
-
-
-@given(
-    weights=st.lists(st.integers(1, 20), min_size=6, max_size=6, unique=True),
-    top_p=st.sampled_from([0.05, 0.33, 0.5, 0.77, 0.95, 1.0]),
-    top_k=st.integers(0, 7),
-)
-def test_truncate_keeps_what_a_loop_keeps(weights, top_p, top_k):
-    p = np.array(weights) / np.sum(weights)
-    ranked = np.sort(p)[::-1][: top_k or None]
-    ties = np.abs(np.cumsum(ranked) / ranked.sum() - top_p)
-    assume(top_p == 1 or ties.min() > 1e-4)  # at a tie float32 decides
-    kept = cut(np.log(p[None]), np.float32([top_p]), np.int32([top_k]), np.float32([0]))[0]
-    inside = truncated(p, top_p, top_k) > 0
-    np.testing.assert_array_equal(np.isfinite(kept), inside)
-    np.testing.assert_allclose(kept[inside], np.log(p[inside]), rtol=1e-6)
 
 
 def hard_rows(vocabulary):
@@ -184,7 +152,6 @@ def hard_rows(vocabulary):
     [(1, None), (7, 2), (1000, None), (1000, 2), (1000, 4), (151_936, None), (151_936, 4)],
 )
 def test_what_stays_is_what_sorting_keeps(vocabulary, digit):
-    """Every row with every k and p; a GPU finds four bits at a time, a CPU one."""
     rows = hard_rows(vocabulary)
     sorted_rows = np.sort(np.asarray(rows, np.float64), axis=1)[:, ::-1]
     counts = {0, 1, min(5, vocabulary), vocabulary // 2, vocabulary, vocabulary + 3}
@@ -211,7 +178,6 @@ def test_what_stays_is_what_sorting_keeps(vocabulary, digit):
 
 
 def test_rows_are_cut_by_their_own_limits():
-    """All at once as one by one; and greedy takes the first of the likeliest beside them."""
     rows = hard_rows(1000)
     limits = (
         np.float32([1.0, 0.5, 0.9, 1.0, 0.9, 0.2, 0.7, 1e-6]),
@@ -227,16 +193,7 @@ def test_rows_are_cut_by_their_own_limits():
     np.testing.assert_array_equal(tokens[::2], rows[::2].argmax(axis=1))
 
 
-def test_tokens_as_likely_as_the_last_that_stays_do_so_too():
-    """As transformers' top-k does."""
-    rows, zero = np.log([[0.2, 0.4, 0.2, 0.2]]), np.float32([0])
-    assert np.isfinite(cut(rows, np.float32([0.5]), np.int32([0]), zero)).all()
-    kept = cut(rows, np.float32([1]), np.int32([1]), zero)
-    assert np.isfinite(kept[0]).tolist() == [False, True, False, False]
-
-
 def test_truncation_is_that_of_transformers():
-    """Temperature, top-k, top-p, min-p and the repetition penalty, one after another."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as theirs
 
