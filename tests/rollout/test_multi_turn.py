@@ -129,7 +129,7 @@ def test_limits_end_an_episode_and_say_so():
     limits = {"turn_tokens": 2, "turns": 2}  # a turn that was cut is closed by what is told
     (episode,) = play(says("abc"), [prompt("x")], environment=counts, limits=limits).episodes
     assert picture(episode)[:2] == ["ab", "<<|end|><|user|>1ab<|end|><|assistant|>>"]
-    limits = {"timeout_s": 0.2}
+    limits = {"timeout_s": 0.5}
     (episode,) = play(says("a"), [prompt("x")], agent=waits, limits=limits).episodes
     assert (episode.finish, episode.turns, episode.usable) == ("timeout", 1, True)
 
