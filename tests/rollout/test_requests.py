@@ -179,6 +179,14 @@ def test_stop_texts_are_read_after_the_prompt_and_cost_each_token_a_window(
     assert (len(answer.tokens), answer.finish) == (1, "stop")
 
 
+def test_who_continues_a_stopped_answer_gets_what_a_fresh_engine_gives(texts):
+    (long,) = texts.sample(asks(3, new=20))
+    (cut,) = texts.sample(asks(3, new=20, stop=(spell(long)[9:11],)))
+    # the cache holds tokens that were drawn and dropped; they are not taken for others
+    (request,) = asks(4, prompt=(*PROMPT, *cut.tokens.tolist(), 1, 2), new=4)
+    check_logprobs(weights(), request, texts.sample([request])[0])
+
+
 def test_a_stream_has_a_piece_for_each_chunk(texts):
     (request,) = asks(9, new=11, top_logprobs=3)
     (answer,) = texts.sample([request])
