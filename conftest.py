@@ -50,11 +50,10 @@ MAX_CACHE_BYTES = 2 * 1024**3
 MOST_MAPPINGS = 8_000
 
 LONGEST_FIRST = [
-    *("tests/e2e/cluster/test_training.py", "tests/e2e/test_same_run.py"),
-    *("tests/e2e/cluster/test_engines.py", "tests/e2e/test_configs.py"),
-    *("tests/e2e/cluster/test_launcher.py", "tests/e2e/test_processes.py"),
-    "tests/properties/test_meshes.py",
-    *(f"tests/e2e/test_{name}.py" for name in ("lora", "algorithms", "interruptions")),
+    *("tests/e2e/cluster/test_training.py", "tests/e2e/cluster/test_engines.py"),
+    *("tests/e2e/cluster/test_launcher.py", "tests/e2e/test_configs.py"),
+    *(f"tests/e2e/test_{name}.py" for name in ("processes", "same_run", "vision", "runs")),
+    *("tests/e2e/test_refusals.py", "tests/models/test_lora.py", "tests/properties/test_meshes.py"),
 ]
 """Files that take minutes begin first, or one worker would be left with one of them."""
 

@@ -1,3 +1,5 @@
+import asyncio
+import contextlib
 import dataclasses
 import functools
 
@@ -6,38 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare
-from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.engine import EngineSettings
+from jaxrl_llm.rollout.native import page_pool
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.observation import EpisodeRow
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.decoders import forward, logits
+from tests.specs import SPECS, draw
+from tests.tool_pools import open_tools
 
-SPEC = ModelSpec(
-    vocab_size=32,
-    hidden_size=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    ff_width=24,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied_embeddings=False,
-    max_positions=64,
-)
-MIXTURE = dataclasses.replace(SPEC, moe=MoeSpec(experts=8, experts_per_token=2, ff_width=16))
-HYBRID = dataclasses.replace(
-    SPEC,
-    layers=3,
-    gated_attention=True,
-    delta=DeltaSpec(key_heads=2, value_heads=4, key_width=6, value_width=5),
-    delta_layers=(True, True, False),
-)
-SPECS = {"dense": SPEC, "moe": MIXTURE, "hybrid": HYBRID}
 MAX_TOKENS = 40
 
 
@@ -46,97 +27,120 @@ def spec_of(model):
     return SPECS[model] if isinstance(model, str) else model
 
 
-def draw(seed, model="dense"):
-    rng = np.random.default_rng(seed)
+@functools.cache
+def weights(model="dense", seed=0):
+    return draw(spec_of(model), seed)
 
-    def one(decl):
-        values = 0.4 * rng.normal(size=decl.shape) + (decl.axes[-1] in ("norm", "head_dim"))
-        return jnp.asarray(values, jnp.float32)
 
-    return jax.tree.map(one, declare(spec_of(model)))
+def build(devices=1, axes=None, model="dense", sizes=None, **options):
+    """Return an engine without weights; `sizes` are constants of the shapes of its programs."""
+    mesh = make_mesh(axes or {"fsdp": -1}, jax.devices()[:devices])
+    names = {field.name for field in dataclasses.fields(EngineSettings)} & {*options}
+    settings = {"max_running_sequences": 4, "max_tokens": MAX_TOKENS}
+    settings = EngineSettings(**settings | {name: options.pop(name) for name in names})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (sizes or {}).items():
+            patch.setattr(page_pool, name, value)
+        return NativeEngine(Decoder(spec_of(model)), settings, layout=Layout(mesh), **options)
+
+
+@contextlib.contextmanager
+def opened(model="dense", **options):
+    """Yield an engine with the first weights."""
+    with contextlib.closing(build(model=model, **options)) as engine:
+        engine.load(weights(model), version=0)
+        yield engine
+
+
+def draw_prompt(length, seed=0):
+    return tuple(np.random.default_rng(100 * length + seed).integers(0, 32, length).tolist())
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def run_forward(params, tokens, spec):
+    place = jnp.arange(MAX_TOKENS)[None]
+    hidden = forward(params, spec, tokens[None], place, jnp.ones_like(place))
+    return logits(params, spec, hidden)[0]  # causal: what follows changes nothing
+
+
+def next_logits(params, tokens, model="dense"):
+    """Return the logits [n V] after each of n tokens, by a full forward pass."""
+    row = np.full(MAX_TOKENS, 5, np.int32)
+    row[: len(tokens)] = tokens
+    return np.asarray(run_forward(params, row, spec_of(model)))[: len(tokens)]
+
+
+def drawn_from(params, request, answer, model="dense"):
+    """Return the logits [n V] from which each of an answer's tokens was drawn."""
+    return next_logits(params, [*request.prompt, *answer.tokens], model)[
+        len(request.prompt) - 1 : -1
+    ]
+
+
+def check_logprobs(params, request, answer, model="dense", atol=1e-5):
+    """Compare an answer with one pass over prompt and answer."""
+    after, sampling = drawn_from(params, request, answer, model), request.sampling
+    expected = log_softmax(after / (sampling.temperature or 1.0))
+    count = np.arange(len(answer.tokens))
+    np.testing.assert_allclose(answer.logprobs, expected[count, answer.tokens], atol=atol)
+    if sampling.temperature == 0 and sampling.repetition_penalty == 1:
+        assert answer.tokens.tolist() == after.argmax(-1).tolist()
+
+
+def check_same(answers, expected, atol=1e-5):
+    for i, (answer, want) in enumerate(zip(answers, expected, strict=True)):
+        assert answer.tokens.tolist() == want.tokens.tolist(), i
+        np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=atol)
+        assert (answer.finish, answer.stopped_by) == (want.finish, want.stopped_by)
 
 
 @pytest.fixture(scope="session")
-def params():
-    """Parameters under which attention and the next token are far from uniform."""
-    return draw(0)
-
-
-@pytest.fixture(scope="session")
-def draw_params():
-    """(seed, model) -> parameters of one of these models, or of a spec."""
-    return draw
-
-
-@pytest.fixture(scope="session")
-def other_params():
-    return draw(1)
-
-
-@pytest.fixture(scope="session")
-def next_logits():
-    """(params, tokens, model) -> logits [n V] after each of n tokens, by a full forward pass."""
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(params, tokens, spec):
-        length = jnp.arange(MAX_TOKENS)[None]
-        hidden = forward(params, spec, tokens[None], length, jnp.ones_like(length))
-        return logits(params, spec, hidden)[0]  # causal: what follows changes nothing
-
-    def padded(params, tokens, model="dense"):
-        tokens = np.asarray(tokens, np.int32)
-        row = np.full(MAX_TOKENS, 5, np.int32)
-        row[: len(tokens)] = tokens
-        return np.asarray(run(params, row, SPECS[model]))[: len(tokens)]
-
-    return padded
-
-
-@pytest.fixture(scope="session")
-def build():
-    """(devices, axes of the mesh, model, options) -> an engine, without weights."""
-
-    def make(devices=1, axes=None, model="dense", **options):
-        mesh = make_mesh(axes or {"fsdp": -1}, jax.devices()[:devices])
-        settings = {"max_running_sequences": 4, "max_tokens": MAX_TOKENS}
-        for field in dataclasses.fields(EngineSettings):
-            if field.name in options:
-                settings[field.name] = options.pop(field.name)
-        return NativeEngine(
-            Decoder(spec_of(model)), EngineSettings(**settings), layout=Layout(mesh), **options
-        )
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def shared_engine(build, params):
+def shared_engine():
     """Compiled once for all tests; decodes five tokens at a time, so that looks are many."""
-    engine = build(steps=5)
-    engine.load(params, version=0)
-    yield engine
-    engine.close()
+    with opened(steps=5) as engine:
+        yield engine
 
 
 @pytest.fixture
-def engine(shared_engine, params):
+def engine(shared_engine):
     """The shared engine with the first weights, and running."""
-    shared_engine.load(params, version=0)
+    shared_engine.load(weights(), version=0)
     yield shared_engine
     shared_engine.resume()
 
 
 @pytest.fixture
-def hollow(build):
+def hollow():
     """(options) -> an engine that compiles no model; a test that samples replaces `_turn`."""
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def make(**options):
-        engine = build(**options)
-        engine.programs.warm_up = lambda *_: None
-        made.append(engine)
-        return engine
+        def make(**options):
+            engine = stack.enter_context(contextlib.closing(build(**options)))
+            engine.programs.warm_up = lambda *_: None
+            return engine
 
-    yield make
-    for engine in made:
-        engine.close()
+        yield make
+
+
+@pytest.fixture
+def open_pool():
+    """(as `open_tools`) -> what runs tools, closed in the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *tools, **keys: stack.enter_context(open_tools(*tools, **keys))
+
+
+def call_tools(pool, *calls):
+    """Return the results of an episode's calls, each a name and its arguments."""
+
+    async def episode():
+        session = pool.open(0, EpisodeRow(0), 0, None)
+        results = [await session.call(ToolCall(name, arguments)) for name, arguments in calls]
+        await session.close()
+        return results
+
+    return asyncio.run(episode())

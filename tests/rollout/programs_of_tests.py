@@ -17,17 +17,10 @@ from pathlib import Path
 import httpx2
 import openai
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        },
-    },
-}
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": NUMBERS}
+FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
+ADD = {"type": "function", "function": FUNCTION}
 
 
 def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
@@ -45,102 +38,68 @@ def once(ask, chat, client):
     ask(chat)
 
 
-def score(ask, chat, client):
-    return float(ask(chat, temperature=0.2, user="me").message.content)
-
-
 def tools(ask, chat, client):
     """Run calls until there are none, and echo history as other libraries write it."""
     while True:
         message = ask(chat, tools=[ADD]).message
         if not message.tool_calls:
             return float(message.content)
-        calls = []
+        calls, results = [], []
         for call in message.tool_calls:
             arguments = json.loads(call.function.arguments)
             swapped = json.dumps(dict(reversed(arguments.items())), separators=(",", ":"))
-            calls.append(
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": swapped},
-                }
-            )
-        chat.append(
-            {"role": "assistant", "content": f"{message.content or ''} ", "tool_calls": calls}
-        )
-        for call in message.tool_calls:
-            total = sum(json.loads(call.function.arguments).values())
-            chat.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": call.id,
-                    "content": [{"type": "text", "text": str(total)}],
-                }
-            )
+            function = {"name": call.function.name, "arguments": swapped}
+            calls.append({"id": call.id, "type": "function", "function": function})
+            content = [{"type": "text", "text": str(sum(arguments.values()))}]
+            results.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        content = f"{message.content or ''} "
+        chat += [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
 
-def turns(ask, chat, client):
-    """Ask three times."""
+def goes_on(ask, chat, text, said="{}"):
+    """Ask, and say something to the answer."""
+    answer = said.format(ask(chat).message.content)
+    chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
+
+
+def turns(ask, chat, client, pause=0.0):
+    """Ask three times, after a while of another length each time."""
     for number in range(3):
-        answer = ask(chat).message.content
-        chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": str(number)}]
+        time.sleep(pause * os.urandom(1)[0] / 256)
+        goes_on(ask, chat, str(number))
 
 
 def pauses(ask, chat, client):
-    """Ask three times, after a while of another length each time."""
-    for number in range(3):
-        time.sleep(int.from_bytes(os.urandom(1), "little") / 256 * 0.1)
-        answer = ask(chat).message.content
-        chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": str(number)}]
+    turns(ask, chat, client, pause=0.1)
 
 
 def rewrites(ask, chat, client):
     """Ask twice, the second time with another history."""
-    answer = ask(chat).message.content
-    chat += [{"role": "assistant", "content": f"not {answer}"}, {"role": "user", "content": "on"}]
+    goes_on(ask, chat, "on", said="not {}")
     ask(chat)
 
 
 def branches(ask, chat, client):
     """Go on from one answer in two ways."""
-    chat.append({"role": "assistant", "content": ask(chat).message.content})
-    for text in ("left", "right"):
-        ask([*chat, {"role": "user", "content": text}])
-
-
-def spaces(ask, chat, client):
-    """Go on from two histories that differ in a space."""
-    chats = [[{"role": "user", "content": text}] for text in ("spaces", "spaces ")]
-    answers = [ask(asked).message.content for asked in chats]
-    for asked, answer in zip(chats, answers, strict=True):
-        ask([*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "on"}])
+    goes_on(ask, chat, "left")
+    ask(chat)
+    ask([*chat[:-1], {"role": "user", "content": "right"}])
 
 
 def streams(ask, chat, client):
     """Ask with a stream."""
-    create = client.chat.completions.create
-    options = {"include_usage": True}
-    text, used = "", None
-    for chunk in create(
-        model="gpt-4o", messages=chat, tools=[ADD], stream=True, stream_options=options
-    ):
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            text += "".join(c.function.arguments for c in choice.delta.tool_calls or ())
-        used = chunk.usage or used
-    print(text, used)
-    return float(used.completion_tokens)
+    options = {"stream_options": {"include_usage": True}, "tools": [ADD], "stream": True}
+    chunks = list(client.chat.completions.create(model="gpt-4o", messages=chat, **options))
+    return float(chunks[-1].usage.completion_tokens)
 
 
 def responses(ask, chat, client):
-    """Do the same by the Responses API, with a stream at the end."""
-    tool = {"type": "function", **ADD["function"]}
+    """Do what `tools` does by the Responses API, with a stream at the end."""
+    tool = {"type": "function", **FUNCTION}
     items = [{"role": "user", "content": "tools"}]
     first = client.responses.create(model="m", input=items, tools=[tool])
-    calls = [item for item in first.output if item.type == "function_call"]
     items += first.output
-    for call in calls:
+    for call in [item for item in first.output if item.type == "function_call"]:
         total = str(sum(json.loads(call.arguments).values()))
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": total})
     with client.responses.stream(model="m", input=items, tools=[tool]) as stream:
@@ -152,13 +111,10 @@ def parallel(ask, chat, client):
     """Ask the same and other things at once."""
     own = openai.AsyncOpenAI(base_url=str(client.base_url), api_key=client.api_key)
 
-    async def one(text):
-        content = [*chat, {"role": "user", "content": text}]
-        answer = await own.chat.completions.create(model="any", messages=content)
-        return answer.choices[0].message.content
-
     async def several():
-        return await asyncio.gather(*(one(text) for text in ("x", "y", "x")))
+        chats = [[*chat, {"role": "user", "content": text}] for text in ("x", "y", "x")]
+        asked = [own.chat.completions.create(model="any", messages=one) for one in chats]
+        return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
 
     answers = asyncio.run(several())
     return float(answers[0] != answers[2])
@@ -178,12 +134,29 @@ def short(ask, chat, client):
     return float(answer.finish_reason == "length") + 2 * (stopped.message.content == "a")
 
 
+def endless(ask, chat, client):
+    """Ask on, whatever the answer is, until there is none."""
+    while True:
+        goes_on(ask, chat, "more")
+
+
 def fills(ask, chat, client):
     """Ask until there is no room."""
     try:
         endless(ask, chat, client)
     except openai.BadRequestError as error:
         return float(error.code == "context_length_exceeded")
+
+
+def stubborn(ask, chat, client):
+    """Ask on even when the episode is over, and remember how that was said."""
+    seen = set()
+    for _ in range(6):
+        try:
+            goes_on(ask, chat, "more")
+        except openai.APIStatusError as error:
+            seen.add((error.status_code, error.code))
+    return float(seen == {(410, "episode_over")})
 
 
 def refused(ask, chat, client):
@@ -194,30 +167,26 @@ def refused(ask, chat, client):
     for more in asked:
         try:
             ask(chat, **more)
-        except openai.BadRequestError as error:
-            count += "expected" in str(error) or "not supported" in str(error)
+        except openai.BadRequestError:
+            count += 1
     ask(chat)
     return count
 
 
 def rubbish(ask, chat, client):
     """Send what is no request, and one that breaks off; return how many were refused."""
-    base = client.base_url
-    bodies = [
+    base, count = client.base_url, 0
+    for path, body in (
         ("chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
         ("chat/completions", rb'{"messages": [{"role": "user", "content": "a", "name": NaN}]}'),
         ("responses", rb'{"input": "Hi", "metadata": {"a": "\ud800"}}'),
         ("responses", b'{"input": "Hi", "metadata": {"a": NaN}}'),
         ("responses", b'{"input": "Hi", "temperature": 1e999}'),
-    ]
-    count = 0
-    for path, body in bodies:
+    ):
         count += httpx2.post(f"{base}{path}", content=body).status_code == 400
     with socket.create_connection((base.host, base.port)) as connection:
-        path = f"{base.path}chat/completions"
-        connection.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode()
-        )
+        start = f"POST {base.path}chat/completions HTTP/1.1\r\nHost: x\r\n"
+        connection.sendall(f"{start}Content-Length: 9\r\n\r\n{{".encode())
     ask(chat)
     return count
 
@@ -234,26 +203,6 @@ def elsewhere(ask, chat, client):
     assert [model.id for model in client.models.list()] == ["policy"]
     ask(chat)
     return count
-
-
-def endless(ask, chat, client):
-    """Ask on, whatever the answer is, until there is none."""
-    while True:
-        answer = ask(chat).message.content
-        chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
-
-
-def stubborn(ask, chat, client):
-    """Ask on even when the episode is over, and remember how that was said."""
-    seen = set()
-    for _ in range(6):
-        try:
-            answer = ask(chat).message.content
-        except openai.APIStatusError as error:
-            seen.add((error.status_code, error.code))
-            continue
-        chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
-    return float(seen == {(410, "episode_over")})
 
 
 def hangs(ask, chat, client):
@@ -273,11 +222,6 @@ def raises(ask, chat, client):
 def wrong(ask, chat, client):
     ask(chat)
     return float("nan")
-
-
-def another(ask, chat, client):
-    ask(chat)
-    return {"score": 1.0}
 
 
 def forges(ask, chat, client):
@@ -301,15 +245,10 @@ def silent(ask, chat, client):
 
 def images(ask, chat, client):
     """Ask about the row's image, and then about it and another one; a wrong one is refused."""
-    answer = ask(chat).message.content
-    url = chat[0]["content"][0]["image_url"]["url"]
-    again = {"type": "image_url", "image_url": {"url": url}}
-    chat += [
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": [{"type": "text", "text": "and "}, again]},
-    ]
+    again = {"type": "image_url", "image_url": {"url": chat[0]["content"][0]["image_url"]["url"]}}
+    goes_on(ask, chat, [{"type": "text", "text": "and "}, again])
+    wrong = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     with contextlib.suppress(openai.BadRequestError):
-        wrong = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
         ask([{"role": "user", "content": [wrong]}])
         return -1.0
     ask(chat)

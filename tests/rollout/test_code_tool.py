@@ -1,32 +1,24 @@
-"""The tool `python` in sessions, as an episode has it."""
-
 import asyncio
 
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
 from jaxrl_llm.rollout.observation import EpisodeRow
 from tests.episodes import config
+from tests.refusals import refuses
+from tests.rollout.conftest import call_tools
 from tests.sandboxes import needs_landlock
-from tests.tool_pools import open_tools
 
 
 @pytest.fixture
-def make():
-    pools = []
-
+def make(open_pool):
     def build(*others, workers=0, timeout_s=10.0, limits=None, **keywords):
         tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
-        process = {"workers": workers, "timeout_s": timeout_s} | (limits or {})
-        pools.append(open_tools(tools, **process))
-        return pools[-1]
+        return open_pool(tools, workers=workers, timeout_s=timeout_s, **(limits or {}))
 
-    yield build
-    for pool in pools:
-        pool.close()
+    return build
 
 
 async def call(session, code):
@@ -35,13 +27,8 @@ async def call(session, code):
 
 
 def run(pool, *codes):
-    async def episode():
-        session = pool.open(0, EpisodeRow(0), 0, None)
-        results = [await call(session, code) for code in codes]
-        await session.close()
-        return results
-
-    return asyncio.run(episode())
+    results = call_tools(pool, *(("python", {"code": code}) for code in codes))
+    return [(result.text, result.failure) for result in results]
 
 
 @needs_landlock
@@ -55,6 +42,12 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
     assert told[3] == ("out\n41", None)
     assert run(pool, "x")[0][1] == "failed"
     assert pool.failures.counts == {("python", "error"): 2}
+    (schema,) = pool.schemas
+    assert schema["function"]["name"] == "python"
+    assert schema["function"]["parameters"]["properties"].keys() == {"code"}
+    forgets = make(sandbox="process", keep_state=False)
+    assert run(forgets, "x = 1; x", "x")[1][1] == "failed"
+    assert forgets.schemas[0]["function"]["description"] != schema["function"]["description"]
 
 
 @needs_landlock
@@ -73,36 +66,15 @@ def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
 
 
 @needs_landlock
-def test_without_state_each_call_begins_anew(make):
-    assert run(make(sandbox="process", keep_state=False), "x = 1; x", "x")[1][1] == "failed"
-
-
-@needs_landlock
-def test_what_the_model_is_told_of_the_tool(make):
-    (schema,) = make(sandbox="process").schemas
-    function = schema["function"]
-    assert function["name"] == "python"
-    assert "Names stay from call to call." in function["description"]
-    assert function["parameters"]["properties"].keys() == {"code"}
-    (schema,) = make(sandbox="process", keep_state=False).schemas
-    assert "Nothing stays" in schema["function"]["description"]
-
-
-@needs_landlock
 def test_a_limit_is_told_and_what_has_become_of_the_names(make):
     pool = make(sandbox="process", cpu_s=0.2, memory_mb=64)
     told = run(pool, "x = 1", "y = [0] * 10**8", "x", "while True: pass", "x")
     assert [failure for _, failure in told] == [None, "failed", None, "failed", "failed"]
     assert told[1][0].endswith("MemoryError") and told[2][0] == "1"
-    lost = "took more than 0.2 s of processor time; the names of earlier runs are lost"
-    assert told[3][0] == f"error: {lost}"
+    assert "0.2" in told[3][0] and "lost" in told[3][0]
     assert pool.failures.counts == {("python", k): 1 for k in ("timeout", "memory", "error")}
-
-
-@needs_landlock
-def test_the_control_answers_the_same_to_every_call(make):
-    pool = make(sandbox="process", answer="?")
-    assert run(pool, "1 + 1", "while True: pass") == [("?", None)] * 2
+    control = make(sandbox="process", answer="?")
+    assert run(control, "1 + 1", "while True: pass") == [("?", None)] * 2
 
 
 def test_arithmetic_alone(make):
@@ -110,7 +82,6 @@ def test_arithmetic_alone(make):
     told = run(pool, "2 ** 10", "import os")
     assert told[0] == ("1024", None)
     assert told[1][1] == "failed"
-    assert "state" not in pool.schemas[0]["function"]["description"]
 
 
 @needs_landlock
@@ -119,55 +90,34 @@ def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
     file.write_text('import os\n\ndef die() -> None:\n    """End the worker."""\n    os._exit(3)\n')
     pool = make(f"{file}:die", workers=1, sandbox="process")
 
-    async def episode():
-        session = pool.open(0, EpisodeRow(0), 0, None)
-        await call(session, "x = 41")
-        before = await call(session, "x += 1\nx")
-        assert (await session.call(ToolCall("die", {}))).failure == "died"
-        after = await call(session, "x")
-        await session.close()
-        return before, after
-
-    before, after = asyncio.run(episode())
-    assert before == after == ("42", None)
+    codes = [("python", {"code": code}) for code in ("x = 41", "x += 1\nx", "x")]
+    _, before, died, after = call_tools(pool, *codes[:2], ("die", {}), codes[2])
+    assert (before.text, died.failure, after.text) == ("42", "died", "42")
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({}, "needs a value for sandbox"),
-        ({"sandbox": "docker"}, "got sandbox 'docker'"),
-        ({"sandbox": "service"}, "expected an url, got None"),
-        ({"sandbox": "process", "url": "http://x"}, "expected no url"),
-        ({"sandbox": "process", "memory": 3}, "there is no 'memory'; did you mean 'memory_mb'"),
-        ({"sandbox": "process", "cpu_s": 0}, "cpu_s: expected a number above 0, got 0"),
-        ({"sandbox": "process", "wall_s": 9}, "expected wall_s of at most 8"),
-    ],
-)
-def test_what_can_not_be_run_is_refused_at_the_start(make, keywords, message):
-    with pytest.raises(ConfigError, match=r"^rollout\.tools: ") as raised:
-        make(**keywords)
-    assert message in str(raised.value)
-
-
-def test_it_is_refused_before_a_model_is_loaded():
-    for keywords, message in (({}, "needs a value"), ({"sandbox": "docker"}, "got sandbox")):
-        with pytest.raises(ConfigError, match=rf"^rollout\.tools: .*{message}"):
-            check_episode_functions(config(tools=[FunctionSpec("python", keywords)]))
-
-
-def test_a_level_whose_package_is_missing_is_refused_with_its_name(make, monkeypatch):
+def test_what_can_not_be_run_is_refused_at_the_start(make, monkeypatch):
+    for keywords in (
+        *({}, {"sandbox": "docker"}, {"sandbox": "service"}),
+        *(
+            {"sandbox": "process", more: value}
+            for more, value in (("url", "http://x"), ("cpu_s", 0))
+        ),
+        *({"sandbox": "process", more: value} for more, value in (("memory", 3), ("wall_s", 9))),
+    ):
+        with refuses("rollout.tools"):
+            make(**keywords)
+    with refuses("rollout.tools"):  # before a model is loaded
+        check_episode_functions(config(tools=[FunctionSpec("python", {"sandbox": "docker"})]))
     monkeypatch.setattr("jaxrl_llm.sandbox.service.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[client\]'"):
+    with refuses("rollout.tools"):
         make(sandbox="service", url="http://x", keep_state=False)
-
-
-def no_session(*_):
-    raise OSError("too many open files")
 
 
 @needs_landlock
 def test_a_broken_level_is_no_fault_of_the_model(make, monkeypatch):
+    def no_session(*_):
+        raise OSError("too many open files")
+
     pool = make(sandbox="process")
     monkeypatch.setattr("jaxrl_llm.sandbox.process.CodeSession", no_session)
     assert run(pool, "1")[0][1] == "broken"

@@ -1,5 +1,3 @@
-"""What the engine's host does between two programs, counted in calls: linear in the sequences."""
-
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +13,7 @@ from jaxrl_llm.rollout.native.programs import DecodeOutput
 from jaxrl_llm.rollout.native.scheduler import SequenceState
 
 FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler)}
-FOLDER = str(Path(page_pool.__file__).parent)
+FOLDER = Path(page_pool.__file__).parent
 ROWS, PARTS, STEPS, NEW = 32, 2, 4, 8
 GROWTH = 2.1
 """Of the calls for twice as many sequences, at most."""
@@ -26,10 +24,8 @@ def prompts(kind, count):
     drawn = np.random.default_rng(0).integers(0, 32, (count, 20))
     if kind == "alike":
         drawn[:, :5] = 1
-    return [
-        tuple(row.tolist())
-        for row in (drawn[: count // 8].repeat(8, 0) if kind == "groups" else drawn)
-    ]
+    rows = drawn[: count // 8].repeat(8, 0) if kind == "groups" else drawn
+    return [tuple(row.tolist()) for row in rows]
 
 
 def count_calls(engine: Any, asked):
@@ -43,8 +39,7 @@ def count_calls(engine: Any, asked):
     def decode(params, pool, state, *_):
         drawn = np.full((*state.tokens.shape, STEPS), 3, np.int32)
         counts = np.minimum(np.asarray(state.left), STEPS)
-        arrays: Any = (counts, drawn, np.zeros(drawn.shape, np.float32), None, None)
-        return pool, DecodeOutput(*arrays)
+        return pool, DecodeOutput(counts, drawn, np.zeros(drawn.shape, np.float32), None, None)
 
     cache = programs.shapes()[1]
     programs.pool = programs.prefill = programs.copy = lambda *_: lambda *_: cache
@@ -63,7 +58,7 @@ def count_calls(engine: Any, asked):
                 runner.step(None, 0)
             finally:
                 sys.setprofile(None)
-            files = FILES if is_new else [str(path) for path in Path(FOLDER).glob("*.py")]
+            files = FILES if is_new else [str(path) for path in FOLDER.glob("*.py")]
             steps.append(
                 Counter({c.co_name: n for c, n in calls.items() if c.co_filename in files})
             )
@@ -72,7 +67,7 @@ def count_calls(engine: Any, asked):
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("dense", "different"), ("dense", "alike"), ("dense", "groups"), ("hybrid", "alike")],
+    [("dense", "different"), ("dense", "alike"), ("dense", "groups"), ("delta", "alike")],
 )
 def test_work_of_the_host_is_linear_in_sequences(hollow, model, kind):
     def steps(rows):
@@ -83,9 +78,5 @@ def test_work_of_the_host_is_linear_in_sequences(hollow, model, kind):
     one, two = steps(ROWS), steps(2 * ROWS)
     assert len(one) == len(two)
     assert all(sum(step.values()) > ROWS for step in one)
-    grown = [
-        f"step {number}: {sum(few.values())} calls -> {sum(many.values())}: {many.most_common(5)}"
-        for number, (few, many) in enumerate(zip(one, two, strict=True))
-        if sum(many.values()) > GROWTH * sum(few.values())
-    ]
-    assert not grown, "\n".join(grown)
+    for number, (few, many) in enumerate(zip(one, two, strict=True)):
+        assert sum(many.values()) <= GROWTH * sum(few.values()), (number, many.most_common(5))

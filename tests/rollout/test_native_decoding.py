@@ -1,112 +1,93 @@
-"""The engine's answers against full forward passes."""
-
 import asyncio
+import contextlib
+import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm import kernel_choice
+from jaxrl_llm.kernel_choice import choose_cache_kernel
+from jaxrl_llm.models.kernels import KernelChoice
+from jaxrl_llm.models.paged_attention import attend_gathered
+from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.rollout.engine import Request, SamplingParams
+from jaxrl_llm.rollout.native import programs
+from jaxrl_llm.sharding import distributed
+from jaxrl_llm.sharding.layout import Layout, make_mesh
 from tests.guarded import MODEL, NATIVE
+from tests.rollout import conftest
+from tests.rollout.conftest import build, check_logprobs, check_same, draw_prompt, opened, weights
+from tests.specs import DENSE, GPT_OSS, SPECS
 
 pytestmark = pytest.mark.guards(*MODEL, *NATIVE)
-
-
-def prompt(length, seed=0):
-    return tuple(np.random.default_rng(100 * length + seed).integers(0, 32, length).tolist())
 
 
 def greedy(new=8, **options):
     return SamplingParams(max_new_tokens=new, temperature=0.0, **options)
 
 
-RAGGED = [
-    Request(prompt(1), SamplingParams(16, temperature=1.0), seed=1),
-    Request(prompt(24), SamplingParams(16, temperature=0.7), seed=2),  # fills a row
-    Request(prompt(7), SamplingParams(11, temperature=1.5), seed=3),
-    Request(prompt(16), SamplingParams(1, temperature=1.0), seed=4),
-    Request(prompt(17), greedy(13), seed=5),
-    Request(prompt(7), SamplingParams(16, temperature=1.0, top_k=4), seed=6),
-    Request(prompt(3), SamplingParams(6, temperature=1.0, top_p=0.7), seed=7),
-    Request(
-        prompt(2), SamplingParams(16, temperature=1.2, stop_ids=tuple(range(0, 24, 3))), seed=8
-    ),
-    Request(prompt(24), SamplingParams(4, temperature=0.3), seed=9),
-    Request(prompt(16, 1), greedy(16), seed=10),
-]
+def mixed():
+    """Greedy and seeded ones; prompts of all lengths, some of which begin alike."""
+    rng = np.random.default_rng(5)
+    ways = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.05, "stop_ids": (3, 9)},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "top_logprobs": 2},
+        {"temperature": 1.0, "logit_bias": ((4, 2.0), (7, -100.0))},
+    ]
+    requests = []
+    for seed in range(28):
+        length = int(rng.choice([1, 2, 7, 15, 16, 17, 24, 30]))
+        new = int(rng.integers(1, 41 - length))
+        start = draw_prompt(30)[:length] if seed % 3 else draw_prompt(length, seed)
+        requests.append(Request(start, SamplingParams(new, **ways[seed % len(ways)]), seed))
+    return requests
 
 
-def log_softmax(logits):
-    logits = np.asarray(logits, np.float64)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+MIXED = mixed()
+SHORT = [request for request in MIXED if len(request.prompt) <= 16]
 
 
-def assert_logprobs(params, next_logits, request, answer):
-    """Compare the reported log-probs with one pass over prompt and answer."""
-    n, temperature = len(answer.tokens), request.sampling.temperature or 1.0
-    after = next_logits(params, [*request.prompt, *answer.tokens])[len(request.prompt) - 1 : -1]
-    expected = log_softmax(after / temperature)[np.arange(n), answer.tokens]
-    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-5)
-    return after
+@pytest.fixture(scope="module")
+def expected(shared_engine):
+    """The answers of an engine with room for all."""
+    shared_engine.load(weights(), version=0)
+    return shared_engine.sample(MIXED)
 
 
-def test_logprobs_are_those_of_the_forward_pass(engine, params, next_logits):
-    """Ragged prompts and ragged answers, more of them than slots."""
-    answers = engine.sample(RAGGED)
-    for request, answer in zip(RAGGED, answers, strict=True):
-        after = assert_logprobs(params, next_logits, request, answer)
-        ranks = (after > np.take_along_axis(after, answer.tokens[:, None], 1)).sum(1)
+def test_answers_are_those_of_the_forward_pass(expected):
+    ranks = []
+    for request, answer in zip(MIXED, expected, strict=True):
+        check_logprobs(weights(), request, answer)
+        assert (answer.tokens.dtype, answer.logprobs.dtype) == (np.int32, np.float32)
+        assert answer.finish == "stop" or len(answer.tokens) == request.sampling.max_new_tokens
+        after = conftest.drawn_from(weights(), request, answer)
         if request.sampling.top_k:
-            assert ranks.max() < request.sampling.top_k
-            assert ranks.max() > 0, "it samples"
-        if request.sampling.temperature == 0:
-            assert ranks.max() == 0
-        assert answer.tokens.dtype == np.int32
-        assert answer.logprobs.dtype == np.float32
-        assert len(answer.logprobs) == len(answer.tokens)
-    assert [len(a.tokens) for a in answers[:7]] == [16, 16, 11, 1, 13, 16, 6]
+            ranks += (after > np.take_along_axis(after, answer.tokens[:, None], 1)).sum(1).tolist()
+    assert {a.finish for a in expected} == {"stop", "length"}
+    assert 0 < max(ranks) < 5
 
 
-def test_greedy_is_argmax_step_by_step(engine, params, next_logits):
-    requests = [Request(prompt(n), greedy(6), seed=n) for n in (1, 5, 16, 20, 24)]
-    for request, answer in zip(requests, engine.sample(requests), strict=True):
-        tokens = list(request.prompt)
-        for _ in range(6):
-            tokens.append(int(next_logits(params, tokens)[-1].argmax()))
-        assert answer.tokens.tolist() == tokens[len(request.prompt) :]
-        assert answer.finish == "length"
-
-
-def test_sampling_follows_the_policy(engine, params, next_logits):
-    """The first token of 600 answers has the forward pass's frequencies."""
-    start = prompt(5)
-    count = 600
+def test_sampling_follows_the_policy(engine):
+    start, count = draw_prompt(5), 600
     answers = engine.sample([Request(start, SamplingParams(1), seed) for seed in range(count)])
     frequencies = np.bincount([int(a.tokens[0]) for a in answers], minlength=32) / count
-    p = np.exp(log_softmax(next_logits(params, start)[-1]))
+    p = np.exp(conftest.log_softmax(conftest.next_logits(weights(), start)[-1]))
     assert np.all(np.abs(frequencies - p) <= 4.5 * np.sqrt(p * (1 - p) / count) + 1e-3)
-
-
-def test_an_answer_does_not_depend_on_its_company(engine):
-    together = engine.sample(RAGGED)
-    reversed_order = engine.sample(RAGGED[::-1])[::-1]
-    for request, first, second in zip(RAGGED, together, reversed_order, strict=True):
-        (alone,) = engine.sample([request])
-        for other in (first, second):
-            assert other.tokens.tolist() == alone.tokens.tolist()
-            np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=1e-5)
-            assert other.finish == alone.finish
-
-
-def test_the_seed_decides(engine):
     same, again, other = engine.sample(
-        [Request(prompt(4), SamplingParams(16), seed) for seed in (3, 3, 2**32 - 1)]
+        [Request(start, SamplingParams(16), seed) for seed in (3, 3, 2**32 - 1)]
     )
     assert same.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
 
 
 def test_stop_tokens_end_an_answer_and_belong_to_it(engine):
-    (whole,) = engine.sample([Request(prompt(5), greedy(16), 0)])
+    start = draw_prompt(5)
+    (whole,) = engine.sample([Request(start, greedy(16), 0)])
     tokens = whole.tokens.tolist()
     late = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
     unused = next(v for v in range(32) if v not in tokens)
@@ -117,113 +98,230 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(engine):
         (): (16, "length"),
         (tokens[0],): (1, "stop"),
     }
-    answers = engine.sample([Request(prompt(5), greedy(16, stop_ids=stop), 0) for stop in expected])
+    answers = engine.sample([Request(start, greedy(16, stop_ids=stop), 0) for stop in expected])
     for answer, (length, finish) in zip(answers, expected.values(), strict=True):
         assert answer.tokens.tolist() == tokens[:length]
         np.testing.assert_allclose(answer.logprobs, whole.logprobs[:length], atol=1e-6)
         assert answer.finish == finish
-    exact = Request(prompt(5), greedy(late + 1, stop_ids=(tokens[late],)), 0)
+    exact = Request(start, greedy(late + 1, stop_ids=(tokens[late],)), 0)
     assert engine.sample([exact])[0].finish == "stop", "also where it is the last that fits"
-
-
-def test_a_prompt_may_hold_stop_tokens(engine):
-    start = prompt(5)
     (answer,) = engine.sample([Request(start, greedy(2, stop_ids=(start[-1],)), 0)])
-    assert len(answer.tokens) >= 1
+    assert len(answer.tokens) >= 1, "a prompt may hold one"
 
 
-@pytest.mark.parametrize(
-    ("prompts", "read"),
-    [([3, 3, 3, 3], 2), ([3, 5, 3, 5], 6), ([3, 5, 7, 9], 20), ([20] * 6 + [5], 23)],
-)
-def test_equal_prompts_are_read_once(engine, prompts, read):
-    """The last token of a prompt is not read: it is the first that is decoded."""
-    requests = [Request(prompt(n), SamplingParams(2), seed) for seed, n in enumerate(prompts)]
-    before = engine.stats().prompt_tokens
-    engine.sample(requests)
-    assert engine.stats().prompt_tokens - before == read
+def test_equal_prompts_are_read_once(engine):
+    for lengths, read in (
+        *(([3, 3, 3, 3], 2), ([3, 5, 3, 5], 6), ([3, 5, 7, 9], 20), ([20] * 6 + [5], 23)),
+    ):
+        engine.load(weights(), version=0)
+        before = engine.stats().prompt_tokens
+        engine.sample(
+            [Request(draw_prompt(n), SamplingParams(2), s) for s, n in enumerate(lengths)]
+        )
+        assert engine.stats().prompt_tokens - before == read
 
 
-def test_answers_carry_the_version_of_their_weights(engine, other_params, next_logits):
-    request = Request(prompt(6), greedy(5), 0)
-    (before,) = engine.sample([request])
-    engine.load(other_params, version=41)
-    (after,) = engine.sample([request])
-    assert before.versions.tolist() == [0] * 5
-    assert after.versions.tolist() == [41] * 5
-    assert_logprobs(other_params, next_logits, request, after)
-    assert before.tokens.tolist() != after.tokens.tolist()
-
-
-def test_many_concurrent_requests(engine):
-    async def gather():
-        return await asyncio.gather(*(engine.generate(r) for r in RAGGED * 3))
-
-    for answer, expected in zip(asyncio.run(gather()), engine.sample(RAGGED) * 3, strict=True):
-        assert answer.tokens.tolist() == expected.tokens.tolist()
-        assert answer.finish == expected.finish
-
-
-SHORT = [request for request in RAGGED if len(request.prompt) <= 16]
+def gb_of(pages):
+    """Return the GB that hold so many pages of the dense model, and rows."""
+    with contextlib.closing(build()) as engine:
+        return (pages + 0.5) * 2 * engine.programs.page_bytes() / 1e9
 
 
 @pytest.fixture(scope="module")
-def answers_on(build, draw_params):
-    """(model, axes of the mesh) -> answers, where weights and cache are, and their checksum."""
-    completions = {}
+def variant():
+    """(name) -> an engine, compiled once, that differs from the shared one."""
+    pieces = {"PREFILL_LENGTHS": (8,), "PREFILL_TOKENS": (16,), "SHORTEST_ROW": 16}
+    cramped = {"steps": 7, "max_running_sequences": 6, "cache_gb": gb_of(7)}
+    cramped["sizes"] = {"FEWEST_ROWS": 3, "PREFILL_LENGTHS": (16,)}
+    variants = {
+        "pieces": {"steps": 1, "max_running_sequences": 3, "sizes": pieces},
+        "cramped": cramped,
+        "in place": cramped | {"cache_gb": cramped["cache_gb"] / 2, "kernel": attend_gathered},
+    }
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda name: stack.enter_context(opened(**variants[name])))
 
-    def run(model, axes):
-        key = model, tuple(axes.items())
-        if key not in completions:
-            engine = build(
-                devices=8 if axes else 1,
-                axes=axes or {"data": 1},
-                model=model,
-                max_running_sequences=8,
-                steps=8,
-            )
-            try:
-                receipt = engine.load(draw_params(0, model), version=3)
-                answers = engine.sample(SHORT)
-                layouts = jax.tree.map(lambda leaf: leaf.sharding, engine._params)
-                completions[key] = (
-                    answers,
-                    layouts,
-                    engine._runner.pool.keys[0].sharding,
-                    receipt.checksum,
-                )
-            finally:
-                engine.close()
-        return completions[key]
 
-    return run
+async def arrive(engine, requests):
+    """Ask for each at a random time, in a random order; return the answers in the requests'."""
+    rng = np.random.default_rng(0)
+
+    async def one(request, delay):
+        await asyncio.sleep(delay)
+        return await engine.generate(request)
+
+    order = rng.permutation(len(requests))
+    tasks = {int(i): asyncio.create_task(one(requests[i], rng.uniform(0, 0.1))) for i in order}
+    return [await tasks[i] for i in range(len(requests))]
+
+
+VARIANTS = pytest.mark.parametrize("name", ["cramped", "pieces", "in place"])
+
+
+@VARIANTS
+def test_answers_depend_on_nothing_but_the_request(variant, expected, name):
+    engine = variant(name)
+    check_same(asyncio.run(arrive(engine, MIXED)), expected)
+    after = engine.stats()
+    assert (after.running, after.waiting, after.cached_tokens) == (0, 0, 0)
+    check_same(engine.sample(MIXED[::-1])[::-1], expected)  # most prompts are cached
+
+
+@pytest.mark.parametrize("name", ["cramped", "in place"])
+def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, engine, name):
+    requests = [Request(draw_prompt(7, seed), SamplingParams(33), seed) for seed in range(3)]
+    variant(name).load(weights(), version=0)
+    before = variant(name).stats().preemptions
+    check_same(variant(name).sample(requests), engine.sample(requests))
+    assert variant(name).stats().preemptions > before
+
+
+def test_the_variants_are_what_they_are_called(variant):
+    pieces, cramped = variant("pieces").programs.sizes, variant("cramped").programs.sizes
+    assert (pieces.rows, pieces.widths, pieces.prefill_shapes) == ((3,), (32, 48), ((2, 8),))
+    assert (cramped.rows, cramped.pages, pieces.steps, cramped.steps) == ((3, 6), 7, 1, 7)
+    assert variant("in place").programs.sizes == cramped._replace(has_rows=False)
+    names = {key[0] for key in variant("in place").programs._programs}
+    assert names == {"pool", "copy", "prefill", "decode"}
+
+
+@VARIANTS
+def test_a_second_turn_reads_what_is_new(variant, engine, name):
+    shared, engine = engine, variant(name)
+    engine.load(weights(), version=0)
+    first = Request(draw_prompt(13, 7), SamplingParams(9), 3)
+    (answer,) = engine.sample([first])
+    talk = (*first.prompt, *answer.tokens.tolist())
+    second = Request((*talk, 5, 9, 2), SamplingParams(8), 4)
+    before = engine.stats()
+    (completion,) = engine.sample([second])
+    after = engine.stats()
+    # the newest token of an answer is in no cache, and the last of a prompt is decoded
+    assert after.reused_tokens - before.reused_tokens == len(talk) - 1
+    assert after.prompt_tokens - before.prompt_tokens == 3
+    check_logprobs(weights(), second, completion)
+    check_same([completion], shared.sample([second]))
+    # it went on in pages that the first has written, which are still the first's
+    check_same(engine.sample([first]), [answer])
+    engine.load(weights(seed=1), version=1)
+    (renewed,) = engine.sample([second])
+    assert engine.stats().prompt_tokens - after.prompt_tokens == len(second.prompt) - 1
+    check_logprobs(weights(seed=1), second, renewed)
+    assert renewed.versions.tolist() == [1] * 8
+    engine.load(weights(), version=0)
+
+
+def test_a_cache_without_room_for_the_longest_sequence_is_refused():
+    with pytest.raises(ValueError, match="cache"):
+        build(cache_gb=gb_of(3))
+    build(cache_gb=gb_of(4)).close()
+
+
+KERNEL = functools.partial(attend_pages, interpret=True)
+WIDE = dataclasses.replace(GPT_OSS, head_dim=16, moe=None, score_softcap=20.0)
+ON_MESH = {"devices": 4, "axes": {"data": 2, "tensor": 2}}
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("latent", {}),
+        ("latent", {"kernel": attend_gathered}),
+        ("gpt-oss", {"kernel": attend_gathered}),
+        *(slow("sigmoid", {}), slow("delta", ON_MESH)),
+        slow("delta", {"kernel": attend_gathered} | ON_MESH),
+        slow(WIDE, {"kernel": KERNEL}),
+        slow(WIDE, {"kernel": attend_gathered} | ON_MESH),
+        slow(WIDE, {"kernel": KERNEL} | ON_MESH),
+    ],
+)
+def test_families_over_rows_and_in_place(model, options):
+    requests = [Request(draw_prompt(n), SamplingParams(7), seed=n) for n in (1, 5, 19, 30)]
+    few, atol = (
+        {"PREFILL_LENGTHS": (16,), "PREFILL_TOKENS": (64,)},
+        2e-3 if model == "delta" else 1e-4,
+    )
+    with opened(model, sizes=few, steps=5, **options) as engine:
+        for _ in range(2):  # at the second time prompts are cached
+            for request, answer in zip(requests, engine.sample(requests), strict=True):
+                check_logprobs(weights(model), request, answer, model, atol=atol)
+        pages = engine.programs.sizes.pages
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._runner.pool))
+    if model == "latent":
+        spec, widths = SPECS[model], SPECS[model].latent
+        assert spec.for_decoding.latent.absorbed
+        assert held == 4 * spec.layers * pages * 16 * (widths.kv_rank + widths.rope_width)
+
+
+@functools.cache
+def on_mesh(model, axes):
+    """Return answers, where weights and cache are, and the checksum."""
+    options = {"devices": 8, "axes": dict(axes)} if axes else {"axes": {"data": 1}}
+    options |= {"max_running_sequences": 8, "steps": 8}
+    with contextlib.closing(build(model=model, **options)) as engine:
+        receipt = engine.load(weights(model), version=3)
+        answers = engine.sample(SHORT)
+        held = engine._params["embed"].sharding, engine._runner.pool.keys[0].sharding
+        return answers, *held, receipt.checksum
 
 
 @pytest.mark.parametrize(
     ("model", "axes"),
     [
-        ("dense", {"data": 8}),
-        ("dense", {"data": 4, "tensor": 2}),
-        pytest.param("dense", {"fsdp": 8}, marks=pytest.mark.slow),
-        pytest.param("dense", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
-        pytest.param("dense", {"tensor": 8}, marks=pytest.mark.slow),
-        pytest.param("moe", {"data": 8}, marks=pytest.mark.slow),
-        pytest.param("moe", {"expert": 8}, marks=pytest.mark.slow),
-        pytest.param("moe", {"expert": 2, "data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        *(("dense", {"data": 8}), ("dense", {"data": 4, "tensor": 2})),
+        *(slow("dense", {"fsdp": 8}), slow("dense", {"fsdp": 2, "tensor": 4})),
+        *(slow("dense", {"tensor": 8}), slow("moe", {"data": 8}), slow("moe", {"expert": 8})),
+        slow("moe", {"expert": 2, "data": 2, "tensor": 2}),
     ],
-    ids=lambda x: " ".join(f"{axis}={n}" for axis, n in x.items()) if isinstance(x, dict) else None,
+    ids=str,
 )
-def test_every_mesh_gives_the_same_answers(answers_on, model, axes):
-    """Greedy ones and sampled ones, of prompts of all lengths."""
-    answers, layouts, cache, checksum = answers_on(model, axes)
-    expected, _, _, wanted_checksum = answers_on(model, {})
+def test_every_mesh_gives_the_same_answers(model, axes):
+    answers, embed, cache, checksum = on_mesh(model, tuple(axes.items()))
+    expected, _, _, wanted_checksum = on_mesh(model, ())
     assert checksum == wanted_checksum
-    for answer, want in zip(answers, expected, strict=True):
-        assert answer.tokens.tolist() == want.tokens.tolist()
-        np.testing.assert_allclose(answer.logprobs, want.logprobs, atol=2e-5)
-    held = layouts["embed"].shard_shape((32, 16))
-    assert held == (32 // axes.get("tensor", 1), 16 // axes.get("fsdp", 1) // axes.get("expert", 1))
-    parts = 8 // axes.get("tensor", 1) if axes else 1
-    own, _, heads, _, _ = cache.shard_shape((parts, 4, 2, 4, 16))
-    assert own == 1
-    assert heads == (1 if axes.get("tensor") == 2 else 2)
+    check_same(answers, expected, atol=2e-5)
+    tensor = axes.get("tensor", 1)
+    held = 32 // tensor, 16 // axes.get("fsdp", 1) // axes.get("expert", 1)
+    assert embed.shard_shape((32, 16)) == held
+    own, _, heads, _, _ = cache.shard_shape((8 // tensor, 4, 2, 4, 16))
+    assert (own, heads) == (1, 1 if tensor == 2 else 2)
+
+
+def test_pages_are_read_in_place_where_every_process_can(monkeypatch, caplog):
+    layout = Layout(make_mesh({}, jax.devices()[:1]))
+    monkeypatch.setattr(kernel_choice, "_DECIDED", {})
+    with caplog.at_level("DEBUG", "jaxrl_llm"):
+        for _ in range(2):  # it is decided and logged once
+            for asked in ("auto", "xla"):
+                chosen = choose_cache_kernel(asked, DENSE, layout, "float32")
+                assert (chosen[0], chosen[2]) == ("xla", None)
+    assert len(caplog.messages) == 2
+    can = KernelChoice("triton", "it agrees", attend_gathered)
+    monkeypatch.setattr(kernel_choice, "choose_paged_kernel", lambda *_, **__: can)
+    kernel_choice._DECIDED.clear()
+    assert choose_cache_kernel("auto", DENSE, layout, "float32") == can
+    kernel_choice._DECIDED.clear()
+    monkeypatch.setattr(distributed, "all_gather", lambda own: [own, ("xla", "no memory")])
+    assert choose_cache_kernel("auto", DENSE, layout, "float32") == ("xla", "no memory", None)
+
+
+def expected_logprobs(tokens):
+    return conftest.log_softmax(conftest.next_logits(weights(), tokens))[:-1]
+
+
+def test_scores_are_those_of_a_forward_pass(monkeypatch, hollow):
+    monkeypatch.setattr(programs, "READ_AT_ONCE", 8)
+    engine = hollow(devices=2)  # a row of each part is read
+    assert engine.scores_tokens
+    engine.load(weights(), version=0)
+    for length in (1, 2, 19, 39):
+        tokens = np.random.default_rng(length).integers(0, 32, length).tolist()
+        scored, logprobs = engine.score_tokens(tokens), expected_logprobs(tokens)
+        assert scored.logprobs.shape == (length,) and scored.logprobs[0] == 0
+        drawn = logprobs[np.arange(length - 1), tokens[1:]]
+        np.testing.assert_allclose(scored.logprobs[1:], drawn, atol=1e-5)
+        best = np.sort(logprobs, axis=1)[:, ::-1][:, : scored.top_ids.shape[1]]
+        np.testing.assert_allclose(scored.top_logprobs[1:], best, atol=1e-5)
+        at = np.take_along_axis(logprobs, scored.top_ids[1:], axis=1)
+        np.testing.assert_allclose(scored.top_logprobs[1:], at, atol=1e-5)

@@ -1,10 +1,8 @@
-"""Allocation of pages against a plain model: what each page holds, token by token."""
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable
+from jaxrl_llm.rollout.native.page_pool import PagePool, PageTable, StatePagePool
 
 SIZE = 3
 
@@ -12,33 +10,38 @@ SIZE = 3
 class Pool:
     """Pages together with what is in them, written as the engine writes: whole pages from rows."""
 
-    def __init__(self, count):
-        self.pages, self.content = PagePool(count, size=SIZE), {}
+    def __init__(self, pages):
+        self.pages, self.content = pages, {}
         self.live = []  # [table, tokens, cached] of each sequence
 
     def start(self, tokens, version=None):
         table = PageTable()
         cached = self.pages.match_prefix(table, tokens[:-1], version)
         if not self.pages.allocate(table, len(tokens) - 1):
+            needed = self.pages.pages_needed(table, len(tokens) - 1)
+            assert self.live or needed > self.pages.available, "all is free where nothing runs"
             self.pages.free(table)
             return
-        self.live.append([table, list(tokens), cached])
-        assert self.row(self.live[-1]) == tokens[:cached], "what it found is what it begins with"
-        self.write(self.live[-1], len(tokens) - 1)
+        sequence = [table, list(tokens), cached]
+        self.live.append(sequence)
+        self.check()
+        self.read(sequence)
+
+    def read(self, sequence):
+        table, tokens, cached = sequence
+        if len(tokens) - 1 > cached:
+            self.write(sequence, len(tokens) - 1)
         self.pages.cache_prefix(table, tokens[:-1])
 
     def extend(self, sequence, new):
         """Decode: append tokens; all but the newest are written."""
         table, tokens, cached = sequence
-        if not self.pages.allocate(table, cached + len(new)):
-            return
-        tokens += new
-        self.write(sequence, len(tokens) - 1)
+        if new and self.pages.allocate(table, cached + len(new)):
+            tokens += new
+            self.write(sequence, len(tokens) - 1)
 
     def write(self, sequence, end):
         table, tokens, cached = sequence
-        if end == cached:
-            return
         row = self.row(sequence) + tokens[cached:end]
         first = cached // SIZE
         targets = self.pages.pages_to_write(table, cached, end)
@@ -49,13 +52,11 @@ class Pool:
 
     def row(self, sequence):
         table, _, cached = sequence
-        stored = [
-            t for page in self.pages.pages_to_read(table, cached) for t in self.content[page][:SIZE]
-        ]
+        pages = self.pages.pages_to_read(table, cached)
         # a page of which only the first tokens are used is always the last
-        return stored[:cached]
+        return [t for page in pages for t in self.content[page]][:cached]
 
-    def end(self, sequence, *, seals):
+    def end(self, sequence, *, seals=True):
         table, tokens, cached = sequence
         if seals:
             self.pages.cache_prefix(table, tokens[:cached])
@@ -65,31 +66,87 @@ class Pool:
     def check(self):
         for sequence in self.live:
             assert self.row(sequence) == sequence[1][: sequence[2]]
-        own = [page for table, *_ in self.live for page in table.own]
-        nodes = {
-            node
-            for table, *_ in self.live
-            for node in [*table.shared, *([table.borrowed] if table.borrowed else [])]
-        }
-        owned = own + [node.page for node in nodes]
+        tables = [table for table, *_ in self.live]
+        nodes = {node for t in tables for node in [*t.shared, *filter(None, [t.borrowed])]}
+        owned = [page for table in tables for page in table.own] + [node.page for node in nodes]
         assert len(owned) == len(set(owned)), "no page has two owners"
         assert self.pages.available + len(owned) == self.pages.count
 
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+class StatePool(Pool):
+    """Slots of states, too: the tokens that each has seen."""
+
+    def __init__(self, pages):
+        super().__init__(pages)
+        self.states = {}
+
+    def read(self, sequence):
+        table, tokens, _ = sequence
+        for end in sorted({table.branch, len(tokens) - 1}):
+            if end > sequence[2]:
+                self.write(sequence, end)
+                self.pages.cache_prefix(table, tokens[:end])
+                self.check()
+
+    def write(self, sequence, end):
+        table, tokens, cached = sequence
+        slot = self.pages.slot_to_read(table)
+        if table.written or table.snapshot:
+            assert self.states[slot] == tokens[:cached]
+        else:
+            assert (cached, slot) == (0, self.pages.slots)
+        super().write(sequence, end)
+        self.states[self.pages.slot_to_write(table, end)] = tokens[:end]
+
+    def end(self, sequence, *, seals=True):
+        """End a sequence; the state of one that is cut has seen more than what counts."""
+        table, tokens, cached = sequence
+        self.pages.retire(table, tokens[: cached - (not seals)])
+        self.live.remove(sequence)
+
+    def nodes(self):
+        """Return all pages of trees."""
+        nodes, left = [], list(self.pages._trees.values())
+        while left:
+            children = left.pop().children.values()
+            left += children
+            nodes += children
+        return nodes
+
+    def check(self):
+        for sequence in self.live:
+            assert self.row(sequence) == sequence[1][: sequence[2]]
+        tables = [table for table, *_ in self.live]
+        read = {table.snapshot for table in tables if table.snapshot}
+        kept = {node for node in self.nodes() if node.slot is not None} | read
+        taken = [table.slot for table in tables] + [node.slot for node in kept]
+        assert len(taken) == len(set(taken)), "no slot has two owners"
+        assert sorted([*taken, *self.pages._free_slots]) == list(range(self.pages.slots))
+        assert {node for node in kept if not node.readers} == set(self.pages._unread)
+        for node in kept - read:
+            path, at = [], node
+            while at.parent is not None:
+                path, at = [*at.tokens, *path], at.parent
+            assert self.states[node.slot] == path
+        for node in self.nodes():
+            assert node.children or node.slot is not None or node.ref_count, "none is useless"
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=14)
+WHO = st.integers(0, 9)
 OPERATION = st.one_of(
     st.tuples(st.just("start"), TOKENS),
-    st.tuples(st.just("extend"), st.integers(0, 9), st.lists(st.integers(0, 1), max_size=5)),
-    st.tuples(st.just("end"), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("extend"), WHO, st.lists(st.integers(0, 1), max_size=5)),
+    st.tuples(st.just("again"), WHO, st.lists(st.integers(0, 1), min_size=1, max_size=5)),
+    st.tuples(st.just("end"), WHO, st.booleans()),
     st.tuples(st.just("forget"), st.booleans()),
     st.tuples(st.just("go on"), TOKENS, st.integers(0, 3)),
 )
+OPERATIONS = st.lists(OPERATION, max_size=60)
 
 
-@settings(max_examples=300)
-@given(count=st.integers(4, 12), operations=st.lists(OPERATION, max_size=60))
-def test_each_sequence_reads_its_own_tokens(count, operations):
-    pool, version = Pool(count), 0
+def perform(pool, operations):
+    version = 0
     for name, *arguments in operations:
         if name == "start":
             pool.start(arguments[0])
@@ -103,26 +160,50 @@ def test_each_sequence_reads_its_own_tokens(count, operations):
             if name == "extend":
                 pool.extend(sequence, arguments[1])
             else:
-                pool.end(sequence, seals=arguments[1])
+                pool.end(sequence, seals=name == "again" or arguments[1])
+            if name == "again":  # the next turn, or a sequence that gave its pages back
+                pool.start((sequence[1] + arguments[1])[:14])
         pool.check()
     while pool.live:
-        pool.end(pool.live[0], seals=True)
-    assert pool.pages.available == count
+        pool.end(pool.live[0])
+        pool.check()
+    assert pool.pages.available == pool.pages.count
     pool.pages.reset_prefix_cache()
-    whole = PageTable()
+
+
+@settings(max_examples=300)
+@given(count=st.integers(5, 14), operations=OPERATIONS)
+def test_each_sequence_reads_its_own_tokens(count, operations):
+    pool, whole = Pool(PagePool(count, size=SIZE)), PageTable()
+    perform(pool, operations)
     assert pool.pages.allocate(whole, count * SIZE)
     assert sorted(whole.own) == list(range(count))
 
 
-@pytest.mark.parametrize(
-    ("again", "cached"), [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 9, 4), 2), ((9,), 0)]
-)
-def test_the_longest_common_beginning_is_found(again, cached):
-    pages, first = PagePool(4, size=SIZE), PageTable()
-    pages.allocate(first, 5)
-    pages.cache_prefix(first, (1, 2, 3, 4, 5))
-    pages.free(first)
-    assert pages.match_prefix(PageTable(), again) == cached
+@settings(max_examples=300)
+@given(count=st.integers(5, 14), slots=st.integers(2, 9), operations=OPERATIONS)
+def test_each_sequence_goes_on_from_its_own_state(count, slots, operations):
+    pool = StatePool(StatePagePool(count, size=SIZE, slots=slots))
+    perform(pool, operations)
+    assert pool.pages.available_slots == len(pool.pages._free_slots) == slots
+    assert len(pool.pages._free) == count
+
+
+def keep(pages, tokens, table=None):
+    """Write tokens and end, so that they are found; return the table."""
+    table = table or PageTable()
+    assert pages.allocate(table, len(tokens))
+    pages.cache_prefix(table, tokens)
+    pages.free(table)
+    return table
+
+
+def matched(pages, tokens, *version):
+    """Return how many tokens are found."""
+    table = PageTable()
+    count = pages.match_prefix(table, tokens, *version)
+    pages.free(table)
+    return count
 
 
 def in_common(one, other):
@@ -139,31 +220,26 @@ def test_of_many_pages_the_oldest_of_those_most_alike_is_found(count, held, aske
     pages = PagePool(count, size=6)  # the least recently used go where they are few
     root, asked = pages._trees[0], (*asked, 2)
     for tokens in held:
-        table = PageTable()
-        pages.allocate(table, len(tokens))
-        pages.cache_prefix(table, tuple(tokens))
-        pages.free(table)
-        matched = pages.match_prefix(table, asked)
+        table = keep(pages, tuple(tokens))
+        cached = pages.match_prefix(table, asked)
         best = max(root.children, key=lambda kept: in_common(kept, asked))
-        assert matched == in_common(best, asked)
-        if matched:
-            assert pages.pages_to_read(table, matched) == [root.children[best].page]
+        assert cached == in_common(best, asked)
+        if cached:
+            assert pages.pages_to_read(table, cached) == [root.children[best].page]
         pages.free(table)
 
 
-def test_what_was_used_least_recently_goes_first():
-    pages = PagePool(2, size=SIZE)
-    for tokens in ((1, 1, 1), (2, 2, 2)):
-        table = PageTable()
-        pages.allocate(table, SIZE)
-        pages.cache_prefix(table, tokens)
-        pages.free(table)
-    again = PageTable()
-    assert pages.match_prefix(again, (1, 1, 1)) == SIZE
-    pages.free(again)
-    assert pages.allocate(PageTable(), 1)
-    assert pages.match_prefix(PageTable(), (2, 2, 2)) == 0
-    assert pages.match_prefix(PageTable(), (1, 1, 1)) == SIZE
+@pytest.mark.parametrize("touch", [False, True])
+def test_what_was_used_least_recently_goes_first(touch):
+    pages, first, second = PagePool(4, size=SIZE), (1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
+    for tokens in (first, second):
+        keep(pages, tokens)
+    if touch:
+        pages.touch((*first, 99))
+    else:
+        assert [matched(pages, again) for again in ((1, 2, 9, 4), (9,), first)] == [2, 0, 6]
+    assert pages.allocate(PageTable(), 6)
+    assert [matched(pages, tokens) for tokens in (first, second)] == [6, 0]
 
 
 def test_two_that_wrote_the_same_share_it_in_the_end():
@@ -179,50 +255,75 @@ def test_two_that_wrote_the_same_share_it_in_the_end():
     assert pages.available == 4
 
 
-def test_what_was_begun_before_all_was_forgotten_is_not_shared():
-    pages, table = PagePool(2, size=SIZE), PageTable()
-    pages.match_prefix(table, (1, 1, 1))
-    pages.allocate(table, SIZE)
-    pages.reset_prefix_cache()
-    pages.cache_prefix(table, (1, 1, 1))
-    assert pages.match_prefix(PageTable(), (1, 1, 1)) == 0
-    pages.free(table)
-    assert pages.available == 2
-
-
-def test_pages_of_requests_that_wait_go_last():
-    pool = PagePool(4, size=SIZE)
-    for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)):
-        table = PageTable()
-        assert pool.allocate(table, 6)
-        pool.cache_prefix(table, tokens)
-        pool.free(table)
-    pool.touch((1, 2, 3, 4, 5, 6, 99))  # else it would be the first to go
-    table = PageTable()
-    assert pool.allocate(table, 6)
-    cached = [pool.match_prefix(PageTable(), tokens) for tokens in ((1, 2, 3, 4, 5, 6), (7, 8, 9))]
-    assert cached == [6, 0]
-
-
 def test_kept_pages_are_of_who_was_begun_under_their_weights():
     pages = PagePool(6, size=SIZE)
     for version in (1, 2):
         pages.reset_prefix_cache(version, keep=True)
         table = PageTable()
         pages.match_prefix(table, (1, 1, 1))
-        pages.allocate(table, SIZE)
-        pages.cache_prefix(table, (1, 1, version))
-        pages.free(table)
+        keep(pages, (1, 1, version), table)
     pages.reset_prefix_cache(3, keep=True)
-
-    def matched(last, version):
-        table = PageTable()
-        count = pages.match_prefix(table, (1, 1, last), version)
-        pages.free(table)
-        return count
-
-    assert [matched(1, 1), matched(2, 2)] == [SIZE, SIZE]
-    assert [matched(1, 2), matched(1, 3), matched(1, None)] == [2, 0, 0]
+    found = [matched(pages, (1, 1, last), of) for last, of in ((1, 1), (2, 2), (1, 2), (1, 3))]
+    assert [*found, matched(pages, (1, 1, 1), None)] == [SIZE, SIZE, 2, 0, 0]
+    table = PageTable()
+    pages.match_prefix(table, (3, 3, 3))
     pages.reset_prefix_cache(4)
-    assert [matched(1, 1), matched(2, 2)] == [0, 0]
+    keep(pages, (3, 3, 3), table)  # what was begun before all was forgotten is not shared
+    assert [matched(pages, (n, 1 + 2 * (n == 3), n)) for n in (1, 2, 3)] == [0, 0, 0]
     assert pages.available == 6
+
+
+def read(pool, tokens):
+    """Read a prompt and end; return how much of it was there."""
+    table = PageTable()
+    cached = pool.match_prefix(table, tokens)
+    assert pool.allocate(table, len(tokens))
+    for end in sorted({table.branch, len(tokens)}):
+        if end > cached:
+            pool.pages_to_write(table, cached, end)
+            pool.slot_to_write(table, end)
+            pool.cache_prefix(table, tokens[:end])
+    pool.retire(table, tokens)
+    return cached
+
+
+def test_only_where_a_state_was_kept():
+    whole = (1, 2, 3, 4, 5)
+    found = {whole: 5, (*whole, 6): 5}  # the page of 4 and 5 is borrowed
+    found |= {(1, 2, 3, 4): 0, (1, 2, 3): 0}  # no part of a page; a page without a state
+    for again, cached in (found | {(1, 2, 9): 0, (9,): 0}).items():
+        pool = StatePagePool(6, size=SIZE, slots=4)
+        read(pool, whole)
+        assert pool.match_prefix(PageTable(), again) == cached
+    pool = StatePagePool(9, size=SIZE, slots=9)  # the deepest, also beside whole pages
+    assert [read(pool, tokens) for tokens in ((1, 2), (1, 2, 3, 4), (1, 2, 3, 9))] == [0, 2, 2]
+    assert pool.match_prefix(PageTable(), (1, 2, 3, 7)) == 3  # the last has left a state after 3
+    pool = StatePagePool(20, size=SIZE, slots=9)  # the end of what is shared gets one, too
+    cached = [read(pool, (1, 2, 3, 4, 5, 6, 7, last)) for last in (11, 12, 13, 14)]
+    assert cached == [0, 0, 6, 6]
+
+
+def test_what_was_read_least_recently_goes_first_with_its_pages():
+    pool = StatePagePool(9, size=SIZE, slots=3)
+    for first in (1, 2, 1, 3):
+        read(pool, (first,) * 5)
+    assert len(pool._free) == 9 - 2 * 2  # of those that begin with 1 and 3
+    assert [pool.match_prefix(PageTable(), (first,) * 5) for first in (1, 2, 3)] == [5, 0, 5]
+
+
+def test_a_state_is_not_kept_where_no_slot_is_left():
+    pool, tables = StatePagePool(9, size=SIZE, slots=3), [PageTable(), PageTable()]
+    for first, table in enumerate(tables):
+        assert pool.allocate(table, 4)
+        pool.slot_to_write(table, 4)
+        pool.cache_prefix(table, (first,) * 4)
+    assert [pool.slot_to_read(table) for table in tables] == [0, 2]  # a snapshot; its own
+    assert pool.match_prefix(PageTable(), (1, 1, 1, 1)) == 0
+    assert not pool.allocate(PageTable(), 1)
+    pool.retire(tables[1], (1, 1, 1, 1))  # its slot is free for what it has read
+    again = PageTable()
+    assert (pool.match_prefix(again, (1, 1, 1, 1)), pool.slot_to_read(again)) == (4, 2)
+    assert not pool.allocate(again, 6)
+    pool.free(again)
+    pool.free(tables[0])
+    assert pool.available_slots == 3

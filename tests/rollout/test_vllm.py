@@ -1,5 +1,3 @@
-"""The vLLM sidecars, with real vLLM on the CPU. Each start of one takes half a minute."""
-
 import asyncio
 import contextlib
 import dataclasses
@@ -12,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from multiprocessing.connection import Client
 from pathlib import Path
 
 import jax
@@ -22,30 +18,19 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.hf.config import config_to_save
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.engine import (
-    Completion,
-    Engine,
-    EngineError,
-    EngineSettings,
-    Request,
-    SamplingParams,
-    Stop,
-)
-from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.engine import EngineError, EngineSettings, Request, SamplingParams, Stop
 from jaxrl_llm.rollout.vllm import engine as vllm_engine
 from jaxrl_llm.rollout.vllm import process
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.setup import HOME
-from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.trainer import check_agreement
 from jaxrl_llm.training.update import TrainingError
 from jaxrl_llm.types import Batch
 from tests.decoders import forward, logits
+from tests.rollout.conftest import build
+from tests.specs import DENSE
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -54,19 +39,8 @@ pytestmark = [
     pytest.mark.guards("jaxrl_llm/rollout/", "models/"),
 ]
 
-SPEC = ModelSpec(
-    vocab_size=96,
-    hidden_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    ff_width=96,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    max_positions=512,
-)
+WIDTHS = {"vocab_size": 96, "hidden_size": 64, "head_dim": 32, "ff_width": 96}
+SPEC = dataclasses.replace(DENSE, **WIDTHS, tied_embeddings=True, max_positions=512)
 MAX_TOKENS = 256
 PROMPT = tuple(range(7, 27))
 
@@ -87,21 +61,27 @@ def forward_logits(params, tokens):
     return logits(params, SPEC, hidden)[0]
 
 
-def logits_of(params, prompt, answer):
-    """Return the logits [t V] from which each token of an answer was drawn."""
+def logprobs_of(params, prompt, answer, temperature=1.0):
+    """Return the log-probs with which each token of an answer was drawn."""
     row = np.zeros(MAX_TOKENS, np.int32)
     whole = [*prompt, *answer]
     row[: len(whole)] = whole
-    return np.asarray(forward_logits(params, row), np.float64)[len(prompt) - 1 : len(whole) - 1]
-
-
-def logprobs_of(params, prompt, answer, temperature=1.0):
-    scaled = logits_of(params, prompt, answer) / (temperature or 1.0)
+    scaled = np.asarray(forward_logits(params, row), np.float64) / (temperature or 1.0)
     logprobs = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
-    return logprobs[np.arange(len(answer)), np.asarray(answer)]
+    drawn = slice(len(prompt) - 1, len(whole) - 1)
+    return logprobs[drawn][np.arange(len(answer)), np.asarray(answer)]
 
 
-BEGUN = Completion(np.array([1]), np.zeros(1, np.float32), np.zeros(1, int), "stop")
+def check(engine, params, *, version=None, requests=None, atol=5e-5):
+    """Compare answers of an engine with forward passes of the trainer; return the answers."""
+    requests = requests or [ask(seed=seed) for seed in range(2)]
+    answers = engine.sample(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        temperature = request.sampling.temperature
+        expected = logprobs_of(params, request.prompt, answer.tokens, temperature)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=atol)
+        assert version is None or set(answer.versions) == {version}
+    return answers
 
 
 def ask(tokens=24, seed=0, prompt=PROMPT, **options):
@@ -109,20 +89,15 @@ def ask(tokens=24, seed=0, prompt=PROMPT, **options):
 
 
 def make(folder, **changed):
-    settings = EngineSettings(
-        **{"max_running_sequences": 16, "max_tokens": MAX_TOKENS} | changed.pop("engine", {})
-    )
+    settings = EngineSettings(max_running_sequences=16, max_tokens=MAX_TOKENS)
     config = VllmConfig(**{"timeout_s": 20.0, "start_timeout_s": 240.0} | changed)
     return VllmEngine(SPEC, settings, source=None, config=config, folder=folder)
 
 
 @contextlib.contextmanager
 def opened(folder, **changed):
-    engine = make(folder, **changed)
-    try:
+    with contextlib.closing(make(folder, **changed)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +139,8 @@ def at_work(engine, requests):
 
 def alive_in(group):
     """Return the processes of a group that are not zombies."""
-    listing = subprocess.run(
-        ["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True
-    ).stdout
+    command = ["ps", "-eo", "pid,pgid,stat"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in listing.splitlines()[1:]]
     return [int(pid) for pid, pgid, stat in rows if int(pgid) == group and stat[0] != "Z"]
 
@@ -183,48 +157,25 @@ def shared_memory(group):
     return {name for name in names if name.exists()}
 
 
-def test_it_is_an_engine_and_echoes_what_it_loaded(engine):
-    assert isinstance(engine, Engine)
+def test_log_probs_are_those_of_the_trainers_forward_pass(engine):
+    options = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.5, "top_k": 3}]
+    options += [{"temperature": 1.4, "top_p": 0.8}, {"temperature": 0.7, "top_k": 5, "min_p": 0.05}]
+    requests = [ask(seed=seed, **each) for seed, each in enumerate(options)]
+    for answer in check(engine, FIRST, version=0, requests=requests, atol=2e-5):
+        assert (answer.finish, len(answer.tokens)) == ("length", 24)
     receipt = engine.load(SECOND, version=7)
     assert receipt[:2] == (7, None)  # vLLM holds other arrays: see the next tests
     assert receipt.moved_bytes >= 4 * sum(leaf.size for leaf in jax.tree.leaves(SECOND))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.6},
-        {"temperature": 1.4, "top_p": 0.8},
-        {"temperature": 0.7, "top_k": 5, "min_p": 0.05},
-    ],
-    ids=str,
-)
-def test_log_probs_are_those_of_the_trainers_forward_pass(engine, options):
-    """Before top-k, top-p and min-p cut the distribution, and after the temperature."""
-    mixed = [ask(seed=1, temperature=0.0), ask(seed=2), ask(seed=3, temperature=0.5, top_k=3)]
-    *_, answer = engine.sample([*mixed, ask(seed=4, **options)])
-    expected = logprobs_of(FIRST, PROMPT, answer.tokens, options.get("temperature", 1.0))
-    np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
-    assert answer.finish == "length"
-    assert answer.versions.tolist() == [0] * 24
-
-
-@pytest.mark.parametrize(
     "options", [{"repetition_penalty": 1.3}, {"logit_bias": ((5, 2.0), (9, -50.0))}], ids=str
 )
 def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, options):
-    """One at a time: of both, vLLM adds the bias first, and transformers applies the penalty."""
     options = options | {"temperature": 0.0, "top_logprobs": 3}
-    native = NativeEngine(
-        Decoder(SPEC),
-        EngineSettings(4, 64),
-        layout=Layout(make_mesh({"fsdp": 1}, jax.devices()[:1])),
-    )
-    native.load(FIRST, version=0)
-    [expected] = native.sample([ask(**options)])
-    native.close()
+    with contextlib.closing(build(model=SPEC, max_tokens=64)) as own:
+        own.load(FIRST, version=0)
+        [expected] = own.sample([ask(**options)])
     [answer] = engine.sample([ask(**options)])
     assert answer.tokens.tolist() == expected.tokens.tolist()
     np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=2e-5)
@@ -232,35 +183,12 @@ def test_bias_penalty_and_top_log_probs_are_the_native_engines(engine, options):
     np.testing.assert_allclose(answer.top[1], expected.top[1], atol=2e-5)
 
 
-def test_turns_of_episodes_go_on_from_the_ids_that_were_drawn(engine):
-    """Many at once: token ids in, token ids out, and nothing is decoded in between."""
-
-    async def play(seed):
-        stream = PROMPT
-        for turn in range(3):
-            answer = await engine.generate(ask(8, seed=10 * seed + turn, prompt=stream))
-            expected = logprobs_of(FIRST, stream, answer.tokens)
-            np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
-            stream = (*stream, *answer.tokens.tolist(), 5, 6, 7)
-        return stream
-
-    async def play_all():
-        return await asyncio.gather(*(play(seed) for seed in range(12)))
-
-    streams = asyncio.run(play_all())
-    assert streams == asyncio.run(play_all()) and len(set(streams)) == 12
-
-
-def test_a_seed_gives_its_answer_in_any_company(engine):
-    [alone] = engine.sample([ask(seed=11)])
-    others = [ask(seed=100 + i, prompt=PROMPT[: 5 + i % 9]) for i in range(30)]
-    answer = engine.sample([*others[:15], ask(seed=11), *others[15:]])[15]
-    assert answer.tokens.tolist() == alone.tokens.tolist()
-    assert len({tuple(a.tokens) for a in engine.sample([ask(seed=i) for i in range(8)])}) == 8
-
-
-def test_a_stop_token_ends_the_answer(engine):
+def test_a_stop_token_ends_the_answer_and_company_changes_nothing(engine):
     [whole] = engine.sample([ask(temperature=0.0)])
+    others = [ask(seed=100 + i, prompt=PROMPT[: 5 + i % 9]) for i in range(30)]
+    among = engine.sample([*others[:15], ask(temperature=0.0), *others[15:]])
+    assert among[15].tokens.tolist() == whole.tokens.tolist()
+    assert len({tuple(a.tokens) for a in engine.sample([ask(seed=i) for i in range(8)])}) == 8
     stop = int(whole.tokens[3])
     first = whole.tokens.tolist().index(stop)
     [answer] = engine.sample([ask(temperature=0.0, stop_ids=(stop,))])
@@ -289,70 +217,38 @@ def test_answers_can_be_streamed_and_given_up(engine):
     assert engine.stats().in_flight == 0
 
 
-def test_hundreds_of_requests_are_all_answered(engine):
-    rng = np.random.default_rng(0)
+def test_hundreds_of_requests_and_prompts_that_do_not_fit_into_one_step(engine):
+    rng, restarts = np.random.default_rng(0), engine.stats().restarts
     requests = [
         ask(int(rng.integers(1, 40)), seed=i, prompt=rng.integers(0, 96, rng.integers(1, 60)))
-        for i in range(400)
+        for i in range(300)
     ]
-    for request, answer in zip(requests, engine.sample(requests), strict=True):
+    requests += [ask(4, seed=i, prompt=rng.integers(0, 96, 240)) for i in range(16)]
+    for request, answer in zip(requests, check(engine, FIRST, requests=requests), strict=True):
         assert len(answer.tokens) == request.sampling.max_new_tokens
-        expected = logprobs_of(FIRST, request.prompt, answer.tokens)
-        np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
+    assert engine.stats().restarts == restarts
 
 
 def test_answers_are_left_and_gone_on_with(engine):
-    """Greedy answers in pieces are those in one; each token has its log-prob and version."""
     requests = [ask(tokens=count, temperature=0.0) for count in (4, 60, 60)]
     whole = engine.sample(requests)
     parts = engine.sample_until(requests, 1)
     assert [part.finish for part in parts] == ["length", "", ""]
     stop = Stop()
     threading.Timer(0.2, stop.set).start()
-    left = [
-        dataclasses.replace(r, drawn=part) for r, part in zip(requests[1:], parts[1:], strict=True)
-    ]
+    begun = zip(requests[1:], parts[1:], strict=True)
+    left = [dataclasses.replace(request, drawn=part) for request, part in begun]
     parts = engine.sample_until(left, 2, stop)
     assert all(part.finish or len(part.tokens) < 60 for part in parts)
-    rest = [
-        engine.sample([dataclasses.replace(request, drawn=part)])[0] if not part.finish else part
-        for request, part in zip(left, parts, strict=True)
-    ]
-    for answer, expected in zip(rest, whole[1:], strict=True):
+    for request, answer, expected in zip(left, parts, whole[1:], strict=True):
+        if not answer.finish:
+            [answer] = engine.sample([dataclasses.replace(request, drawn=answer)])  # noqa: PLW2901
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
         np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=1e-5)
         np.testing.assert_array_equal(answer.versions, expected.versions)
 
 
-@pytest.mark.parametrize(
-    ("request_", "told"),
-    [
-        (ask(tokens=250), "does not fit"),
-        (ask(prompt=(96,)), "token id 96"),
-        (ask(prompt=()), "does not fit"),
-        (ask(stop=("x",)), "no tokenizer"),
-        (ask(logit_bias=((1, 200.0),)), "logit_bias 200"),
-        (ask(top_logprobs=30), "top_logprobs 30"),
-        (dataclasses.replace(ask(), drawn=BEGUN), "to go on with, finish=.stop."),
-    ],
-)
-def test_a_request_that_does_not_fit_is_refused(engine, request_, told):
-    with pytest.raises(EngineError, match=told):
-        engine.sample([request_])
-
-
-def test_prompts_that_do_not_fit_into_one_step_are_read(engine):
-    """In vLLM's default a part of a prompt would be read first, which its CPU build can't."""
-    rng, restarts = np.random.default_rng(1), engine.stats().restarts
-    requests = [ask(4, seed=i, prompt=rng.integers(0, 96, 240)) for i in range(16)]
-    for request, answer in zip(requests, engine.sample(requests), strict=True):
-        expected = logprobs_of(FIRST, request.prompt, answer.tokens)
-        np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
-    assert engine.stats().restarts == restarts
-
-
 def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
-    """Also after `sleep`; every token has the version of the weights that drew it."""
     answers = []
     # more than are decoded at once, and than are done before the sidecar's next report
     requests = [ask(tokens=200, seed=seed) for seed in range(150)]
@@ -369,56 +265,18 @@ def test_what_runs_goes_on_through_a_pause_and_with_new_weights(engine):
     assert len(answers) == 150
     assert {0, 1} <= {int(v) for answer in answers for v in answer.versions}
     for answer in answers:
-        assert answer.versions.tolist() == sorted(answer.versions)
         first = int(np.sum(answer.versions == 0))
+        assert answer.versions.tolist() == [0] * first + [1] * (200 - first)
         for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
             expected = logprobs_of(params, PROMPT, answer.tokens)[part]
             np.testing.assert_allclose(answer.logprobs[part], expected, atol=5e-5)
 
 
-def test_an_engine_that_sleeps_takes_weights_and_wakes(tmp_path):
-    """vLLM's CPU build says that it ignores it; so does one that takes over from another."""
-    with opened(tmp_path, sleep=True) as engine:
-        engine.load(FIRST, version=0)
-        for version, params in enumerate((FIRST, SECOND, FIRST)):
-            if version:
-                engine.sleep()
-                killed = pid_of(engine)
-                if version == 2:
-                    os.kill(killed, signal.SIGKILL)
-                    wait_until(lambda killed=killed: pid_of(engine) != killed, 120)
-                engine.load(params, version=version)
-                engine.wake()
-            for answer in engine.sample([ask(seed=i) for i in range(4)]):
-                expected = logprobs_of(params, PROMPT, answer.tokens)
-                np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
-                assert set(answer.versions) == {version}
-        engine.sleep()
-        engine.wake()  # without new weights
-        assert len(engine.sample([ask()])) == 1
-        log = (tmp_path / "sidecar_0.log").read_text()
-        assert "sleep mode is not supported on CPU" in log
-
-
-def test_speculative_decoding_is_refused(tmp_path):
-    """Its sampler keeps vLLM's own log-probs."""
-    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    told = r"got a speculative_config in rollout\.vllm\.engine_args"
-    with (
-        opened(tmp_path, engine_args={"speculative_config": ngrams}) as engine,
-        pytest.raises(EngineError, match=told),
-    ):
-        engine.load(FIRST, version=0)
-
-
 def test_no_prefix_of_old_weights_is_used(engine):
-    """Neither on an idle engine nor by a request that waited while others ran."""
     long = tuple(np.arange(130) % 90)
     engine.sample([ask(prompt=long, tokens=4)])
     engine.load(SECOND, version=1)
-    [answer] = engine.sample([ask(prompt=long)])
-    expected = logprobs_of(SECOND, long, answer.tokens)
-    np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
+    check(engine, SECOND, requests=[ask(prompt=long)])
     thread, answers = at_work(engine, [ask(prompt=long, tokens=100, seed=i) for i in range(40)])
     engine.load(FIRST, version=2)
     thread.join(100)
@@ -444,88 +302,17 @@ if __name__ == "__main__":
 
 
 def test_synced_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tmp_path):
-    """The model's embeddings are tied, which vLLM's own reload gets wrong on CPUs."""
     save_params(tmp_path / "saved", SECOND, SPEC, source=None, dtype="float32")
     engine.load(SECOND, version=3)
     prompts = [list(PROMPT), [3, 1, 4, 1, 5], list(range(60, 90))]
     answers = engine.sample([ask(64, temperature=0.0, prompt=prompt) for prompt in prompts])
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     (tmp_path / "fresh.py").write_text(FRESH)
-    fresh = subprocess.run(
-        [HOME / "bin" / "python", tmp_path / "fresh.py", tmp_path / "saved", str(prompts)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    command = [HOME / "bin" / "python", tmp_path / "fresh.py", tmp_path / "saved", str(prompts)]
+    fresh = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert "FOUND" in fresh.stdout, fresh.stderr
-    assert (
-        str([answer.tokens.tolist() for answer in answers])
-        == fresh.stdout.split("FOUND")[1].strip()
-    )
-
-
-def test_weights_can_come_through_the_connection(engine):
-    """As they do from another host."""
-    sidecar = engine._replicas[0].sidecar
-    assert sidecar.shared
-    sidecar.shared = False
-    engine.load(SECOND, version=4)
-    [answer] = engine.sample([ask()])
-    np.testing.assert_allclose(
-        answer.logprobs, logprobs_of(SECOND, PROMPT, answer.tokens), atol=2e-5
-    )
-    sidecar.shared = True
-
-
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("renamed", "no module or parameter"),
-        ("missing", "no weights came for"),
-        ("altered", "does not hold the weights that were sent"),
-    ],
-)
-def test_a_weight_sync_that_fails_is_an_error_and_the_next_one_repairs(
-    engine, monkeypatch, fault, told
-):
-    name = next(e.name for e in engine._buffer.entries if e.name.endswith("1.mlp.up_proj.weight"))
-
-    def spoiled(entries):
-        if fault == "altered":
-            engine._buffer.checksums[name] ^= 1
-            return tell(entries)
-        kept = [entry for entry in entries if fault == "renamed" or entry.name != name]
-        other = "model.layers.1.mlp.sideways.weight"
-        return tell(entry._replace(name=other) if entry.name == name else entry for entry in kept)
-
-    tell = vllm_engine._as_messages
-    with monkeypatch.context() as patch:
-        patch.setattr(vllm_engine, "_as_messages", spoiled)
-        with pytest.raises(EngineError, match=told):
-            engine.load(SECOND, version=1)
-    with pytest.raises(EngineError, match="no weights"):
-        engine.sample([ask()])
-    engine.load(SECOND, version=2)
-    [answer] = engine.sample([ask()])
-    np.testing.assert_allclose(
-        answer.logprobs, logprobs_of(SECOND, PROMPT, answer.tokens), atol=2e-5
-    )
-
-
-def cut_short(write, count, error):
-    """Return a buffer's `write` that ends with an error after some buckets."""
-
-    def short(params, version):
-        yield from itertools.islice(write(params, version), count)
-        raise error
-
-    return short
+    assert [a.tokens.tolist() for a in answers] == json.loads(fresh.stdout.split("FOUND")[1])
 
 
 def mapped(group):
@@ -536,11 +323,9 @@ def mapped(group):
     return [end - start for start, end in bounds]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatch, ranks):
-    """Wherever it ended: in the trainer, or with an array that one or all ranks do not know."""
+def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", 2**13)  # less than any matrix
-    with opened(tmp_path, tensor_parallel=ranks) as engine:
+    with opened(tmp_path, tensor_parallel=2) as engine:
         engine.load(FIRST, version=0)
         sent, write, tell = engine._buffer, engine._buffer.write, vllm_engine._as_messages
         assert len(sent.buckets) > 12
@@ -549,14 +334,15 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
         def repairs(version):
             params = (FIRST, SECOND)[version % 2]
             engine.load(params, version=version)
-            for answer in engine.sample([ask(seed=i) for i in range(2)]):
-                expected = logprobs_of(params, PROMPT, answer.tokens)
-                np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)
-                assert set(answer.versions) == {version}
+            check(engine, params, version=version)
 
-        for count in range(1, len(sent.buckets), 1 if ranks == 1 else 4):
-            short = cut_short(write, count, OSError("the host's memory is full"))
-            with monkeypatch.context() as patch, pytest.raises(OSError, match="memory is full"):
+        for count in range(1, len(sent.buckets), 2):
+
+            def short(params, version, count=count):
+                yield from itertools.islice(write(params, version), count)
+                raise OSError("full")
+
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
                 patch.setattr(sent, "write", short)
                 engine.load(THIRD, version=100)
             waiting += mapped(pid_of(engine))  # for the rest of their layers
@@ -569,81 +355,19 @@ def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatc
             def other(entries, renamed=renamed):
                 return tell(e._replace(name=e.name.replace(renamed, "x.weight")) for e in entries)
 
-            with monkeypatch.context() as patch, pytest.raises(EngineError, match="no module or"):
+            with monkeypatch.context() as patch, pytest.raises(EngineError, match="parameter"):
                 patch.setattr(vllm_engine, "_as_messages", other)
                 engine.load(THIRD, version=100)
             repairs(version)
         assert engine.stats().restarts == 0
 
 
-@pytest.mark.parametrize("sleep", [False, True])
-def test_nothing_goes_on_with_weights_that_came_in_part(tmp_path, monkeypatch, sleep):
-    """Neither by `resume` nor by `wake`, until a push works."""
-    monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", 2**13)
-    with opened(tmp_path, sleep=sleep) as engine:
-        engine.load(FIRST, version=0)
-        worker, answers = at_work(engine, [ask(tokens=200, seed=i) for i in range(40)])
-        if sleep:
-            engine.sleep()
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-            patch.setattr(
-                engine._buffer, "write", cut_short(engine._buffer.write, 5, OSError("full"))
-            )
-            engine.load(SECOND, version=1)
-        (engine.wake if sleep else engine.resume)()
-        sidecar, before = engine._replicas[0].sidecar, engine.stats().in_flight
-        time.sleep(1.5)
-        generated = sidecar._progress["generated"]
-        time.sleep(1.5)
-        assert sidecar._progress["generated"] == generated
-        assert engine.stats().in_flight == before > 0
-        engine.load(SECOND, version=2)
-        worker.join(100)
-        assert len(answers) == 40
-        for answer in answers:
-            assert set(answer.versions) <= {0, 2}
-            first = int(np.sum(answer.versions == 0))
-            for params, part in ((FIRST, slice(first)), (SECOND, slice(first, None))):
-                expected = logprobs_of(params, PROMPT, answer.tokens)[part]
-                np.testing.assert_allclose(answer.logprobs[part], expected, atol=5e-5)
-        assert engine.stats().restarts == 0
-
-
-def test_strangers_are_not_let_in(engine):
-    """The sidecar calls with a key; and its port is closed to all others once it has called."""
-    with pytest.raises(ConnectionRefusedError):
-        Client(engine._replicas[0].sidecar._address, authkey=b"guess")
-
-
-@pytest.mark.parametrize("victim", ["the sidecar", "the model's process"])
-def test_a_sidecar_killed_at_work_is_replaced_and_no_answer_is_lost(engine, victim):
-    requests = [ask(tokens=150, seed=i) for i in range(40)]
-    expected = engine.sample(requests)
-    killed, restarts = pid_of(engine), engine.stats().restarts
-    files = temporary_files(engine)
-    worker, answers = at_work(engine, requests)
-    names = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in alive_in(killed)}
-    child = next(pid for name, pid in names.items() if "EngineCore" in name)
-    os.kill(killed if victim == "the sidecar" else child, signal.SIGKILL)
-    worker.join(240)
-    assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
-    assert engine.stats().restarts == restarts + 1
-    assert engine.stats().in_flight == 0
-    wait_until(lambda: not alive_in(killed))
-    wait_until(lambda: not files & temporary_files(engine))
-    assert len(files) == len(temporary_files(engine)) == 1  # a folder for each sidecar
-
-
 def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_path, base):
-    """Each takes its part of every push; the embeddings are tied."""
     requests = [ask(tokens=100, seed=i) for i in range(40)]
     with opened(tmp_path, tensor_parallel=2, env={"TMPDIR": base}) as engine:
         for version, params in enumerate((FIRST, SECOND)):
             assert engine.load(params, version=version).version == version
-            expected = engine.sample(requests)
-            for answer in expected:
-                theirs = logprobs_of(params, PROMPT, answer.tokens)
-                np.testing.assert_allclose(answer.logprobs, theirs, atol=5e-5)
+            expected = check(engine, params, requests=requests)
         killed = pid_of(engine)
         ranks = [p for p in alive_in(killed) if "Worker" in Path(f"/proc/{p}/cmdline").read_text()]
         assert len(ranks) == 2
@@ -675,11 +399,7 @@ def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(en
     monkeypatch.setattr(vllm_engine, "_as_messages", deadly)
     assert engine.load(SECOND, version=5).version == 5
     assert pid_of(engine) != killed
-    [answer] = engine.sample([ask()])
-    assert set(answer.versions) == {5}
-    np.testing.assert_allclose(
-        answer.logprobs, logprobs_of(SECOND, PROMPT, answer.tokens), atol=2e-5
-    )
+    check(engine, SECOND, version=5)
 
 
 @pytest.mark.parametrize("victim", ["all", "the model's process"])
@@ -701,9 +421,9 @@ def test_one_that_dies_too_often_ends_the_engine_and_says_why(tmp_path):
     with opened(tmp_path, restarts=0) as engine:
         engine.load(FIRST, version=0)
         os.kill(pid_of(engine), signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"signal 9[^$]*sidecar_0\.log"):
+        with pytest.raises(EngineError, match="sidecar_0"):
             engine.sample([ask(tokens=200)])
-        with pytest.raises(EngineError, match="signal 9"):
+        with pytest.raises(EngineError, match="9"):
             engine.load(FIRST, version=1)
 
 
@@ -732,17 +452,7 @@ def test_no_process_file_or_shared_memory_is_left_of_a_trainer_that_was_killed(t
     wait_until(lambda: not list(Path(base).iterdir()))
 
 
-def test_a_model_of_another_family_is_refused(tmp_path):
-    other = dataclasses.replace(SPEC, qk_norm=not SPEC.qk_norm)
-    with opened(tmp_path) as engine:
-        text = json.dumps(config_to_save(other, None, np.dtype("float32")))
-        (tmp_path / "model" / "config.json").write_text(text)
-        with pytest.raises(EngineError, match=r"no weights came|no module or parameter"):
-            engine.load(FIRST, version=0)
-
-
 def test_the_gate_sees_logits_of_old_weights(tmp_path, monkeypatch):
-    """vLLM keeps a packed copy of tied embeddings; here nobody packs the new ones."""
     code = tmp_path / "sidecar"
     shutil.copytree(process.CODE, code)
     worker = code / "jaxrl_worker.py"
@@ -754,16 +464,12 @@ def test_the_gate_sees_logits_of_old_weights(tmp_path, monkeypatch):
         engine.load(FIRST, version=0)  # nothing tells
         answers = engine.sample([ask(seed=i) for i in range(4)])
     expected = [logprobs_of(FIRST, PROMPT, answer.tokens) for answer in answers]
-    fields = {
-        "logprobs": np.array(expected, np.float32),
-        "rollout_logprobs": np.array([answer.logprobs for answer in answers]),
-        "mask": np.ones((4, 24), bool),
-        "entropy": np.zeros((4, 24), np.float32),
-        "versions": np.zeros((4, 24), np.int32),
-        "ages": np.zeros((4, 24), np.int32),
-    }
+    drawn = np.array([answer.logprobs for answer in answers])
+    fields = {"logprobs": np.array(expected, np.float32), "rollout_logprobs": drawn}
+    fields |= {name: np.zeros((4, 24), np.int32) for name in ("versions", "ages")}
+    fields |= {"mask": np.ones((4, 24), bool), "entropy": np.zeros((4, 24), np.float32)}
     batch = Batch(np.array([answer.tokens for answer in answers]), np.full(4, 24), fields)
-    with pytest.raises(TrainingError, match="does not run the model that is trained"):
+    with pytest.raises(TrainingError, match="model"):
         check_agreement(batch, 1, 0.05)
 
 
@@ -772,9 +478,7 @@ def test_two_sidecars_share_the_work_and_one_takes_over(tmp_path):
         engine.load(FIRST, version=0)
         requests = [ask(tokens=60, seed=i, prompt=(i % 90, 5, 6)) for i in range(32)]
         expected = engine.sample(requests)
-        wait_until(
-            lambda: all(replica.sidecar._progress["generated"] for replica in engine._replicas), 5
-        )
+        wait_until(lambda: all(r.sidecar._progress["generated"] for r in engine._replicas))
         os.kill(pid_of(engine, 1), signal.SIGKILL)
         answers = engine.sample(requests)
         assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in expected]
@@ -790,43 +494,24 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which 
 
 @as_root
 def test_a_sidecar_in_a_container_gets_weights_through_the_connection(tmp_path, base):
-    """Launched by a command, it sees neither this process nor its memory, and has little shm."""
     env = {"TMPDIR": base}  # which is no folder of the container's own
     with opened(tmp_path, launch=(ELSEWHERE.format(filled=40),), env=env) as engine:
         for version, params in enumerate((FIRST, SECOND)):
             engine.load(params, version=version)
             assert not engine._replicas[0].sidecar.shared
-            [answer] = engine.sample([ask()])
-            expected = logprobs_of(params, PROMPT, answer.tokens)
-            np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
-            assert set(answer.versions) == {version}
+            check(engine, params, version=version)
         group = pid_of(engine)
         assert temporary_files(engine)
     wait_until(lambda: not alive_in(group))
     assert not temporary_files(engine)
 
 
-@as_root
-def test_where_dev_shm_is_full_vllm_can_not_start_and_the_error_says_why(tmp_path):
-    told = r"OSError: \[Errno 28\] No space left on device"
-    launch = (ELSEWHERE.format(filled=64),)
-    with opened(tmp_path, launch=launch) as engine, pytest.raises(EngineError, match=told):
-        engine.load(FIRST, version=0)
-
-
-def test_an_engine_can_be_closed_as_soon_as_it_is_made(tmp_path):
-    start = time.monotonic()
-    make(tmp_path).close()
-    assert time.monotonic() - start < 10
-
-
-def test_an_engine_can_be_closed_while_it_starts(tmp_path):
-    engine = make(tmp_path)
+def test_an_engine_can_be_closed_as_soon_as_it_is_made_and_while_it_starts(tmp_path):
+    make(tmp_path / "a").close()
+    engine = make(tmp_path / "b")
     wait_until(lambda: engine._replicas[0].process is not None)
     group = engine._replicas[0].process._process.pid
-    start = time.monotonic()
     engine.close()
-    assert time.monotonic() - start < 10
     wait_until(lambda: not alive_in(group))
     with pytest.raises(EngineError, match="closed"):
         engine.load(FIRST, version=0)
