@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import inspect
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,33 +61,6 @@ def test_a_run_folder_holds_the_config_and_what_the_run_can_be_repeated_with(tmp
     is_checkout = (Path(__file__).resolve().parents[2] / ".git").exists()
     assert (versions["git_commit"] is not None) == is_checkout
     assert not list(folder.glob("*.tmp"))
-
-
-PROGRAM = """
-import sys
-from jaxrl_llm.config.programs import TrainConfig
-from jaxrl_llm.config.sections import DataConfig, PolicyConfig
-from jaxrl_llm.runs.directory import run_folder
-model, data = PolicyConfig(path="m"), DataConfig(train=("t",))
-config = TrainConfig(run_dir=sys.argv[1], model=model, data=data)
-with run_folder(config.run_dir, config) as record:
-    record()
-    print("holding", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
-    config, command = config_of(tmp_path), [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as first:
-        assert first.stdout.readline() == "holding\n"
-        before = files(tmp_path)
-        refused(tmp_path, config, "run_dir")
-        assert files(tmp_path) == before, "nothing was touched"
-        first.kill()
-    with recorded(tmp_path, config):  # a killed process holds no lock
-        pass
 
 
 def test_a_reader_that_looks_whether_a_run_goes_on_keeps_none_from_beginning(tmp_path, monkeypatch):

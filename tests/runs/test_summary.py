@@ -3,45 +3,15 @@
 import json
 import shlex
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config.load import apply_override, from_tree, load
 from jaxrl_llm.config.programs import EvaluateConfig, SftConfig, TrainConfig
-from jaxrl_llm.training.run_files import (
-    closing_lines,
-    evaluation_words,
-    interruption_line,
-    opening_lines,
-)
-
-
-def shapes(*sizes, devices=1):
-    mesh = Mesh(np.array(jax.devices()[:devices]), "d")
-    layout = NamedSharding(mesh, PartitionSpec())
-    return {
-        str(i): jax.ShapeDtypeStruct(size, np.float32, sharding=layout)
-        for i, size in enumerate(sizes)
-    }
+from jaxrl_llm.training.run_files import closing_lines, evaluation_words, interruption_line
 
 
 def config(*overrides):
     return load(TrainConfig, "configs/quickstart.yaml", overrides)
-
-
-def test_the_first_lines_say_what_is_trained_on_what():
-    trained = {"actor": shapes((1000, 165), devices=2), "critic": shapes((3,))}
-    first, second = opening_lines(config("run_dir=runs/a"), trained, 4096, 150)
-    for text in ("runs/quickstart/base", "165 K", "critic 3 ", "2 cpu devices"):
-        assert text in first
-    for text in ("4096 prompts", "150 steps", "64 x 8 answers", "runs/a"):
-        assert text in second
-    (lora, _) = opening_lines(config("model.lora.rank=4"), {"actor": shapes((4, 5), (6,))}, 9, 1)
-    assert "adapter" in lora and "26 parameters" in lora
-    sft = load(SftConfig, "configs/quickstart_sft.yaml", [])
-    assert "64 examples" in opening_lines(sft, {"actor": shapes((2,))}, 3200, 10)[1]
 
 
 def evaluated(*overrides):
