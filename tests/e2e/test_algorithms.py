@@ -23,12 +23,12 @@ def steps_of(result):
     return [line for line in result.ok().metrics if line["step"]]
 
 
-def check_close(lines, others, rel=1e-4):
+def check_close(lines, others):
     """Assert that two runs have learned the same, but for rounding."""
     for one, other in zip(lines, others, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
-            assert one[name] == pytest.approx(value, rel=rel, abs=1e-6), name
+            assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,29 @@
-"""Who waits is told what goes on: beside a bar, or by a line now and then."""
+"""Who waits is told what goes on; seconds, compilations and memory of a step."""
 
 import itertools
 import logging
 import threading
+import time
 from functools import partial
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxrl_llm.compilation import CompileQueue, PendingProgram
 from jaxrl_llm.monitoring import activity as module
 from jaxrl_llm.monitoring.activity import ACTIVITIES, Activities, Activity, activity
-from jaxrl_llm.monitoring.clock import Clock, Pace
+from jaxrl_llm.monitoring.clock import (
+    Clock,
+    CompileCounter,
+    CompileProgress,
+    Pace,
+    is_due,
+    memory_metrics,
+    summary,
+)
 from tests.waiting import wait_until
 
 
@@ -137,3 +151,86 @@ def test_supervised_training_has_ten_lines_and_more_where_it_is_slow():
             lines.append(step)
     assert lines[:6] == [1, 3, 7, 15, 31, 63]
     assert max(b - a for a, b in itertools.pairwise(lines)) <= 60
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """What was shown, each time that something began or ended."""
+    shown = []
+    for name in ("begin", "end"):
+        call = getattr(ACTIVITIES, name)
+        monkeypatch.setattr(
+            ACTIVITIES, name, lambda x, call=call: (call(x), shown.append(ACTIVITIES.text))
+        )
+    return shown
+
+
+def test_the_text_names_the_program_and_how_many_there_are(texts):
+    queue, gate, progress = CompileQueue(), threading.Event(), CompileProgress()
+    queue.hold()
+    queue.add([PendingProgram("decode 8 x 32", gate.wait)])
+    queue.add([PendingProgram("later", lambda: None)], later=True)
+    wait_until(lambda: "compiling 0/1 (decode 8 x 32)" in texts)
+    queue.add([PendingProgram("update 4 x 16", lambda: None)])
+    wait_until(lambda: ACTIVITIES.text == "compiling 1/2 (decode 8 x 32)")
+    gate.set()
+    queue.wait()
+    assert progress.total == 2 and ACTIVITIES.text == "", "what is held is not expected yet"
+    queue.release()
+    queue.wait()
+    assert "compiling 2/3 (later)" in texts
+    progress.close()
+    queue.clear()
+    seen = len(texts)
+    PendingProgram("more", lambda: None).result()
+    assert len(texts) == seen
+
+
+def test_clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    for stage, seconds in (("gen", 2.0), ("reward", 1.0), ("gen", 0.5)):
+        with clock(stage):
+            now[0] += seconds
+        now[0] += 0.25  # between the stages
+    assert clock.metrics() == {"timing_s/gen": 2.5, "timing_s/reward": 1.0, "timing_s/step": 4.25}
+
+
+def test_compilations_are_counted():
+    counter, other = CompileCounter(), CompileCounter()
+    double = jax.jit(lambda x: x * 2 + 1)
+    ones = {n: np.ones(n, np.float32) for n in (3, 5)}
+    before = counter.count
+    double(ones[3]).block_until_ready()
+    assert counter.count == before + 1
+    double(ones[3] * 2).block_until_ready()
+    assert counter.count == before + 1, "the same shape is not compiled again"
+    double(ones[5]).block_until_ready()
+    assert counter.count == before + 2
+    counter.close()
+    jax.jit(lambda x: x * 3)(ones[3]).block_until_ready()
+    assert counter.count == before + 2, "closed"
+    assert other.count == before + 3, "which does not disturb others"
+    other.close()
+
+
+def test_due():
+    for every, last, steps in (
+        *((0, 7, [7]), (3, 7, [3, 6, 7]), (1, 3, [1, 2, 3])),
+        *((10, 7, [7]), (3, 0, [3, 6]), (0, 0, [])),
+    ):
+        assert [step for step in range(1, (last or 7) + 1) if is_due(step, every, last)] == steps
+
+
+def test_summary():
+    assert summary("x", np.array([3.0, -1.0, 4.0])) == {"x/mean": 2.0, "x/max": 4.0, "x/min": -1.0}
+    assert summary("x", np.zeros(0)) == {"x/mean": 0.0, "x/max": 0.0, "x/min": 0.0}
+    assert {type(v) for v in summary("x", jnp.arange(3)).values()} == {float}
+
+
+def test_memory_is_in_gib(monkeypatch):
+    assert 0.05 < memory_metrics()["perf/cpu_memory_used_gb"] < 200
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert memory_metrics()["perf/max_memory_allocated_gb"] == 3.0
