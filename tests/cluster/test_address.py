@@ -69,43 +69,42 @@ def test_a_server_of_http_2_is_taken(listen):
         check_answers(f"ray://::1:{port}")
 
 
-@pytest.mark.parametrize(
-    ("answer", "got"),
-    [
-        (lambda connection: None, "got nothing in 0.5 s"),
-        (closing, "got nothing and then the connection's end"),
-        (resetting, "got nothing and then the connection's end"),
-        (dripping, r"got b'\x00\x00"),  # how much came in time depends on the machine
-        (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"), r"got b'SSH-2.0-OpenSSH_9.2\r\n' in"),
-        (lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "got b'HTTP/1.1 400 Bad"),
-        (lambda c: c.sendall(SETTINGS[:3] + b"\7" + SETTINGS[4:]), r"got b'\x00\x00\x00\x07"),
-    ],
-    ids=["silent", "closing", "resetting", "dripping", "ssh", "http", "goaway"],
-)
-def test_a_server_that_is_not_ray_is_refused_in_time(listen, answer, got):
-    port = listen(answer)
-    began = time.monotonic()
-    with pytest.raises(ConfigError) as caught:
-        check_answers(f"127.0.0.1:{port}", 0.5)
-    assert time.monotonic() - began < 1.5
-    message = str(caught.value)
-    assert message.startswith(f"no Ray cluster answers at cluster.address='127.0.0.1:{port}': ")
-    assert got in message
-    assert "expected a server that speaks HTTP/2, as Ray's do, got " in message
-    assert "\n" not in message
+STRANGERS = {
+    "silent": (lambda connection: None, 0.2, "nothing"),
+    "dripping": (dripping, 0.2, "b'"),  # how much comes in time depends on the machine
+    "closing": (closing, 20, "nothing"),
+    "resetting": (resetting, 20, "nothing"),
+    "ssh": (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"), 20, "SSH-2.0"),
+    "http": (lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), 20, "HTTP/1.1"),
+    "goaway": (lambda c: c.sendall(SETTINGS[:3] + b"\7" + SETTINGS[4:]), 20, "x07"),
+}
 
 
-def test_what_takes_no_connection_is_refused_in_time(monkeypatch):
-    """As behind a firewall: a full backlog takes no more either."""
-    monkeypatch.setattr(module, "CONNECT_S", 0.5)
+def test_a_server_that_is_not_rays_is_refused(listen, monkeypatch):
+    """Also one that says nothing, or takes no connection, as behind a firewall."""
+    for name, (answer, seconds, got) in STRANGERS.items():
+        address = f"127.0.0.1:{listen(answer)}"
+        with pytest.raises(ConfigError) as caught:
+            check_answers(address, seconds)
+        message = str(caught.value)
+        assert f"cluster.address='{address}'" in message and got in message, name
+        assert "\n" not in message
+    monkeypatch.setattr(module, "CONNECT_S", 0.2)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
+        for _ in range(4):  # a full backlog takes no more either
             full = stack.enter_context(socket.socket())
             full.setblocking(False)
             full.connect_ex(server.getsockname())
         with pytest.raises(ConfigError, match="timed out"):
             check_answers(f"127.0.0.1:{server.getsockname()[1]}", 60.0)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "host:port"])
+def test_a_wrong_address_is_refused(address):
+    with pytest.raises(ConfigError, match=r"cluster\.address") as caught:
+        check_answers(address)
+    assert f"'{address}'" in str(caught.value)
 
 
 def test_the_next_address_of_a_host_is_tried_where_there_is_no_ipv6(listen, monkeypatch):
@@ -128,28 +127,22 @@ def test_the_next_address_of_a_host_is_tried_where_there_is_no_ipv6(listen, monk
 
 def test_an_encrypted_server_is_not_greeted(listen, monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
-    check_answers(f"127.0.0.1:{listen(lambda connection: None)}", 0.5)
-    with pytest.raises(ConfigError, match="no Ray cluster answers"):
-        check_answers("127.0.0.1:1", 0.5)
+    check_answers(f"127.0.0.1:{listen(lambda connection: None)}", 0.2)
+    with pytest.raises(ConfigError, match=r"cluster\.address"):
+        check_answers("127.0.0.1:1", 0.2)
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
-def test_a_server_that_answers_no_request_is_refused_in_time(listen, prefix):
+def test_a_server_that_answers_no_request_is_refused(listen, prefix):
     port = listen(lambda connection: connection.sendall(SETTINGS), host="0.0.0.0")
     address = f"{prefix}127.0.0.1:{port}"
     check_answers(address)
-    began = time.monotonic()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"cluster\.start_timeout_s"):
         check_joins(address, 1.0)
-    assert time.monotonic() - began < 10
-    assert str(caught.value) == (
-        f"the Ray cluster at cluster.address='{address}' could not be joined in 1 s "
-        "(cluster.start_timeout_s): it takes connections, but does not answer"
-    )
 
 
 def test_what_ray_says_of_an_address_is_the_reason():
-    with pytest.raises(ConfigError, match=r"^can't connect to Ray at cluster.address='a://b': .*a"):
+    with pytest.raises(ConfigError, match=r"cluster\.address"):
         check_joins("a://b", 20.0)
 
 

@@ -14,29 +14,13 @@ from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.display import LauncherDisplay, open_display
 from jaxrl_llm.monitoring.job_context import JobContext
-
-
-class Handle:
-    """A coordinator in this process behind a handle's interface."""
-
-    def __init__(self):
-        self.coordinator = Coordinator(3, {"reward_retries": 1})
-
-    def __getattr__(self, name):
-        method = getattr(self.coordinator, name)
-
-        class Method:
-            @staticmethod
-            def remote(*arguments):
-                return asyncio.run(method(*arguments))
-
-        return Method
+from tests.cluster.handles import Handle
 
 
 @pytest.fixture
 def coordinator(monkeypatch):
     """The coordinator of a job whose only process this is."""
-    handle = Handle()
+    handle = Handle(Coordinator(3, {"reward_retries": 1}))
     job = JobContext(handle, (), 2, 0, engine_devices=0, reward_tasks=3, max_retries=1)
     monkeypatch.setattr(job_context, "_contexts", [job])
     monkeypatch.setattr(ray, "get", lambda value: value)
@@ -60,7 +44,7 @@ def test_the_launcher_learns_of_errors_that_are_no_other_processs(coordinator, e
     assert coordinator.get_failure.remote() == told
 
 
-def test_display_calls_and_counters_reach_the_coordinator(coordinator):
+def test_display_calls_counters_and_objects_reach_the_coordinator(coordinator):
     display = open_display("training", 5, 2)
     assert isinstance(display, LauncherDisplay)
     display.advance("step 3")
@@ -68,20 +52,15 @@ def test_display_calls_and_counters_reach_the_coordinator(coordinator):
         ("open", ("training", 5, 2)),
         ("advance", ("step 3",)),
     ]
+    assert coordinator.take_display_calls.remote() == []
     job_context.increment("reward_retries", 0)
     job_context.increment("reward_retries", 4)
     assert job_context.metrics() == {"cluster/restarts": 2.0, "cluster/reward_retries": 5.0}
-
-
-def test_an_object_of_the_first_process_is_kept_until_the_others_have_it(coordinator):
-    coordinator.put.remote(0, ["answers"])
-    coordinator.put.remote(1, ["more"])
-    assert [coordinator.get.remote(0), coordinator.get.remote(1), coordinator.get.remote(0)] == [
-        "answers",
-        "more",
-        "answers",
-    ]
-    assert coordinator.coordinator._objects == {1: ("more", 1)}
+    for index, value in enumerate((["answers"], ["more"])):
+        coordinator.put.remote(index, value)
+    got = [coordinator.get.remote(index) for index in (0, 1, 0)]
+    assert got == ["answers", "more", "answers"]
+    assert coordinator.object._objects == {1: ("more", 1)}, "kept until the others have it"
 
 
 def test_engines_that_replace_others_are_counted(coordinator, monkeypatch):
@@ -91,6 +70,23 @@ def test_engines_that_replace_others_are_counted(coordinator, monkeypatch):
         coordinator.register_engine.remote(index, process)
     assert job_context.metrics()["cluster/engine_restarts"] == 1.0
     assert coordinator.get_engines.remote() == ["c", "b"]
+
+
+def test_a_coordinator_waits_for_all_processes_and_forgets_old_syncs():
+    async def run():
+        coordinator = Coordinator(2, {})
+        await coordinator.publish(0, 0, 1, ["b"])
+        waiting = asyncio.create_task(coordinator.get_parts(0, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await coordinator.publish(0, 0, 0, ["a"])
+        assert await waiting == ["a", "b"]
+        late = asyncio.create_task(coordinator.get_parts(0, 1))
+        await coordinator.publish(1, 0, 0, ["c"])
+        with pytest.raises(LookupError):
+            await late
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("status", ["RESOURCE_EXHAUSTED", "INTERNAL"])

@@ -1,6 +1,7 @@
 """Why a job ended: an error that would come again, or a loss after which it can go on."""
 
 import contextlib
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -21,22 +22,10 @@ from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
 
 
-class Coordinator:
-    """A coordinator to which a process may have reported an error."""
-
-    def __init__(self, failure=None):
-        self.get_failure = self
-        self.value = failure
-
-    def remote(self):
-        return ("coordinator", self.value)
-
-
 def raised(cause):
     return RayTaskError("run", "its traceback", cause)
 
 
-LOST_OBJECT = ObjectLostError("0" * 40, None, "")
 CONNECTION = jax.errors.JaxRuntimeError("UNAVAILABLE: the connection was reset")
 MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -58,87 +47,61 @@ def ended(monkeypatch):
     monkeypatch.setattr(launch, "REPORT_GRACE_S", 0.0)
 
     def run(*tasks, failure=None):
-        check_exit(RayJob(Coordinator(failure), [], list(tasks)), tasks[0], list(tasks))
+        asked = SimpleNamespace(remote=lambda: ("coordinator", failure))
+        job = RayJob(SimpleNamespace(get_failure=asked), [], list(tasks))
+        check_exit(job, tasks[0], list(tasks))
 
     return run
 
 
-def test_one_that_has_done_its_work_is_no_reason(ended):
+def test_an_error_of_the_run_is_raised_as_it_was(ended):
+    """A bug keeps the traceback of its process; one that has done its work is no reason."""
     ended("done", ActorDiedError())
+    for error in (ConfigError("a key"), RunError("a reward"), OSError("a disk")):
+        for tasks in (
+            (raised(error), "running"),
+            (raised(CONNECTION), raised(error)),  # the others may end first
+            (ActorDiedError(), raised(error)),
+        ):
+            with pytest.raises(type(error), match=str(error)):
+                ended(*tasks)
+    for error in (ZeroDivisionError("a bug"), MEMORY):  # any devices would have no memory
+        with pytest.raises(RayTaskError, match="traceback"):
+            ended(raised(error), "running")
 
 
-@pytest.mark.parametrize("error", [ConfigError("a key"), RunError("a reward"), OSError("a disk")])
-def test_an_error_of_the_run_is_raised_as_it_was(ended, error):
-    with pytest.raises(type(error), match=str(error)):
-        ended(raised(error), "running")
-    with pytest.raises(type(error), match=str(error)):  # the others may end first
-        ended(raised(CONNECTION), raised(error))
-    with pytest.raises(type(error), match=str(error)):
-        ended(ActorDiedError(), raised(error))
-
-
-def test_a_bug_keeps_the_traceback_of_its_process(ended):
-    with pytest.raises(RayTaskError, match="its traceback"):
-        ended(raised(ZeroDivisionError("a bug")), "running")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_a_process_that_is_gone_and_a_device_that_fails_are_losses(ended):
+    for error in (
         ActorDiedError(),
         OutOfMemoryError("the node has no memory"),
         raised(CONNECTION),
-        raised(LOST_OBJECT),
+        raised(ObjectLostError("0" * 40, None, "")),
         raised(ActorDiedError()),
-    ],
-    ids=lambda error: type(getattr(error, "cause", error)).__name__,
-)
-def test_a_process_that_is_gone_is_a_loss(ended, error):
-    with pytest.raises(LostError, match="a training process was lost"):
-        ended(error, "running")
-
-
-def test_the_reason_of_a_process_that_could_not_end_is_at_the_coordinator(ended):
-    with pytest.raises(ConfigError, match="a key"):
-        ended(ActorDiedError(), "running", failure=("ConfigError", "a key"))
-    with pytest.raises(RunError, match="a reward") as caught:
-        ended(ActorDiedError(), "running", failure=("RunError", "a reward"))
-    assert not isinstance(caught.value, LostError)
-
-
-def test_an_error_that_any_devices_would_have_is_no_loss(ended):
-    with pytest.raises(RayTaskError):
-        ended(raised(MEMORY), "running")
-
-
-def test_a_device_that_fails_is_a_loss(ended):
-    """Also where a job has one process, which then starts again."""
-    with pytest.raises(LostError, match="ECC"):
+    ):
+        with pytest.raises(LostError):
+            ended(error, "running")
+    with pytest.raises(LostError, match="ECC"):  # also where a job has one process
         ended(raised(jax.errors.JaxRuntimeError("INTERNAL: uncorrectable ECC error")))
 
 
-class ReachableCoordinator:
-    """A coordinator whose counters and engines the launcher can ask for, until its node is gone."""
-
-    def __init__(self, counters, engines):
-        self.get_counters, self.get_engines = Answer(counters), Answer(engines)
-
-
-class Answer:
-    """A method of an actor, which answers at once."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def remote(self):
-        return self.value
+def test_the_reason_of_a_process_that_could_not_end_is_at_the_coordinator(ended):
+    for kind in (ConfigError, RunError):
+        with pytest.raises(kind, match="reason") as caught:
+            ended(ActorDiedError(), "running", failure=(kind.__name__, "reason"))
+        assert type(caught.value) is kind
 
 
 def test_counters_and_engines_outlive_their_coordinator(monkeypatch):
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+
+    def answers(value):
+        return SimpleNamespace(remote=lambda: value)
+
     process = ProcessInfo("a" * 56, "10.0.0.1", pid=1, free_port=1, versions={})
     engine = process._replace(pid=2)  # made anew
-    job = RayJob(ReachableCoordinator({"engine_restarts": 2}, [engine]), [process], [])
+    counters = answers({"engine_restarts": 2})
+    coordinator = SimpleNamespace(get_counters=counters, get_engines=answers([engine]))
+    job = RayJob(coordinator, [process], [])
     assert query_job(job, {}) == ({"engine_restarts": 2}, [process, engine])
 
     def gone(value, timeout):
@@ -179,13 +142,10 @@ def launched(monkeypatch):
 def test_a_lost_job_starts_again_and_waits_twice_as_long_each_time(launched):
     assert launched(None) == ([0], [])
     assert launched(LostError("a node"), LostError("a node"), None) == ([0, 1, 2], [3, 6])
-    with pytest.raises(RunError, match=r"a node \(the job was started 3 times\)"):
+    with pytest.raises(RunError, match="3"):
         launched(*[LostError("a node")] * 3, None)
-
-
-@pytest.mark.parametrize("kind", [ConfigError, RunError])
-def test_an_error_after_a_loss_names_the_loss(launched, kind):
-    with pytest.raises(kind, match=r"^a key$"):
-        launched(kind("a key"), None)
-    with pytest.raises(kind, match=r"^a key \(before that: a node\)$"):
-        launched(LostError("a node"), kind("a key"), None)
+    for kind in (ConfigError, RunError):
+        with pytest.raises(kind, match=r"^key$"):
+            launched(kind("key"), None)
+        with pytest.raises(kind, match=r"^key.*node"):  # which names the loss
+            launched(LostError("node"), kind("key"), None)

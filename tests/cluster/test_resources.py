@@ -8,7 +8,6 @@ import ray
 from jaxrl_llm.cluster import launch
 from jaxrl_llm.cluster.actors import ProcessInfo
 from jaxrl_llm.cluster.launch import (
-    check_answers,
     check_same_versions,
     compute_requirements,
     max_gpus_per_node,
@@ -19,6 +18,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.sharding.rendezvous import find_membership
+from tests.refusals import refuses
 
 HEAD = {"Alive": True, "Resources": {"CPU": 4.0}}
 NODE = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}
@@ -80,28 +80,15 @@ def test_processes_take_over_what_the_libraries_read(monkeypatch):
     assert on_gpus.process_env(vllm.cluster, vllm.rollout)["JAX_PLATFORMS"] == "cpu"
 
 
-def test_nodes_with_other_versions_are_refused():
+def test_nodes_with_other_versions_and_several_nodes_without_a_cluster_are_refused(monkeypatch):
     one = ProcessInfo("a" * 56, "10.0.0.1", 1, 1, {"python": "3.11.7", "jax": "0.10.2"})
     other = one._replace(node="b" * 56, address="10.0.0.2", versions=one.versions | {"jax": "0.11"})
     check_same_versions([one, one])
-    with pytest.raises(ConfigError, match=r"jax is 0.10.2 on 10.0.0.1 .* but 0.11 on 10.0.0.2"):
+    with pytest.raises(ConfigError, match="jax"):
         check_same_versions([one, one, other])
-
-
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:1", "host:port"])
-def test_a_wrong_address_is_refused(address):
-    with pytest.raises(ConfigError, match=f"cluster.address.*'{address}'"):
-        check_answers(address)
-
-
-def test_several_nodes_need_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    run = config({"nodes": 2})
-    with (
-        pytest.raises(ConfigError, match="this machine is one node"),
-        ray_connection(run.cluster, 2),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        ray_connection(config({"nodes": 2}).cluster, 2).__enter__()
 
 
 @pytest.mark.parametrize("refusals", [0, 2, 3])
@@ -123,34 +110,22 @@ def test_a_client_that_ray_could_not_serve_asks_again(monkeypatch, refusals):
             assert not ended
         assert ended
     else:
-        with pytest.raises(ConfigError, match=r"can't connect .*//head:10001': psutil"), connection:
+        with pytest.raises(ConfigError, match="psutil"), connection:
             pass
     assert not left
 
 
-@pytest.mark.parametrize(
-    ("cluster", "rollout", "message"),
-    [
-        (None, {"nodes": 1}, "rollout.nodes=1 needs a cluster"),
-        ({}, {"devices": 1}, "rollout.devices=1 is of engines"),
-        ({"nodes": 0}, {}, "cluster.nodes: expected 1 or more, got 0"),
-        ({"restarts": -1}, {}, "cluster.restarts: expected 0 or more, got -1"),
-        ({"start_timeout_s": 0}, {}, "start_timeout_s: expected a number above 0, got 0"),
-        ({"nodes": 4, "reward_tasks": 2}, {}, "reward_tasks: expected a multiple of the 4"),
-        ({"nodes": 2}, {"engine": "vllm"}, "there are 2 training processes"),
-        (
-            {"nodes": 1},
-            {
-                "engine": "vllm",
-                "nodes": 1,
-                "devices": 2,
-                "vllm": {"sidecars": 3},
-                "max_running_sequences": 6,
-            },
-            "the sidecars of rollout.vllm take 3",
-        ),
-    ],
-)
-def test_keys_that_contradict_each_other(cluster, rollout, message):
-    with pytest.raises(ConfigError, match=message):
-        config(cluster, **rollout)
+def test_keys_that_contradict_each_other_are_refused():
+    few = {"devices": 2, "vllm": {"sidecars": 3}, "max_running_sequences": 6}
+    for cluster, rollout, key in (
+        (None, {"nodes": 1}, "rollout.nodes"),
+        ({}, {"devices": 1}, "rollout.devices"),
+        ({"nodes": 0}, {}, "cluster.nodes"),
+        ({"restarts": -1}, {}, "cluster.restarts"),
+        ({"start_timeout_s": 0}, {}, "cluster.start_timeout_s"),
+        ({"nodes": 4, "reward_tasks": 2}, {}, "cluster.reward_tasks"),
+        ({"nodes": 2}, {"engine": "vllm"}, "rollout.engine"),
+        ({"nodes": 1}, {"engine": "vllm", "nodes": 1, **few}, "rollout.devices"),
+    ):
+        with refuses(key):
+            config(cluster, **rollout)

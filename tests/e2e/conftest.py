@@ -18,16 +18,18 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
+import pyarrow.parquet
 import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import init_params
+from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.train import main as train_main
+from tests.e2e.comparing import EVERY_SECOND, EXACTLY, by_name
 from tests.waiting import wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -42,15 +44,34 @@ SHRUNK = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-PREPARE = {
-    "fn": "arithmetic",
-    "operators": "+",
-    "digits": 1,
-    "train_rows": 64,
-    "validation_rows": 16,
-    "sft_rows": 64,
-}
-UNCOMPARED = ("timing_s/", "perf/")
+PREPARE = {"fn": "arithmetic", "operators": "+", "digits": 1}
+PREPARE |= {"train_rows": 64, "validation_rows": 16, "sft_rows": 64}
+SFT = """
+run_dir: {root}/base.sft
+export_to: {root}/base
+steps: 40
+model: {{path: {root}/random, random_init: true}}
+data: {{train: {root}/data/sft.parquet, prepare: {prepare}, max_tokens: 16}}
+optim: {{schedule: {{fn: constant_schedule, value: 0.01}}}}
+batch: {{examples_per_step: 16, max_tokens_per_device: 256}}
+checkpoint: {{every: 4}}
+log: {{trackers: []}}
+"""
+TRAIN = """
+run_dir: {root}/run
+steps: 2
+model: {{path: {root}/base}}
+data:
+  train: {root}/data/train.parquet
+  validation: {root}/data/validation.parquet
+  prepare: {prepare}
+  max_prompt_tokens: 12
+rollout: {{samples_per_prompt: 4, max_new_tokens: 4, max_running_sequences: 32}}
+reward: {{function: '{root}/mine.py:digit_sum', workers: 1}}
+optim: {{schedule: {{fn: constant_schedule, value: 0.001}}}}
+batch: {{prompts_per_step: 8, prompts_per_minibatch: 4, max_tokens_per_device: 128}}
+log: {{trackers: []}}
+"""
 
 
 @dataclasses.dataclass
@@ -61,6 +82,7 @@ class Result:
     out: str
     err: str
     run_dir: Path
+    uncompared = ("timing_s/", "perf/", "cluster/")
 
     @property
     def metrics(self):
@@ -68,15 +90,32 @@ class Result:
         return [json.loads(line) for line in lines]
 
     @property
+    def steps(self):
+        return [line["step"] for line in self.metrics]
+
+    @property
     def learned(self):
         """The metrics that must be the same in every repetition."""
         return [
-            {name: value for name, value in line.items() if not name.startswith(UNCOMPARED)}
+            {name: value for name, value in line.items() if not name.startswith(self.uncompared)}
             for line in self.metrics
         ]
 
+    def rows(self, step):
+        """Return the answers of a step that were kept."""
+        path = self.run_dir / f"rollouts/step_{step:06d}.parquet"
+        return pyarrow.parquet.read_table(path).to_pylist()
+
     def ok(self):
         assert self.status == 0, self.err
+        return self
+
+    def refused(self, *names, status=2):
+        """Assert that the run ended with this status, in lines of which the first has the names."""
+        errors = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert (self.status, bool(errors)) == (status, True), self.err
+        assert self.err.rstrip().endswith(errors[-1]) and "Traceback" not in self.err, self.err
+        assert all(name in errors[0] for name in names), (names, errors[0])
         return self
 
 
@@ -84,63 +123,27 @@ class Workshop:
     """A folder with everything that a run needs, and the runs."""
 
     def __init__(self, root):
-        self.root = root
-        self.count = 0
-        self.running = []
-        self.base, self.data = root / "base", root / "data"
+        self.root, self.base, self.data = root, root / "base", root / "data"
+        self.count, self.running = 0, []
         shutil.copy(USER_FUNCTIONS, root / "mine.py")
         shutil.copytree(QUICKSTART, root / "random")
-        shape = json.loads((root / "random/config.json").read_text())
-        (root / "random/config.json").write_text(json.dumps(shape | SHRUNK))
-        prepare = PREPARE | {"out": str(self.data)}
-        self.write(
-            "sft.yaml",
-            {
-                "run_dir": str(root / "base.sft"),
-                "export_to": str(self.base),
-                "steps": 40,
-                "model": {"path": str(root / "random"), "random_init": True},
-                "data": {
-                    "train": str(self.data / "sft.parquet"),
-                    "prepare": prepare,
-                    "max_tokens": 16,
-                },
-                "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-2}},
-                "batch": {"examples_per_step": 16, "max_tokens_per_device": 256},
-                "checkpoint": {"every": 4},
-                "log": {"trackers": []},
-            },
-        )
-        self.write(
-            "train.yaml",
-            {
-                "run_dir": str(root / "run"),
-                "steps": 2,
-                "model": {"path": str(self.base)},
-                "data": {
-                    "train": str(self.data / "train.parquet"),
-                    "validation": str(self.data / "validation.parquet"),
-                    "prepare": prepare,
-                    "max_prompt_tokens": 12,
-                },
-                "rollout": {
-                    "samples_per_prompt": 4,
-                    "max_new_tokens": 4,
-                    "max_running_sequences": 32,
-                },
-                "reward": {"function": f"{root}/mine.py:digit_sum", "workers": 1},
-                "optim": {"schedule": {"fn": "constant_schedule", "value": 1e-3}},
-                "batch": {
-                    "prompts_per_step": 8,
-                    "prompts_per_minibatch": 4,
-                    "max_tokens_per_device": 128,
-                },
-                "log": {"trackers": []},
-            },
-        )
+        self.shrink(root / "random")
+        prepare = json.dumps(PREPARE | {"out": str(self.data)})
+        for name, text in (("sft.yaml", SFT), ("train.yaml", TRAIN)):
+            (root / name).write_text(text.format(root=root, prepare=prepare))
+
+    @staticmethod
+    def shrink(model):
+        shape = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(shape | SHRUNK))
 
     def write(self, name, tree):
         (self.root / name).write_text(yaml.safe_dump(tree))
+
+    def write_rows(self, name, rows):
+        path = self.root / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
 
     def folder(self):
         self.count += 1
@@ -149,18 +152,16 @@ class Workshop:
     def mine(self, name):
         return f"{self.root}/mine.py:{name}"
 
+    def words(self, text):
+        """Return the overrides of a row of a table, which has "; " between them."""
+        return text.format(root=self.root, base=self.base, mine=f"{self.root}/mine.py").split("; ")
+
     def __call__(
-        self,
-        *overrides,
-        main=train_main,
-        config="train.yaml",
-        run_dir=None,
-        devices=1,
-        compiled=None,
+        self, *words, main=train_main, config="train.yaml", run_dir=None, devices=1, compiled=None
     ):
         """Run a program in this process, with a folder of compiled programs or with that of all."""
         run_dir = run_dir or self.folder()
-        words = ["--config", str(self.root / config), f"run_dir={run_dir}", *overrides]
+        words = ["--config", str(self.root / config), f"run_dir={run_dir}", *words]
         out, err = io.StringIO(), io.StringIO()
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -186,10 +187,8 @@ class Workshop:
             jax.config.update(name, before)
             compilation_cache.reset_cache()
 
-    def start(
-        self, *overrides, run_dir, program="train", config="train.yaml", cached=True, prefix=()
-    ):
-        """Start a program as a process; `finish` waits for it.
+    def start(self, *overrides, run_dir, config="train.yaml", cached=True, prefix=()):
+        """Start `train` as a process; `finish` waits for it.
 
         It shares compiled programs with the other runs; if not, it compiles them as a user's does.
         """
@@ -198,7 +197,7 @@ class Workshop:
         env |= {"JAX_PLATFORMS": "cpu", "JAXRL_LLM_HEARTBEAT_TIMEOUT_S": "30"}
         if not cached:
             env["XDG_CACHE_HOME"] = str(run_dir / "home")
-        words = ["-m", f"jaxrl_llm.{program}", "--config", str(self.root / config)]
+        words = ["-m", "jaxrl_llm.train", "--config", str(self.root / config)]
         process = subprocess.Popen(
             [*prefix, sys.executable, *words, f"run_dir={run_dir}", *overrides],
             cwd=self.root,
@@ -214,17 +213,14 @@ class Workshop:
         out, err = process.communicate(timeout=300)
         return Result(process.returncode, out, err, run_dir)
 
-    def params(self, run_dir, step=None, model=None):
-        """Return a checkpoint's parameters by name."""
-        spec = read_spec(model or self.base)
+    def params(self, run_dir, step=None, model=None, role="actor", **changes):
+        """Return a checkpoint's parameters by name; `changes` are those of the model's spec."""
+        spec = dataclasses.replace(read_spec(model or self.base), **changes)
         like = jax.eval_shape(lambda: init_params(spec, key=jax.random.key(0)))
         checkpoints = Checkpoints(run_dir / "checkpoints", keep=None, read_only=True)
-        tree = checkpoints.restore_params(like, step).state
+        tree = checkpoints.restore_params(like, step, role=role).state
         checkpoints.close()
-        return {
-            jax.tree_util.keystr(path): np.asarray(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
+        return by_name(tree)
 
 
 @pytest.fixture(scope="session")
@@ -268,26 +264,39 @@ def run(workshop):
 
 @pytest.fixture(scope="session")
 def finished(run):
-    """A run that nothing disturbed: dumps, validation and checkpoints in between."""
-    return run(
-        "steps=4",
-        "rollout.dump_every=2",
-        "validation.every=2",
-        "checkpoint.every=2",
-        "log.trackers=tensorboard",
-    ).ok()
+    """A run that nothing disturbed; `began`: what went on, each time that something began."""
+    began, begin = [], ACTIVITIES.begin
+
+    def begun(activity):
+        begin(activity)
+        began.append(ACTIVITIES.text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ACTIVITIES, "begin", begun)
+        result = run("steps=4", *EVERY_SECOND, "log={trackers: tensorboard, answers_every: 3}")
+    result.began = began
+    return result.ok()
+
+
+@pytest.fixture(scope="session")
+def plain(run):
+    """What runs on other devices are compared with."""
+    return run(*EXACTLY).ok()
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs that are not `run`'s take one of the eight devices, too."""
+    some = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax.devices", lambda: some)
+        yield
 
 
 @pytest.fixture
 def copy_of(workshop):
     """Copies a run's folder, to damage it or to go on with it."""
-
-    def copy(result):
-        target = workshop.folder()
-        shutil.copytree(result.run_dir, target)
-        return target
-
-    return copy
+    return lambda result: Path(shutil.copytree(result.run_dir, workshop.folder()))
 
 
 @pytest.fixture
@@ -306,18 +315,6 @@ def preempt(monkeypatch):
         monkeypatch.setattr(trainer_class, "step", step)
 
     return tell
-
-
-@pytest.fixture(scope="session")
-def same():
-    """Asserts that two mappings from names to arrays are equal, bit for bit."""
-
-    def check(actual, expected):
-        assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_array_equal(actual[name], value, err_msg=name)
-
-    return check
 
 
 @pytest.fixture(scope="session")

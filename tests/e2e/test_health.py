@@ -9,8 +9,25 @@ from jaxrl_llm.reporting.health import check_run
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.training.run_files import read_run
 
-FAST = "optim.schedule.value=0.02"
-FLIPPED = "{{fn: '{mine}:loss', weight: -1.0}}"
+REPORTING = pytest.mark.guards("jaxrl_llm/reporting/", "jaxrl_llm/training/trainer.py")
+FLIPPED = "optim.schedule.value=0.02; algorithm.loss={{fn: '{mine}:loss', weight: -1.0}}; "
+LONG = "reward.function={mine}:few_tokens; rollout.max_new_tokens=16; steps=8"
+ENTROPY = "optim.schedule.value=0.02; steps=10; algorithm.entropy_coef="
+UNTRAINED = "critic.optim.schedule={{fn: constant_schedule, value: 0.0}}; "
+PLANTED = {
+    "reward.function={mine}:same_for_all; steps=3": "no_signal",
+    "reward.function={mine}:raises_on_odd; reward.max_error_share=1": "reward_errors",
+    "rollout.max_new_tokens=1": "answers_cut",
+    "algorithm.loss={mine}:loss_nan_for_group_0": "updates_skipped",
+    FLIPPED + "algorithm.kl_loss=k3; steps=10": "score_fell validation_fell far_from_reference",
+    FLIPPED + LONG: "answers_grew answers_cut",
+    "algorithm.loss={{fn: '{mine}:loss', weight: 0.0}}; steps=3": "gradient_zero",
+    ENTROPY + "-1.0": "entropy_collapsed",
+    ENTROPY + "10.0": "entropy_exploded score_fell",
+    "optim.schedule.value=0.0; steps=3": "learning_rate_zero",
+    "optim.schedule.value=0.3; steps=3": "policy_jumps",
+    UNTRAINED + "algorithm.advantage=gae; steps=20": "critic_explains_nothing learning_rate_zero",
+}
 
 
 def found(run_dir):
@@ -18,79 +35,12 @@ def found(run_dir):
     return {finding.name: finding for finding in check_run(read_run(run_dir))}
 
 
-PLANTED = {
-    "a reward function that scores all answers alike": (
-        ["reward.function={mine}:same_for_all", "steps=3"],
-        {"no_signal"},
-    ),
-    "a reward function that raises for half of the prompts": (
-        ["reward.function={mine}:raises_on_odd", "reward.max_error_share=1"],
-        {"reward_errors"},
-    ),
-    "no room for an answer": (["rollout.max_new_tokens=1"], {"answers_cut"}),
-    "a loss that is NaN for one group": (
-        ["algorithm.loss={mine}:loss_nan_for_group_0"],
-        {"updates_skipped"},
-    ),
-    "a loss of the wrong sign": (
-        [f"algorithm.loss={FLIPPED}", "algorithm.kl_loss=k3", "steps=10", FAST],
-        {"score_fell", "validation_fell", "far_from_reference"},
-    ),
-    "a loss of the wrong sign, with room for long answers": (
-        [
-            *(f"algorithm.loss={FLIPPED}", "reward.function={mine}:few_tokens", "steps=8", FAST),
-            "rollout.max_new_tokens=16",
-        ],
-        {"answers_grew", "answers_cut"},
-    ),
-    "a loss that does not depend on the policy": (
-        ["algorithm.loss={{fn: '{mine}:loss', weight: 0.0}}", "steps=3"],
-        {"gradient_zero"},
-    ),
-    "a penalty on entropy": (
-        ["algorithm.entropy_coef=-1.0", "steps=10", FAST],
-        {"entropy_collapsed"},
-    ),
-    "a bonus for entropy that outweighs the score": (
-        ["algorithm.entropy_coef=10.0", "steps=10", FAST],
-        {"entropy_exploded", "score_fell"},
-    ),
-    "a learning rate of zero": (["optim.schedule.value=0.0", "steps=3"], {"learning_rate_zero"}),
-    "a learning rate that is far too high": (
-        ["optim.schedule.value=0.3", "steps=3"],
-        {"policy_jumps"},
-    ),
-    "a critic that is not trained": (
-        [
-            "algorithm.advantage=gae",
-            "critic.optim.schedule={{fn: constant_schedule, value: 0.0}}",
-            "steps=20",
-        ],
-        {"critic_explains_nothing", "learning_rate_zero"},
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting/")
+@REPORTING
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(run, workshop, fault):
-    words, expected = PLANTED[fault]
-    mine = f"{workshop.root}/mine.py"
-    result = run(*(word.format(mine=mine) for word in words)).ok()
-    findings = found(result.run_dir)
-    assert expected <= findings.keys(), findings
-
-
-@pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/trainer.py")
-def test_a_run_that_crashed(run, workshop):
-    result = run(f"algorithm.loss={workshop.mine('loss_nan')}", "steps=9")
-    assert result.status == 1
-    findings = found(result.run_dir)
-    assert findings.keys() == {"stopped_early", "updates_skipped", "not_finite"}
-    assert findings["stopped_early"].steps == (1,)
-    assert "optim.max_skipped=3" in findings["updates_skipped"].detail
+    findings = found(run(*workshop.words(fault)).ok().run_dir)
+    assert {*PLANTED[fault].split()} <= findings.keys(), findings
 
 
 def test_a_run_that_was_killed_while_it_wrote(finished, copy_of):
@@ -103,17 +53,16 @@ def test_a_run_that_was_killed_while_it_wrote(finished, copy_of):
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/trainer.py")
-def test_runs_that_are_well(run, workshop):
-    result = run("steps=8", "validation.every=4").ok()
-    assert found(result.run_dir) == {}
-    assert found(workshop.root / "base.sft") == {}
-
-
-@pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/reporting", "jaxrl_llm/training/trainer.py")
-def test_supervised_training_with_a_learning_rate_that_is_too_high(workshop):
+@REPORTING
+def test_a_run_that_crashed_supervised_training_and_runs_that_are_well(run, workshop):
+    result = run(f"algorithm.loss={workshop.mine('loss_nan')}", "steps=9", "optim.max_skipped=3")
+    result.refused("optim.max_skipped=3", status=1)
+    findings = found(result.run_dir)
+    assert findings.keys() == {"stopped_early", "updates_skipped", "not_finite"}
+    assert findings["stopped_early"].steps == (1,)
     folder = workshop.folder()
     words = ("optim.schedule.value=3.0", f"export_to={folder}.base")
     workshop(*words, main=sft_main, config="sft.yaml", run_dir=folder).ok()
     assert found(folder).keys() == {"loss_does_not_fall"}
+    assert found(run("steps=8", "validation.every=4").ok().run_dir) == {}
+    assert found(workshop.root / "base.sft") == {}

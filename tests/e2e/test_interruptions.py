@@ -9,13 +9,13 @@ import time
 
 import pytest
 
+from tests.e2e.comparing import same
 from tests.guarded import RUN
 
-pytestmark = pytest.mark.guards(*RUN, "jaxrl_llm/monitoring/")
+pytestmark = [pytest.mark.slow, pytest.mark.guards(*RUN, "jaxrl_llm/monitoring/")]
 
-STEPS = 120
 LONG = (
-    f"steps={STEPS}",
+    "steps=120",
     "validation.before=false",
     "data.validation=[]",
     "checkpoint.every=15",
@@ -28,12 +28,6 @@ LONG = (
 def undisturbed(workshop):
     run_dir = workshop.folder()
     return workshop.finish(workshop.start(*LONG, run_dir=run_dir), run_dir).ok()
-
-
-@pytest.fixture
-def disk(small_disk, tmp_path):
-    with small_disk(tmp_path, "4m") as folder:
-        yield folder
 
 
 @contextlib.contextmanager
@@ -62,29 +56,26 @@ def fill_now_and_then(process, disk, dice, count):
     return filled
 
 
-@pytest.mark.slow
-def test_a_disk_that_is_full_at_twenty_moments(workshop, undisturbed, same, disk):
+def test_a_disk_that_is_full_at_twenty_moments(workshop, undisturbed, small_disk, tmp_path):
     """Between saves the run goes on; a save fails clearly, and the same command continues."""
-    dice, run_dir = random.Random(0), disk / "run"
-    filled, failures = 0, []
-    while filled < 20:
-        process = workshop.start(*LONG, run_dir=run_dir)
-        filled += fill_now_and_then(process, disk, dice, 20 - filled)
-        result = workshop.finish(process, run_dir)
-        assert result.status in (0, 1), result.err
-        assert "Traceback" not in result.err, result.err
-        if result.status == 0 and filled < 20:
-            shutil.rmtree(run_dir)  # it has come to its end: another one from the beginning
-        if result.status == 1:
-            failures.append(result.err.splitlines()[-1])
-    result = workshop.finish(workshop.start(*LONG, run_dir=run_dir), run_dir).ok()
-    assert failures, "no save met a full disk"
-    for line in failures:
-        assert re.match(
-            r"error: can't (save step \d+|write \S+/run/).*No space left on device", line
-        )
-    assert result.learned == undisturbed.learned
-    same(workshop.params(run_dir), workshop.params(undisturbed.run_dir))
+    dice, filled, failures = random.Random(0), 0, []
+    with small_disk(tmp_path, "4m") as disk:
+        run_dir = disk / "run"
+        while filled < 20:
+            process = workshop.start(*LONG, run_dir=run_dir)
+            filled += fill_now_and_then(process, disk, dice, 20 - filled)
+            result = workshop.finish(process, run_dir)
+            assert result.status in (0, 1) and "Traceback" not in result.err, result.err
+            if result.status == 0 and filled < 20:
+                shutil.rmtree(run_dir)  # it has come to its end: another one from the beginning
+            if result.status == 1:
+                failures.append(result.err.splitlines()[-1])
+        result = workshop.finish(workshop.start(*LONG, run_dir=run_dir), run_dir).ok()
+        assert failures, "no save met a full disk"
+        for line in failures:
+            assert re.match(r"error: .*(save step \d+|/run/).*No space left on device", line)
+        assert result.learned == undisturbed.learned
+        same(workshop.params(run_dir), workshop.params(undisturbed.run_dir))
 
 
 CLOCK = """
@@ -124,51 +115,21 @@ time_t time(time_t *now) {
 """
 
 
-@pytest.mark.slow
-def test_a_clock_that_is_set_back_and_forth(workshop, undisturbed, same, tmp_path):
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_a_clock_that_is_set_back_and_forth(workshop, undisturbed, tmp_path):
     """By 60 days, many times: more than any timer of a library can be late."""
     source, library, days = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "days"
     source.write_text(CLOCK)
-    try:
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    except FileNotFoundError:
-        pytest.skip("needs a C compiler")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     days.write_text("0")
     run_dir, jumps = workshop.folder(), 0
     variables = ("env", f"LD_PRELOAD={library}", f"CLOCK_OFFSET={days}")
     process = workshop.start(*LONG, run_dir=run_dir, prefix=variables)
-    begin = time.monotonic()
-    while process.poll() is None:
+    while process.poll() is None:  # pytest's own limit ends a run that hangs
         time.sleep(0.2)
         jumps += 1
         days.write_text(str((0, -60, 60)[jumps % 3]))
-        assert time.monotonic() - begin < 300, "it hangs"
     result = workshop.finish(process, run_dir).ok()
     assert jumps > 10
     assert result.learned == undisturbed.learned
     same(workshop.params(run_dir), workshop.params(undisturbed.run_dir))
-
-
-@pytest.mark.slow
-def test_a_run_that_hangs_ends_and_goes_on(workshop, tmp_path):
-    """In its own process a reward function has no time limit."""
-    scorer = tmp_path / "waits.py"
-    scorer.write_text(
-        "import pathlib, time\n"
-        f"released = pathlib.Path({str(tmp_path / 'released')!r})\n"
-        "def waits(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    while not released.exists():\n"
-        "        time.sleep(0.1)\n"
-        "    return 0.0\n"
-    )
-    run_dir = workshop.folder()
-    words = [f"reward.function={scorer}:waits", "reward.workers=0"]
-    hanging = workshop.start(*words, "stall_timeout_s=20", run_dir=run_dir)
-    result = workshop.finish(hanging, run_dir)
-    assert result.status == 1
-    assert "in waits\n" in result.err
-    assert result.err.splitlines()[-1].startswith(
-        "error: there was no step for 20 s (stall_timeout_s"
-    )
-    (tmp_path / "released").touch()
-    workshop.finish(workshop.start(*words, run_dir=run_dir), run_dir).ok()

@@ -1,8 +1,8 @@
 """A reward model that vLLM serves scores as transformers does."""
 
 import asyncio
+import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -17,7 +17,7 @@ import transformers
 from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.rewards.remote import classify
 from jaxrl_llm.rollout.vllm.setup import environment, find_python
-from tests.e2e.test_reward_model import make_reward_model
+from tests.e2e.comparing import random_model
 
 pytestmark = [
     pytest.mark.vllm,
@@ -31,8 +31,8 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A random reward model, and the address of a server that holds it."""
-    folder = make_reward_model(QUICKSTART, tmp_path_factory.mktemp("served") / "model")
-    shutil.copy(QUICKSTART / "chat_template.jinja", folder)
+    folder, kind = tmp_path_factory.mktemp("served") / "model", "Qwen3ForSequenceClassification"
+    random_model(folder, QUICKSTART, kind=kind, num_labels=1, initializer_range=0.1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,11 +55,9 @@ def served(tmp_path_factory):
 
 
 def is_up(url):
-    try:
-        with urllib.request.urlopen(f"{url}/health"):
-            return True
-    except urllib.error.URLError:
-        return False
+    with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health"):
+        return True
+    return False
 
 
 @pytest.mark.parametrize("by_ids", [False, True])

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.algorithms.losses import TokenLoss
 
-# ------------------------------------------------------------------------------------ that work
-
 
 def digit_sum(data_source, solution_str, ground_truth, extra_info=None):
     """Score every answer differently, so that no group is without spread."""
@@ -18,7 +16,6 @@ def digit_sum(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def same_for_all(data_source, solution_str, ground_truth, extra_info=None):
-    """Score every answer alike, so that there is nothing to learn from."""
     return 0.5
 
 
@@ -34,7 +31,6 @@ def few_tokens(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def few_tokens_slowly(data_source, solution_str, ground_truth, extra_info=None):
-    """Takes so long that no run is over before the test has looked at it."""
     time.sleep(0.005)
     return few_tokens(data_source, solution_str, ground_truth, extra_info)
 
@@ -47,10 +43,17 @@ def reward_with_more(data_source, solution_str, ground_truth, extra_info, *, bon
     }
 
 
+def spread_if_even(data_source, solution_str, ground_truth, extra_info, *, log=None):
+    """Score the answers of every other prompt alike; note each call in a file."""
+    if log:
+        with Path(log).open("ab") as file:
+            file.write(b".")
+    return 0.5 if extra_info["index"] % 2 else digit_sum(data_source, solution_str, ground_truth)
+
+
 def loss(logprobs, advantages, *, weight):
-    return TokenLoss(
-        -weight * logprobs * advantages, {"my_weight": jnp.full_like(logprobs, weight)}
-    )
+    metrics = {"my_weight": jnp.full_like(logprobs, weight)}
+    return TokenLoss(-weight * logprobs * advantages, metrics)
 
 
 def advantage(scores, mask, *, shift):
@@ -61,6 +64,12 @@ def grpo_that_asks_for_old_logprobs(scores, group_ids, old_logprobs):
     return grpo(scores, group_ids)
 
 
+def greedy_mean(greedy_scores, mask, response_lengths):
+    """An advantage whose mean over tokens is the mean of the greedy scores over answers."""
+    share = greedy_scores / jnp.maximum(response_lengths, 1) * mask.sum() / mask.shape[0]
+    return jnp.where(mask, share[:, None], 0.0)
+
+
 def reduce(mask, *, total):
     return total * mask / jnp.maximum(mask.sum(), 1)
 
@@ -69,32 +78,29 @@ def kl(logprobs, ref_logprobs):
     return 0.5 * (logprobs - ref_logprobs) ** 2 + 1.0
 
 
-def rows(paths, *, source):
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}],
-            "data_source": source,
-            "reward_model": {"ground_truth": str(i % 10 + i // 10)},
-            "extra_info": {"index": i, "paths": list(paths)},
-        }
-        for i in range(24)
-    ]
+def half(mask):
+    return jnp.full(mask.shape, 0.5)
 
 
 class Rows:
     """A dataset as a class: a sequence of rows."""
 
     def __init__(self, paths, *, source="class"):
-        self.rows = rows(paths, source=source)
+        self.rows = [
+            {
+                "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}],
+                "data_source": source,
+                "reward_model": {"ground_truth": str(i % 10 + i // 10)},
+                "extra_info": {"index": i, "paths": list(paths)},
+            }
+            for i in range(24)
+        ]
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
         return self.rows[index]
-
-
-# ------------------------------------------------------------------------------ that do not work
 
 
 def loss_of_answers(logprobs, advantages):
@@ -112,14 +118,6 @@ def loss_nan_for_group_0(logprobs, advantages, group_ids):
 
 def advantage_of_nobody(scores, temperature_of_the_sea):
     return scores
-
-
-def advantage_nan(scores):
-    return jnp.where(scores >= scores.max(), jnp.nan, scores)
-
-
-def advantage_of_prompts(scores):
-    return scores.reshape(-1, 4).mean(1)
 
 
 def reward_raises(data_source, solution_str, ground_truth, extra_info=None):
@@ -140,84 +138,9 @@ def reward_often_fails(data_source, solution_str, ground_truth, extra_info):
     return score(data_source, solution_str, ground_truth, extra_info)
 
 
-def spread_if_even(data_source, solution_str, ground_truth, extra_info, *, log=None):
-    """Score the answers of every other prompt alike; note each call in a file."""
-    if log:
-        with Path(log).open("ab") as file:
-            file.write(b".")
-    return 0.5 if extra_info["index"] % 2 else digit_sum(data_source, solution_str, ground_truth)
-
-
-def greedy_mean(greedy_scores, mask, response_lengths):
-    """An advantage whose mean over tokens is the mean of the greedy scores over answers."""
-    return spread_over_tokens(greedy_scores, mask, response_lengths)
-
-
-def component_mean(score_components, mask, response_lengths, *, column):
-    return spread_over_tokens(score_components[:, column], mask, response_lengths)
-
-
-def spread_over_tokens(values, mask, response_lengths):
-    share = values / jnp.maximum(response_lengths, 1) * mask.sum() / mask.shape[0]
-    return jnp.where(mask, share[:, None], 0.0)
-
-
-def half(mask):
-    return jnp.full(mask.shape, 0.5)
-
-
-def half_of_each_group(scores, group_ids):
-    return jnp.arange(scores.shape[0]) % 2 == 0
-
-
-def none_at_all(scores, group_ids):
-    return jnp.zeros(scores.shape, bool)
-
-
-def numbers(scores):
-    return scores
-
-
-def baseline_of_values(rewards, values):
-    return rewards - values
-
-
-def nan_weights(mask):
-    return jnp.where(mask, jnp.nan, 0.0)
-
-
-def weight_of_an_answer(response_lengths):
-    return 1.0 / response_lengths
-
-
-def kl_scalar(logprobs, ref_logprobs):
-    return (logprobs - ref_logprobs).mean()
-
-
-def kl_nan(logprobs, ref_logprobs):
-    return (logprobs - ref_logprobs) * jnp.nan
-
-
-def reduce_columns(mask):
-    return mask[:, :1] * 1.0
-
-
-def reduce_nan(mask):
-    return jnp.where(mask, jnp.nan, 0.0)
-
-
-def mark_answers(logprobs, mask):
-    return mask[:, 0]
-
-
-def controller_nan(coef, observed_kl, batch_size):
-    return math.nan
-
-
 def raises_on_odd(data_source, solution_str, ground_truth, extra_info):
-    if extra_info["index"] % 2:
-        raise LookupError("no such answer")
-    return digit_sum(data_source, solution_str, ground_truth)
+    score = reward_raises if extra_info["index"] % 2 else digit_sum
+    return score(data_source, solution_str, ground_truth)
 
 
 def tracker_without_key(run):

@@ -34,6 +34,9 @@ def test_best_at_k_of_right_and_wrong_answers_is_pass_at_k():
         product = 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1)) if n - correct >= k else 1
         np.testing.assert_allclose(best_at(values, k), [chen], atol=1e-12)
         np.testing.assert_allclose(chen, product, atol=1e-12)
+    for k in (0, n + 1):
+        with pytest.raises(ValueError, match="k="):
+            best_at(values, k)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 3))
@@ -64,42 +67,30 @@ def test_majority_at_k_is_unbiased():
     )
 
 
-def test_k_beyond_the_answers_is_refused():
-    for k in (0, 3):
-        with pytest.raises(ValueError, match=f"got k={k} for 2 answers"):
-            best_at(np.zeros((1, 2)), k)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "samples", "hard", "mean", "least"),
-    [
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """Prompts differ in how hard they are: their chances are a draw of a beta distribution."""
+    for prompts, samples, hard, mean, least in (
         (15, 4, 8.0, 0.8, 0.935),
         (50, 1, 1.0, 0.8, 0.935),
         (200, 8, 0.3, 0.8, 0.935),
         (30, 8, 0.5, 0.95, 0.86),  # a few prompts that are always wrong are often not drawn
-    ],
-)
-def test_the_interval_covers_the_truth_as_often_as_it_says(prompts, samples, hard, mean, least):
-    """Prompts differ in how hard they are: their chances are a draw of a beta distribution."""
-    rng, runs, hits = np.random.default_rng(1), 2000, 0
-    chances = rng.beta(mean * hard, (1 - mean) * hard, (runs, prompts))
-    for run in chances:
-        low, high = interval(rng.binomial(samples, run) / samples)
-        hits += low <= mean <= high
-    assert least < hits / runs < 0.975
+    ):
+        rng, runs, hits = np.random.default_rng(1), 2000, 0
+        chances = rng.beta(mean * hard, (1 - mean) * hard, (runs, prompts))
+        for run in chances:
+            low, high = interval(rng.binomial(samples, run) / samples)
+            hits += low <= mean <= high
+        assert least < hits / runs < 0.975, prompts
 
 
-def test_the_interval_of_other_scores_is_that_of_the_mean():
+def test_the_interval_of_other_scores_is_that_of_the_mean_and_wilsons_where_a_prompt_is_a_draw():
+    """Against scipy, and values of Newcombe 1998, table I, within what t for z and n-1 change."""
     scipy_stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(0).normal(3.0, 2.0, 12)
     expected = scipy_stats.t.interval(0.95, 11, values.mean(), scipy_stats.sem(values))
     np.testing.assert_allclose(interval(values), expected)
     scaled = interval(values * 1e-3 + 0.5)  # within 0 to 1, with many effective draws: nearly so
     np.testing.assert_allclose(scaled, np.array(expected) * 1e-3 + 0.5, rtol=1e-5)
-
-
-def test_the_interval_is_wilsons_where_each_prompt_is_one_draw():
-    """Against the values of Newcombe 1998, table I, within what t instead of z and n-1 change."""
     values = np.zeros(263)
     values[:81] = 1
     np.testing.assert_allclose(interval(values), (0.2553, 0.3662), atol=5e-4)
@@ -113,16 +104,14 @@ def test_without_a_spread_the_interval_counts_prompts_and_stays_within_bounds():
     assert interval(np.array([0.5])) is None
 
 
-def test_a_reward_function_that_failed_is_a_wrong_answer_without_a_vote():
-    scores = [[Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")]]
-    quantity, values, votes = read_scores(scores)
-    assert quantity == "acc"
-    assert values.tolist() == [[1.0, 0.0]]
-    assert votes == [["4", None]]
+def test_failed_and_unscored_answers_have_no_vote_and_what_is_no_number_no_value():
+    right, failed = Score(1.0, {"acc": True, "pred": 4}, None), Score(-1.0, {}, "died")
+    unscored = Score(math.nan, {}, "unscored: no verdict")
+    quantity, values, votes = read_scores([[right, failed, unscored]])
+    assert quantity == "acc" and votes == [["4", None, None]]
+    np.testing.assert_array_equal(values, [[1.0, 0.0, np.nan]])
+    assert np.isnan(read_scores([[unscored]])[1]).all()
     assert read_scores([[Score(0.5, {}, None)]])[-1] is None
-
-
-def test_what_is_no_answer_has_no_vote_and_what_is_no_number_no_value():
     extras = [{"acc": 0.0, "pred": None}] * 3 + [{"acc": 1.0, "pred": "4"}]
     extras += [{"acc": acc, "pred": "5"} for acc in (10**400, math.nan, None, "right")]
     _, values, votes = read_scores([[Score(0.0, extra, None) for extra in extras]])
@@ -147,12 +136,3 @@ def test_unscored_answers_change_no_estimate(values, unscored, seed):
     if unscored:
         assert np.isnan(best_at(shuffled, values.shape[1] + 1)).all()
         assert np.isnan(majority_at(shuffled, votes, values.shape[1] + 1)).all()
-
-
-def test_an_unscored_answer_has_no_value():
-    unscored = Score(math.nan, {}, "unscored: no verdict")
-    scores = [[Score(1.0, {"acc": True, "pred": 4}, None), unscored]]
-    quantity, values, votes = read_scores(scores)
-    assert quantity == "acc" and votes == [["4", None]]
-    np.testing.assert_array_equal(values, [[1.0, np.nan]])
-    assert np.isnan(read_scores([[unscored]])[1]).all()

@@ -1,16 +1,29 @@
-"""Who waits is told what goes on: beside a bar, or by a line now and then."""
+"""Who waits is told what goes on; seconds, compilations and memory of a step."""
 
 import itertools
 import logging
 import threading
+import time
 from functools import partial
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxrl_llm.compilation import PendingProgram
+from jaxrl_llm.compilation import CompileQueue, PendingProgram
 from jaxrl_llm.monitoring import activity as module
 from jaxrl_llm.monitoring.activity import ACTIVITIES, Activities, Activity, activity
-from jaxrl_llm.monitoring.clock import Clock, Pace, reporting_compilation
+from jaxrl_llm.monitoring.clock import (
+    Clock,
+    CompileCounter,
+    CompileProgress,
+    Pace,
+    is_due,
+    memory_metrics,
+    summary,
+)
 from tests.waiting import wait_until
 
 
@@ -55,39 +68,6 @@ def test_what_takes_long_is_told_after_two_seconds_and_then_at_growing_intervals
     assert watch.pass_time(100) == []
 
 
-def test_each_of_several_short_stages_is_told_if_nothing_else_was_printed(watch):
-    said = []
-    for label in ("reading the data", "loading the weights", "starting the engine"):
-        begun = watch.begin(label)
-        said += watch.pass_time(1.5)
-        watch.end(begun)
-    assert said == [(2.0, "loading the weights"), (4.0, "starting the engine")]
-    watch.activities.say()
-    begun = watch.begin("saving")
-    assert watch.pass_time(1.75) == []
-    watch.end(begun)
-
-
-def test_a_pause_of_the_user_is_no_silence(watch):
-    watch.end(watch.begin("sampling"))
-    watch.pass_time(100)
-    watch.begin("sampling")
-    assert watch.pass_time(1) == []
-
-
-def test_stages_that_come_again_are_told_only_where_they_take_longer(watch):
-    lines = []
-    for _ in range(10):  # steps
-        for label, seconds in (("sampling", 5), ("updating", 3)):
-            begun = watch.begin(label)
-            lines += [text for _, text in watch.pass_time(seconds)]
-            watch.end(begun)
-        watch.activities.say()  # the step's line
-    assert len(lines) <= 5
-    begun = watch.begin("updating")
-    assert watch.pass_time(30), "one that hangs is told"
-
-
 def test_what_lies_within_something_else_follows_it(watch):
     watch.begin("validating")
     watch.begin("sampling", 512, count=lambda: 87)
@@ -103,52 +83,37 @@ def test_what_lies_within_something_else_follows_it(watch):
     assert watch.pass_time(7) == [(2.0, f"{text}; they are kept"), (6.0, text)], "a note comes once"
 
 
-def test_what_is_waited_for_is_told_once_where_two_threads_say_it(watch):
-    watch.begin("scoring")
-    thread = threading.Thread(target=partial(watch.begin, "scoring", 512))
-    thread.start()
-    thread.join()
-    assert watch.activities.text == "scoring 0/512"
-
-
-def test_a_count_that_fails_or_is_too_large_does_no_harm(watch):
+def test_counts_that_fail_do_no_harm_and_what_two_threads_say_is_told_once(watch):
     watch.begin("sampling", 4, count=lambda: 1 // 0)
     watch.begin("scoring", 4).advance(9)
     watch.begin("loading", 4, count=lambda: -3)
     assert watch.activities.text == "sampling 0/4: scoring 4/4: loading 0/4"
+    other = Watch()
+    other.begin("scoring")
+    thread = threading.Thread(target=partial(other.begin, "scoring", 512))
+    thread.start()
+    thread.join()
+    assert other.activities.text == "scoring 0/512"
 
 
-def test_a_wait_without_end_is_described_as_a_warning(watch):
+def test_a_wait_without_end_is_described_and_where_a_bar_shows_it_there_are_no_lines(watch):
     watch.begin("sampling", describe=lambda: "6 of 6 answers")
-    said = watch.pass_time(250)
-    waits = [(seconds, text) for seconds, text in said if text.startswith("waiting")]
-    assert waits == [
-        (120.0, "waiting for 120 s: 6 of 6 answers"),
-        (240.0, "waiting for 240 s: 6 of 6 answers"),
-    ]
-
-
-def test_where_a_bar_shows_it_there_are_no_lines(watch):
-    watch.begin("sampling")
     with watch.activities.shown():
         assert watch.pass_time(60) == []
-    assert watch.pass_time(1.75) == []
-    assert len(watch.pass_time(1)) == 1
+    said = watch.pass_time(250)
+    assert [round(seconds) for seconds, text in said if "6 of 6" in text] == [120, 240]
+    assert len(said) > 2
 
 
-def test_an_activity_ends_with_an_error():
-    with pytest.raises(RuntimeError), activity("saving"):
-        assert ACTIVITIES.text == "saving"
-        raise RuntimeError
-    assert ACTIVITIES.text == ""
-
-
-def test_stages_of_a_step_are_activities():
+def test_stages_of_a_step_are_activities_which_end_with_an_error():
     clock = Clock()
     for stage, label in (("gen", "sampling"), ("update_critic", "updating critic"), ("mine",) * 2):
         with clock(stage):
             assert ACTIVITIES.text == label
     assert [*clock.seconds] == ["gen", "update_critic", "mine"]
+    with pytest.raises(RuntimeError), clock("gen"):
+        raise RuntimeError
+    assert ACTIVITIES.text == ""
 
 
 @pytest.fixture
@@ -175,15 +140,6 @@ def test_a_thread_logs_what_goes_on_as_long_as_it_should(impatient, caplog):
         wait_until(lambda: "again" in caplog.messages)
 
 
-def test_programs_that_are_compiled_are_told(impatient, caplog):
-    def compile():
-        wait_until(lambda: "compiling 0/1 (decode 8 x 32)" in caplog.messages)
-
-    with caplog.at_level(logging.INFO, "jaxrl_llm"), reporting_compilation():
-        PendingProgram("decode 8 x 32", compile).result()
-    assert ACTIVITIES.text == ""
-
-
 def test_supervised_training_has_ten_lines_and_more_where_it_is_slow():
     seconds = [0.0]
     fast = Pace(100, lambda: seconds[0])
@@ -195,3 +151,86 @@ def test_supervised_training_has_ten_lines_and_more_where_it_is_slow():
             lines.append(step)
     assert lines[:6] == [1, 3, 7, 15, 31, 63]
     assert max(b - a for a, b in itertools.pairwise(lines)) <= 60
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """What was shown, each time that something began or ended."""
+    shown = []
+    for name in ("begin", "end"):
+        call = getattr(ACTIVITIES, name)
+        monkeypatch.setattr(
+            ACTIVITIES, name, lambda x, call=call: (call(x), shown.append(ACTIVITIES.text))
+        )
+    return shown
+
+
+def test_the_text_names_the_program_and_how_many_there_are(texts):
+    queue, gate, progress = CompileQueue(), threading.Event(), CompileProgress()
+    queue.hold()
+    queue.add([PendingProgram("decode 8 x 32", gate.wait)])
+    queue.add([PendingProgram("later", lambda: None)], later=True)
+    wait_until(lambda: "compiling 0/1 (decode 8 x 32)" in texts)
+    queue.add([PendingProgram("update 4 x 16", lambda: None)])
+    wait_until(lambda: ACTIVITIES.text == "compiling 1/2 (decode 8 x 32)")
+    gate.set()
+    queue.wait()
+    assert progress.total == 2 and ACTIVITIES.text == "", "what is held is not expected yet"
+    queue.release()
+    queue.wait()
+    assert "compiling 2/3 (later)" in texts
+    progress.close()
+    queue.clear()
+    seen = len(texts)
+    PendingProgram("more", lambda: None).result()
+    assert len(texts) == seen
+
+
+def test_clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    for stage, seconds in (("gen", 2.0), ("reward", 1.0), ("gen", 0.5)):
+        with clock(stage):
+            now[0] += seconds
+        now[0] += 0.25  # between the stages
+    assert clock.metrics() == {"timing_s/gen": 2.5, "timing_s/reward": 1.0, "timing_s/step": 4.25}
+
+
+def test_compilations_are_counted():
+    counter, other = CompileCounter(), CompileCounter()
+    double = jax.jit(lambda x: x * 2 + 1)
+    ones = {n: np.ones(n, np.float32) for n in (3, 5)}
+    before = counter.count
+    double(ones[3]).block_until_ready()
+    assert counter.count == before + 1
+    double(ones[3] * 2).block_until_ready()
+    assert counter.count == before + 1, "the same shape is not compiled again"
+    double(ones[5]).block_until_ready()
+    assert counter.count == before + 2
+    counter.close()
+    jax.jit(lambda x: x * 3)(ones[3]).block_until_ready()
+    assert counter.count == before + 2, "closed"
+    assert other.count == before + 3, "which does not disturb others"
+    other.close()
+
+
+def test_due():
+    for every, last, steps in (
+        *((0, 7, [7]), (3, 7, [3, 6, 7]), (1, 3, [1, 2, 3])),
+        *((10, 7, [7]), (3, 0, [3, 6]), (0, 0, [])),
+    ):
+        assert [step for step in range(1, (last or 7) + 1) if is_due(step, every, last)] == steps
+
+
+def test_summary():
+    assert summary("x", np.array([3.0, -1.0, 4.0])) == {"x/mean": 2.0, "x/max": 4.0, "x/min": -1.0}
+    assert summary("x", np.zeros(0)) == {"x/mean": 0.0, "x/max": 0.0, "x/min": 0.0}
+    assert {type(v) for v in summary("x", jnp.arange(3)).values()} == {float}
+
+
+def test_memory_is_in_gib(monkeypatch):
+    assert 0.05 < memory_metrics()["perf/cpu_memory_used_gb"] < 200
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert memory_metrics()["perf/max_memory_allocated_gb"] == 3.0

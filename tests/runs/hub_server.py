@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 import threading
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 TOKENS = {"hf_ours": "ours", "hf_other": "other"}
@@ -16,21 +16,13 @@ TOKENS = {"hf_ours": "ours", "hf_other": "other"}
 DROP, DROP_HALF = "drop", "drop after half of what is sent"
 
 
-@dataclass
-class Repository:
-    private: bool
-    files: dict[str, bytes] = field(default_factory=dict)
-    commits: list[str] = field(default_factory=lambda: ["0" * 40])
-
-
 class Handler(BaseHTTPRequestHandler):
     """One request: a failure that the test wants, or the endpoint's answer."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self):
-        path = unquote(urlsplit(self.path).path)
-        request, hub = f"{self.command} {path}", self.server.hub
+        request, hub = f"{self.command} {unquote(urlsplit(self.path).path)}", self.server.hub
         hub.requests.append(request)
         how = hub.failure(request)
         if how == DROP_HALF:
@@ -40,15 +32,15 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         body = self._body()
+        matches = ((re.fullmatch(pattern, request), name) for pattern, name in ROUTES)
+        found = next(((match, name) for match, name in matches if match), None)
         if how is not None:
             self.answer(how, {"error": "as the test wants it"})
-            return
-        for pattern, method in ROUTES:
-            if match := re.fullmatch(pattern, request):
-                getattr(hub, method)(self, body, **match.groupdict())
-                return
-        hub.unknown.append(request)
-        self.answer(404, {"error": "no such endpoint"})
+        elif found:
+            getattr(hub, found[1])(self, body, **found[0].groupdict())
+        else:
+            hub.unknown.append(request)
+            self.answer(404, {"error": "no such endpoint"})
 
     do_GET = do_HEAD = do_PUT = do_POST
 
@@ -119,45 +111,41 @@ class HubServer:
                 return left.pop(0)
         return None
 
-    # ------------------------------------------------------------------------------- endpoints
-
     def nothing(self, http, _):
         http.answer(404, {})
 
     def create(self, http, body):
         asked = json.loads(body)
-        name = f"{asked['organization']}/{asked['name']}"
+        owner, name = asked["organization"], f"{asked['organization']}/{asked['name']}"
+        url = f"{self.address}/{name}"
         if http.namespace is None:
             http.answer(401, {"error": "Invalid username or password."})
         elif name in self.repositories:
-            url = f"{self.address}/{name}"
             http.answer(409, {"error": "You already created this model repo", "url": url})
-        elif http.namespace != asked["organization"]:
-            why = f'You don\'t have the rights to create a model under "{asked["organization"]}"'
+        elif http.namespace != owner:
+            why = f'You don\'t have the rights to create a model under "{owner}"'
             http.answer(403, {"error": why})
         else:
             private = asked.get("private") or asked.get("visibility") == "private"
-            self.repositories[name] = Repository(bool(private), {".gitattributes": b"# lfs\n"})
-            http.answer(200, {"url": f"{self.address}/{name}", "name": name})
+            files, commits = {".gitattributes": b"# lfs\n"}, ["0" * 40]
+            made = SimpleNamespace(private=bool(private), files=files, commits=commits)
+            self.repositories[name] = made
+            http.answer(200, {"url": url, "name": name})
 
     def validate(self, http, body):
-        content = json.loads(body)["content"]
-        errors = [] if "license: nonsense" not in content else [{"message": "no such license"}]
+        wrong = "license: nonsense" in json.loads(body)["content"]
+        errors = [{"message": "no such license"}] if wrong else []
         http.answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
-    def _seen(self, http, repo):
+    def _seen(self, http, repo, *, to_write=False):
         """Return a repository, or answer that there is none, as for one that is not to be seen."""
-        found = self.repositories.get(repo)
-        if found is None or (found.private and http.namespace != repo.partition("/")[0]):
+        found, is_own = self.repositories.get(repo), http.namespace == repo.partition("/")[0]
+        if found is None or (found.private and not is_own):
             status = 401 if http.namespace is None else 404
             why = {"X_Error_Code": "RepoNotFound", "X_Error_Message": "Repository not found"}
             http.answer(status, {"error": "Repository not found"}, **why)
             return None
-        return found
-
-    def _writable(self, http, repo):
-        found = self._seen(http, repo)
-        if found is not None and http.namespace != repo.partition("/")[0]:
+        if to_write and not is_own:
             http.answer(403, {"error": "you must have write access"})
             return None
         return found
@@ -165,33 +153,29 @@ class HubServer:
     def info(self, http, _, repo, revision="main"):
         if found := self._seen(http, repo):
             names = [{"rfilename": name} for name in sorted(found.files)]
-            sha = found.commits[-1]
-            more = {"sha": sha, "private": found.private, "siblings": names, "tags": []}
-            http.answer(200, {"id": repo, "modelId": repo, **more})
+            more = {"sha": found.commits[-1], "private": found.private}
+            http.answer(200, {"id": repo, "modelId": repo, "siblings": names, "tags": [], **more})
 
     def tree(self, http, _, repo, revision, folder=None):
         if folder is not None:
             http.answer(404, {"error": "no such folder"}, X_Error_Code="EntryNotFound")
         elif found := self._seen(http, repo):
-            listed = [
-                {"type": "file", "path": path, "size": len(data), "oid": _oid(path, data)}
-                for path, data in sorted(found.files.items())
-            ]
-            http.answer(200, listed)
+            files = sorted(found.files.items())
+            listed = [{"path": p, "size": len(data), "oid": _oid(p, data)} for p, data in files]
+            http.answer(200, [{"type": "file", **one} for one in listed])
 
     def preupload(self, http, body, repo, revision):
-        if found := self._writable(http, repo):
+        if found := self._seen(http, repo, to_write=True):
             files = []
             for asked in json.loads(body)["files"]:
                 path = asked["path"]
-                data = found.files.get(path)
-                oid = None if data is None else _oid(path, data)
+                oid = _oid(path, found.files[path]) if path in found.files else None
                 mode = "lfs" if path.endswith(".safetensors") else "regular"
                 files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
             http.answer(200, {"files": files})
 
     def batch(self, http, body, repo):
-        if self._writable(http, repo):
+        if self._seen(http, repo, to_write=True):
             objects = [dict(asked) for asked in json.loads(body)["objects"]]
             for one in objects:
                 if one["oid"] not in self.objects:
@@ -206,20 +190,18 @@ class HubServer:
         http.answer(200 if whole else 400, {})
 
     def commit(self, http, body, repo, revision):
-        if found := self._writable(http, repo):
-            files = dict(found.files)
+        if found := self._seen(http, repo, to_write=True):
             for line in body.splitlines():
                 change = json.loads(line)
                 value = change["value"]
                 if change["key"] == "file":
-                    files[value["path"]] = base64.b64decode(value["content"])
+                    found.files[value["path"]] = base64.b64decode(value["content"])
                 elif change["key"] == "lfsFile":
-                    files[value["path"]] = self.objects[value["oid"]]
+                    found.files[value["path"]] = self.objects[value["oid"]]
                 elif change["key"] == "deletedFile":
-                    del files[value["path"]]
-            found.files = files
-            found.commits.append(hashlib.sha1(body).hexdigest())
-            oid = found.commits[-1]
+                    del found.files[value["path"]]
+            oid = hashlib.sha1(body).hexdigest()
+            found.commits.append(oid)
             url = f"{self.address}/{repo}/commit/{oid}"
             http.answer(200, {"success": True, "commitOid": oid, "commitUrl": url})
 

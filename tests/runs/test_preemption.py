@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from jaxrl_llm.runs.preemption import Preemption, Watchdog
+from tests.waiting import wait_until
 
 PROGRAM = """
 import ctypes, sys, time
@@ -43,26 +43,22 @@ def test_a_step_ends_and_then_the_run():
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "ended\n")
-    assert err == (
-        "SIGTERM: the run saves at the end of this step, within 60 s (checkpoint.grace_s); a "
-        "second one ends it at once\n"
-    )
+    assert "checkpoint.grace_s" in err
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "signals", "reason"),
-    [(60, 2, "it was told twice"), (0.3, 1, "it has not ended within checkpoint.gr")],
+    ("grace_s", "signals", "reason"), [(60, 2, "twice"), (0.3, 1, "checkpoint.grace_s")]
 )
 def test_what_does_not_come_to_an_end_is_ended(grace_s, signals, reason):
     """While the main thread waits in a C function, as it does for devices."""
     process = start(grace_s, "blocked")
-    for _ in range(signals):
+    process.terminate()
+    assert "checkpoint.grace_s" in process.stderr.readline()
+    for _ in range(signals - 1):
         process.terminate()
-        time.sleep(0.1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert f"SIGTERM: {reason}" in err
-    assert err.endswith("; the same command continues from the newest checkpoint\n")
+    assert reason in err and "newest checkpoint" in err
 
 
 def test_the_handlers_are_put_back():
@@ -73,33 +69,28 @@ def test_the_handlers_are_put_back():
         with Preemption(60.0) as preemption:
             assert not preemption.requested()
             os.kill(os.getpid(), signal.SIGTERM)
-            end = time.monotonic() + 20
-            while not preemption.requested():
-                assert time.monotonic() < end
+            wait_until(preemption.requested)
         assert not calls
         os.kill(os.getpid(), signal.SIGTERM)
         assert calls == [1]
     finally:
         signal.signal(signal.SIGTERM, before)
     assert signal.set_wakeup_fd(-1) == -1
-    while threading.active_count() > threads:
-        time.sleep(0.01)
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_other_threads_take_no_signal():
-    before = signal.getsignal(signal.SIGTERM)
+    seen, before = [], signal.getsignal(signal.SIGTERM)
 
     def listen():
         with Preemption(60.0) as preemption:
-            assert not preemption.requested()
-            assert signal.getsignal(signal.SIGTERM) is before
+            seen.extend((preemption.requested(), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
+    assert seen == [False, before]
 
-
-# ---------------------------------------------------------------------------------- watchdog
 
 HANG = """
 import re, sys, time
@@ -110,8 +101,8 @@ def hang():
     if sys.argv[1] == "asleep":
         time.sleep(600)
     re.match(r"(a+)+$", "a" * 60 + "b")  # it never lets go of the interpreter
-with preemption.Watchdog(0.5) as dog:
-    for _ in range(4):
+with preemption.Watchdog(1.0) as dog:
+    for _ in range(5):
         time.sleep(0.3)
         dog.beat()
     print("beaten", flush=True)
@@ -127,11 +118,11 @@ def test_a_run_without_progress_ends_with_its_stacks(mode):
     assert (done.returncode, done.stdout) == (1, "beaten\n")
     assert " in hang\n" in done.stderr
     if mode == "asleep":
-        assert done.stderr.splitlines()[-1].startswith("error: there was no step for 0.5 s (stall")
+        assert "stall_timeout_s" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("limit_s", [None, 0.05])
-def test_a_watchdog_that_is_closed_or_has_no_limit_ends_nothing(limit_s):
-    with Watchdog(limit_s) as dog:
-        dog.beat()
-    time.sleep(0.2)
+def test_a_watchdog_that_is_closed_or_has_no_limit_watches_nothing():
+    for limit_s in (None, 600.0):
+        with Watchdog(limit_s) as dog:
+            dog.beat()
+    wait_until(lambda: not any(thread.name == "watchdog" for thread in threading.enumerate()))

@@ -1,16 +1,14 @@
 """What the tests on Ray clusters share: a launcher at work, and what is looked up of its job."""
 
-import json
 import subprocess
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
-import pytest
 
-EXACTLY = ("optim.optimizer=sgd", "optim.schedule.value=0.1")  # Adam's first steps amplify rounding
+from tests.e2e.conftest import Result
+
 TOGETHER = ("cluster.nodes=2", "cluster.devices=4", "mesh.train={data: 2, fsdp: 4}")
 APART = ("cluster.nodes=1", "cluster.devices=4", "rollout.nodes=1", "rollout.devices=4")
 EPOCH = ("steps=null", "rollout.dump_every=1")  # 64 prompts, 8 a step
@@ -65,8 +63,12 @@ class Launched:
         return self
 
     @property
-    def learned(self):
-        return learned(self.run_dir)
+    def result(self):
+        """What the run has left."""
+        return Result(self.process.returncode, self.text("out"), self.text("err"), self.run_dir)
+
+    def counted(self, name):
+        return [x[f"cluster/{name}"] for x in self.result.metrics if f"cluster/{name}" in x]
 
 
 class Processes:
@@ -97,29 +99,6 @@ class Processes:
             time.sleep(0.2)
 
 
-def learned(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    apart = ("timing_s/", "perf/", "cluster/")
-    return [{k: v for k, v in line.items() if not k.startswith(apart)} for line in lines]
-
-
-def counted(run_dir, name):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line[f"cluster/{name}"] for line in lines if f"cluster/{name}" in line]
-
-
-def close(workshop, actual, expected, *, apart=("global_seqlen", "perf")):
-    before = workshop.params(expected.run_dir)
-    for name, value in workshop.params(actual.run_dir).items():
-        np.testing.assert_allclose(value, before[name], atol=2e-6, err_msg=name)
-    ours, theirs = learned(actual.run_dir), learned(expected.run_dir)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.keys() == b.keys()
-        for name in (name for name in b if not name.startswith(apart)):
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
-
-
 def check_whole_epoch(run_dir, samples=4):
     """Assert that every prompt was answered exactly as often as an epoch does."""
     counts = {}
@@ -132,7 +111,7 @@ def check_whole_epoch(run_dir, samples=4):
 
 def check_same(launched, expected):
     """Assert that nothing of a disturbed run differs from an undisturbed one's."""
-    assert launched.learned == expected.learned
+    assert launched.result.learned == expected.result.learned
     assert check_whole_epoch(launched.run_dir) == check_whole_epoch(expected.run_dir)
 
 

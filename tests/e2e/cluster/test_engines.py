@@ -1,13 +1,13 @@
 """Engines and reward tasks on nodes of a Ray cluster: one that is lost is replaced."""
 
-import json
 import os
 import re
 import signal
 
 import pytest
 
-from tests.e2e.cluster.launching import APART, EPOCH, EXACTLY, check_same, close, counted, slowly
+from tests.e2e.cluster.launching import APART, EPOCH, check_same, slowly
+from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 
 pytestmark = [
@@ -24,10 +24,9 @@ def test_engines_on_nodes_of_their_own_do_what_one_process_does(workshop, launch
     words = ("cluster.nodes=2", "cluster.devices=2", "rollout.nodes=1", "rollout.devices=4")
     job = launch(*EXACTLY, *words, "mesh.train={fsdp: 4}", "mesh.rollout={tensor: 2}").ok()
     expected = workshop(*EXACTLY, "mesh.train={fsdp: 4}", devices=4).ok()
-    close(workshop, job, expected)
-    assert counted(job.run_dir, "engine_restarts") == [0, 0]
-    moved = json.loads((job.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert moved["perf/moved_gb"] > 0
+    close(workshop, job.result, expected, apart="global_seqlen")
+    assert job.counted("engine_restarts") == [0, 0]
+    assert job.result.metrics[-1]["perf/moved_gb"] > 0
 
 
 def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undisturbed, processes):
@@ -39,8 +38,8 @@ def test_two_engines_share_the_requests_and_a_lost_one_is_replaced(launch, undis
     victim = job.until(lambda: processes.titles("ray::EngineHost.sample"))
     os.kill(next(iter(victim)), signal.SIGKILL)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "engine_restarts")[-1] == 1
-    assert counted(job.run_dir, "restarts")[-1] == 0
+    assert job.counted("engine_restarts")[-1] == 1
+    assert job.counted("restarts")[-1] == 0
 
 
 def test_engines_sample_while_a_step_is_trained_and_a_lost_one_is_replaced(
@@ -55,8 +54,8 @@ def test_engines_sample_while_a_step_is_trained_and_a_lost_one_is_replaced(
     victim = job.until(lambda: processes.titles("ray::EngineHost.sample_until"))
     os.kill(next(iter(victim)), signal.SIGKILL)
     job.ok()
-    assert counted(job.run_dir, "engine_restarts")[-1] == 1
-    lines = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert job.counted("engine_restarts")[-1] == 1
+    lines = job.result.metrics
     assert max(line.get("async/age/max", 0) for line in lines) == 2
     assert max(line["async/in_flight_tokens"] for line in lines) > 0
     recorded = f"rollout.schedule={job.run_dir}/schedule.jsonl"
@@ -75,7 +74,7 @@ def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed
     job.until(lambda: job.steps() >= 3)
     os.kill(max(processes.titles("ray::EngineHost")), signal.SIGSTOP)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
+    assert job.counted("restarts")[-1] == 1, job.text("err")
     output = job.text("err") + job.text("out")
     assert "there was no step for 60 s" in output
     assert re.search(r"Thread 0x\w+ .*most recent call first", output)
@@ -85,8 +84,8 @@ def test_an_engine_that_is_lost_too_often_ends_the_run(launch, processes):
     job = launch(*APART, "cluster.restarts=0", "steps=1000")
     job.until(lambda: job.steps() >= 2)
     os.kill(min(processes.titles("ray::EngineHost")), signal.SIGKILL)
-    assert job.end() == 1
-    assert re.search(r"^error: an engine was lost too often", job.text("err"), re.MULTILINE)
+    job.end()
+    job.result.refused("an engine was lost too often", status=1)
 
 
 def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(
@@ -98,4 +97,4 @@ def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(
     job.until(lambda: job.steps() >= 2)
     os.kill(min(job.until(lambda: processes.titles("ray::_score_chunk"))), signal.SIGKILL)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "reward_retries")[-1] >= 1
+    assert job.counted("reward_retries")[-1] >= 1

@@ -5,16 +5,8 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster.launching import (
-    EPOCH,
-    EXACTLY,
-    TOGETHER,
-    check_same,
-    close,
-    counted,
-    parent_of,
-    slowly,
-)
+from tests.e2e.cluster.launching import EPOCH, TOGETHER, check_same, parent_of, slowly
+from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.guards(*CLUSTER, *RUN)]
@@ -23,10 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.guards(*C
 def test_two_nodes_do_what_one_process_does(workshop, launch):
     job = launch(*EXACTLY, *TOGETHER).ok()
     expected = workshop(*EXACTLY, "mesh.train={data: 2, fsdp: 4}", devices=8).ok()
-    close(workshop, job, expected)
+    close(workshop, job.result, expected, apart="global_seqlen")
     assert "step 2/2" in job.text("out")
     assert "before and after" in job.text("out")
-    assert counted(job.run_dir, "restarts") == [0, 0]
+    assert job.counted("restarts") == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +35,7 @@ def test_a_training_process_killed_in_a_step_lets_the_job_go_on(
     job.until(lambda: job.steps() >= 4)
     os.kill(sorted(processes.titles("ray::TrainProcess"))[number], signal.SIGKILL)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
+    assert job.counted("restarts")[-1] == 1, job.text("err")
     assert "a training process was lost" in job.text("err")
 
 
@@ -56,7 +48,7 @@ def test_a_training_process_killed_in_a_save_lets_the_job_go_on(launch, undistur
     job.until(lambda: list(folder.glob("*tmp*")) if folder.exists() else [])
     os.kill(max(processes.titles("ray::TrainProcess")), signal.SIGKILL)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
+    assert job.counted("restarts")[-1] == 1, job.text("err")
 
 
 def test_a_training_process_that_stands_still_is_lost_to_the_others(launch, undisturbed, processes):
@@ -67,7 +59,7 @@ def test_a_training_process_that_stands_still_is_lost_to_the_others(launch, undi
     job.until(lambda: job.steps() >= 3)
     os.kill(max(processes.titles("ray::TrainProcess")), signal.SIGSTOP)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "restarts")[-1] == 1, job.text("err")
+    assert job.counted("restarts")[-1] == 1, job.text("err")
     assert "a training process was lost" in job.text("err")
 
 
@@ -82,4 +74,4 @@ def test_a_node_that_dies_lets_the_job_go_on(workshop, launch, undisturbed, proc
     for pid in [raylet, *(pid for pid in processes.titles("ray::") if parent_of(pid) == raylet)]:
         os.kill(pid, signal.SIGKILL)
     check_same(job.ok(), expected)
-    assert counted(job.run_dir, "restarts")[-1] >= 1  # more if Ray took long to miss the node
+    assert job.counted("restarts")[-1] >= 1  # more if Ray took long to miss the node
