@@ -30,10 +30,12 @@ def server():
 def scored(server, tmp_path):
     """Score answers by a judge; what it has replied before is known."""
 
-    def score(*answers, workers=0, timeout_s=60.0, concurrency=4, pass_env=(), **keywords):
+    def score(
+        *answers, workers=0, timeout_s=60.0, concurrency=4, retries=RETRIES, pass_env=(), **keywords
+    ):
         keywords = {"url": server.url, "model": "m", "run_dir": str(tmp_path)} | keywords
         options = {"workers": workers, "timeout_s": timeout_s, "concurrency": concurrency}
-        config = ScoringConfig(**options, on_error="unscored", retries=RETRIES, pass_env=pass_env)
+        config = ScoringConfig(**options, on_error="unscored", retries=retries, pass_env=pass_env)
         rows = [RewardItem("t", a, "the truth", {"prompt": PROMPT}) for a in answers]
         with RewardPool(FunctionSpec("judge", keywords), config) as pool:
             return pool.score(rows)
@@ -68,7 +70,7 @@ def test_a_server_that_dies_and_comes_back(scored, server):
     server.stop()
     timer = threading.Timer(0.3, server.start)
     timer.start()
-    assert values(scored("7", "8")) == pytest.approx([0.7, 0.8])
+    assert values(scored("7", "8", retries=8)) == pytest.approx([0.7, 0.8])
     timer.join()
 
 
