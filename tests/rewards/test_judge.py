@@ -32,14 +32,16 @@ def server():
 def scored(server, tmp_path):
     """Score answers by a judge; what it has replied before is known."""
 
-    def score(*answers, workers=0, timeout_s=5.0, concurrency=4, pass_env=(), **keywords):
+    def score(
+        *answers, workers=0, timeout_s=5.0, concurrency=4, retries=RETRIES, pass_env=(), **keywords
+    ):
         keywords = {"url": server.url, "model": "m", "run_dir": str(tmp_path)} | keywords
         config = ScoringConfig(
             workers=workers,
             timeout_s=timeout_s,
             on_error="unscored",
             concurrency=concurrency,
-            retries=RETRIES,
+            retries=retries,
             pass_env=pass_env,
         )
         with RewardPool(FunctionSpec("judge", keywords), config) as pool:
@@ -83,7 +85,7 @@ def test_a_server_that_dies_and_comes_back(scored, server, workers):
     server.stop()
     timer = threading.Timer(0.3, server.start)
     timer.start()
-    assert values(scored("7", "8", workers=workers)) == pytest.approx([0.7, 0.8])
+    assert values(scored("7", "8", workers=workers, retries=8)) == pytest.approx([0.7, 0.8])
     timer.join()
 
 
