@@ -1,8 +1,10 @@
 """Test set-up: eight CPU devices, so that every test can build real meshes; no network."""
 
 import contextlib
+import ctypes
 import gc
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -47,7 +49,7 @@ SHARED_CACHE = {
 
 MAX_CACHE_BYTES = 2 * 1024**3
 
-MOST_MAPPINGS = 8_000
+MOST_MAPPINGS, MOST_RESIDENT_BYTES = 8_000, 2 * 1024**3
 
 LONGEST_FIRST = [
     *("tests/e2e/cluster/test_training.py", "tests/e2e/cluster/test_engines.py"),
@@ -61,13 +63,25 @@ LONGEST_FIRST = [
 def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell has in background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # runs as processes inherit it
-    if ON_CPU and not hasattr(config, "workerinput") and "XLA_FLAGS" not in os.environ:
-        environ = os.environ | {"XLA_FLAGS": FAST_COMPILATION}
-        probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
-        if not subprocess.run(probe, env=environ, check=False, capture_output=True).returncode:
-            os.environ |= environ  # else this XLA has other flags
-    if ON_CPU and not hasattr(config, "workerinput") and hasattr(config, "cache"):
+    if not ON_CPU or hasattr(config, "workerinput"):
+        return
+    if "XLA_FLAGS" not in os.environ and _has_flags(config):
+        os.environ["XLA_FLAGS"] = FAST_COMPILATION
+    if hasattr(config, "cache"):
         _share_compiled(config.cache.mkdir("compiled"))
+
+
+def _has_flags(config):
+    """Whether this XLA has the flags of `FAST_COMPILATION`: it ends the process if not."""
+    cache = getattr(config, "cache", None)
+    key = f"xla_flags/{importlib.metadata.version('jaxlib')} {FAST_COMPILATION}"
+    if (known := cache and cache.get(key, None)) is None:
+        words = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
+        environ = os.environ | {"XLA_FLAGS": FAST_COMPILATION}
+        known = not subprocess.run(words, env=environ, check=False, capture_output=True).returncode
+        if cache:
+            cache.set(key, known)
+    return known
 
 
 def _share_compiled(folder):
@@ -103,19 +117,28 @@ def compiles_alone(monkeypatch, tmp_path):
 def spared_by_collections():
     """Takes what other modules hold from the garbage collector: it took a tenth of the time.
 
-    Compiled programs are let go of where they are many: Linux gives a process 65,530 mappings, of
-    which each takes some, and XLA crashes without.
+    Compiled programs are let go of where they are many, or hold much memory: Linux gives a process
+    65,530 mappings, of which each takes some, and XLA crashes without.
     """
-    if _mappings() > MOST_MAPPINGS:
+    mappings, resident_bytes = _taken()
+    has_much = mappings > MOST_MAPPINGS or resident_bytes > MOST_RESIDENT_BYTES
+    if has_much:
         jax.clear_caches()
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+    if has_much:
+        with contextlib.suppress(AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
 
 
-def _mappings():
-    maps = Path("/proc/self/maps")
-    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+def _taken():
+    """Return the mappings and the bytes of memory that this process has; 0 where none says."""
+    folder = Path("/proc/self")
+    if not folder.exists():
+        return 0, 0
+    pages = int((folder / "statm").read_text().split()[1])
+    return len((folder / "maps").read_bytes().splitlines()), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +170,16 @@ def patient(monkeypatch, compile_rest):
     from jaxrl_llm.compilation import BACKGROUND
 
     monkeypatch.setattr(BACKGROUND, "release", compile_rest)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects no garbage meanwhile, which took a quarter of the time: what is imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
