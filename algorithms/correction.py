@@ -408,10 +408,10 @@ def second_moment_mask(
     """
     if threshold < 0:
         raise ValueError(f"threshold: got {threshold}, expected 0 or more")
-    log_ratio = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0).astype(jnp.float32)
+    log_ratio = stats.log_ratio(old_logprobs, rollout_logprobs)
     moments = jnp.where(mask, log_ratio**2, jnp.inf).ravel()
     order = jnp.argsort(moments, stable=True)
-    smallest = jnp.where(jnp.isinf(moments[order]), 0.0, moments[order])
+    smallest = jnp.where(mask.ravel()[order], moments[order], 0.0)
     means = jnp.cumsum(smallest) / jnp.arange(1, len(smallest) + 1, dtype=jnp.float32)
     is_kept = jnp.zeros(len(order), bool).at[order].set(means <= threshold)
     return (mask & is_kept.reshape(mask.shape)).astype(jnp.float32)

@@ -86,9 +86,11 @@ def source_of(spec: FunctionSpec) -> str | None:
     path = Path(where) if where.endswith(".py") else _file_of(where)
     if path is None or not path.is_file() or not set(INSTALLED).isdisjoint(path.parts):
         return None
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         top = _top_level(ast.parse(text))
+    except UnicodeDecodeError:  # of an extension module, or in another encoding
+        return f"# no source; compiled:\n# {hashlib.sha256(path.read_bytes()).hexdigest()}\n"
     except SyntaxError:
         return text
     return _reachable(attribute, top.get) or text  # the name may be an import or computed
