@@ -3,6 +3,7 @@
     pip install pytest-cov
     python -m benchmarks.code.mutants cover coverage.db
     python -m benchmarks.code.mutants run coverage.db before.json
+    python -m benchmarks.code.mutants run coverage.db after.json --missed-by before.json
     python -m benchmarks.code.mutants compare before.json after.json
 
 A mutant is the library with one fault: a comparison that is off by one, a sum that is a
@@ -13,8 +14,8 @@ of what they change, so that the same ones are drawn wherever that code is the s
 coverage by folder, and how long each test takes; what pytest says is beside it. `run` gives each
 mutant of the last commit to the tests that run its line, the quickest first, until one fails; if
 none does, to all of the files that these tests are in. (A program that jax has traced in a process
-runs no line again, hence the second try.) `compare` names the mutants that only one of two records
-catches.
+runs no line again, hence the second try.) With `--missed-by`, only mutants that another record
+misses are tried. `compare` names the mutants that only one of two records catches.
 
 `cover` takes about twice the tests' own time, `run` about 20 seconds for each mutant and core.
 Exit status 1: `compare` found a mutant that only the first record catches.
@@ -282,8 +283,11 @@ def tests_of(database: Path) -> dict[tuple[str, int], list[str]]:
     return {at: sorted(found, key=lambda t: seconds.get(t, 0.0)) for at, found in tests.items()}
 
 
-def run(root: Path, database: Path, record: Path, workers: int) -> None:
+def run(
+    root: Path, database: Path, record: Path, workers: int, missed_by: Path | None = None
+) -> None:
     """Give each mutant to its tests, and write which test caught it, or none."""
+    others = json.loads(missed_by.read_text()) if missed_by else {}
     tests = tests_of(database)
     with sqlite3.connect(database) as connection:
         seconds = dict(connection.execute("select test, seconds from duration"))
@@ -306,7 +310,8 @@ def run(root: Path, database: Path, record: Path, workers: int) -> None:
                 clones.put(clone)
 
         with ThreadPoolExecutor(workers) as executor:
-            left = [m for m in mutants if f"{m.path} {m.place}" not in results]
+            done = {*results, *(place for place, test in others.items() if test)}
+            left = [m for m in mutants if f"{m.path} {m.place}" not in done]
             for mutant, test in executor.map(one, left):
                 results[f"{mutant.path} {mutant.place}"] = test
                 record.write_text(json.dumps(results, indent=1))
@@ -400,6 +405,7 @@ def main(words: Sequence[str] | None = None) -> int:
     one.add_argument("database", type=Path)
     one.add_argument("record", type=Path)
     one.add_argument("--workers", type=int, default=2)
+    one.add_argument("--missed-by", type=Path, help="a record: leave out the mutants it catches")
     one = commands.add_parser("compare", help="compare two records")
     one.add_argument("before", type=Path)
     one.add_argument("after", type=Path)
@@ -411,7 +417,7 @@ def main(words: Sequence[str] | None = None) -> int:
         case "cover":
             cover(ROOT, args.database.resolve(), args.tests)
         case "run":
-            run(ROOT, args.database, args.record, args.workers)
+            run(ROOT, args.database, args.record, args.workers, args.missed_by)
         case _:
             return int(compare(args.before, args.after) > 0)
     return 0
