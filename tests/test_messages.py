@@ -20,6 +20,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import map_rows, verl_rows
+from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.sharding.layout import make_mesh
 from jaxrl_llm.training.bind import resolve_functions
 
@@ -47,12 +48,14 @@ FUNCTIONS = (
     "algorithm.loss=FOLDER/none.py:loss",
     "algorithm.correction=[truncated_token, truncated_tokens]",
     "algorithm.penalty=FOLDER/torn.py:score",
+    "optim.optimizer={fn: adamw, lerning_rate: 1}",
 )
 FILES = {
     "torn.yaml": "run_dir: [",
     "short.yaml": "steps: 1\n",
     "mine.py": "def asking(logprobs, moon):\n    return logprobs\n",
     "torn.py": "def score(:\n",
+    "config.json": '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}',
     "rows.jsonl": '{"prompt": "2+2"}\n{"prompt": 3}\n{"answer": "4"}\n',
 }
 
@@ -73,10 +76,16 @@ def refusals(folder: Path) -> Iterator[tuple[str, str]]:
             resolve_functions(load(TrainConfig, "quickstart", words))
         except ConfigError as error:
             yield override, str(error)
+        else:
+            raise AssertionError(f"{override} is not refused")
     try:
         map_rows(lambda _, row: row["prompt"].strip(), verl_rows([str(folder / "rows.jsonl")]))
     except ValueError as error:
         yield "rows of data", str(error)
+    try:
+        read_spec(folder)
+    except ValueError as error:
+        yield "a model without its sizes", str(error)
     try:
         make_mesh({"fsdp": 3}, jax.devices()[:2])
     except ValueError as error:
