@@ -88,9 +88,10 @@ def source_of(spec: FunctionSpec) -> str | None:
         return None
     try:
         text = path.read_text(encoding="utf-8")
-        top = _top_level(ast.parse(text))
     except UnicodeDecodeError:  # of an extension module, or in another encoding
         return f"# no source; compiled:\n# {hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    try:
+        top = _top_level(ast.parse(text))
     except SyntaxError:
         return text
     return _reachable(attribute, top.get) or text  # the name may be an import or computed
