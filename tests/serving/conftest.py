@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.rollout.engine import Completion, Engine, EngineError, Receipt
+from jaxrl_llm.rollout.engine import Completion, Engine, EngineError
 from jaxrl_llm.rollout.openai_api.requests import ServedModel, text_limit
 from jaxrl_llm.serving.app import make_app
 from tests.listening import listening
@@ -73,22 +73,14 @@ class Scripted(Engine):
             for start in range(0, len(tokens), self.steps):
                 await asyncio.sleep(0.001)
                 part = np.asarray(tokens[start : start + self.steps], np.int32)
-                logprobs = -0.25 * np.arange(1, len(part) + 1, dtype=np.float32)
-                is_last = start + self.steps >= len(tokens)
-                top = None
+                size, top = len(part), None
+                logprobs = -0.25 * np.arange(1, size + 1, dtype=np.float32)
                 if tops:
-                    ids = np.stack(
-                        [part, *[np.full_like(part, 40 + i) for i in range(tops - 1)]], 1
-                    )
-                    top = ids, np.tile(-np.arange(1, tops + 1, dtype=np.float32), (len(part), 1))
-                yield Completion(
-                    part,
-                    logprobs,
-                    np.zeros_like(part),
-                    finish if is_last else "",
-                    stopped_by if is_last else None,
-                    top,
-                )
+                    others = np.tile(40 + np.arange(tops - 1, dtype=np.int32), (size, 1))
+                    values = np.tile(-np.arange(1, tops + 1, dtype=np.float32), (size, 1))
+                    top = np.concatenate([part[:, None], others], axis=1), values
+                ends = (finish, stopped_by) if start + size == len(tokens) else ("", None)
+                yield Completion(part, logprobs, np.zeros_like(part), *ends, top)
                 if "?" in prompt:
                     await asyncio.sleep(1000)
             self.ended += 1
@@ -98,28 +90,11 @@ class Scripted(Engine):
 
     async def generate(self, request):
         pieces = [piece async for piece in self.stream(request)]
-        whole = [
-            np.concatenate([getattr(p, name) for p in pieces]) for name in Completion._fields[:3]
-        ]
+        fields = [[getattr(p, name) for p in pieces] for name in Completion._fields[:3]]
         tops = [p.top for p in pieces]
         top = None if tops[0] is None else tuple(map(np.concatenate, zip(*tops, strict=True)))
+        whole = map(np.concatenate, fields)
         return Completion(*whole, pieces[-1].finish, pieces[-1].stopped_by, top)
-
-    def sample(self, requests):
-        raise NotImplementedError
-
-    def load(self, params, version):
-        return Receipt(version, 0)
-
-    def pause(self): ...
-
-    def resume(self): ...
-
-    def sleep(self): ...
-
-    def wake(self): ...
-
-    def close(self): ...
 
     def stats(self):
         return Stats(running=len(self.requests) - self.ended - len(self.given_up))

@@ -109,18 +109,6 @@ def test_tokens_get_their_log_probs_in_order(teacher, connect):
     assert teacher.asked[0] == asked
 
 
-def failing(teacher, times, make):
-    """Let the first requests for each prompt fail."""
-    seen = {}
-
-    def behave(body):
-        key = str(body["prompt"])
-        seen[key] = seen.get(key, 0) + 1
-        return make(body) if seen[key] <= times else None
-
-    teacher.behave = behave
-
-
 async def hang(body):
     while not ENDING.is_set():
         await asyncio.sleep(0.01)
@@ -136,37 +124,27 @@ BROKEN = {
 
 def test_what_passes_is_tried_again_and_what_does_not_is_an_error(teacher, connect):
     for failure, broken in BROKEN.items():
-        limits = {"timeout_s": 0.3} if broken is hang else {}
-        failing(teacher, 2, broken)
         teacher.asked.clear()
+        teacher.behave = lambda body, b=broken: b(body) if len(teacher.asked) < 3 else None
         if broken is not hang:  # within 0.3 s a loaded machine may not answer
-            scored = connect().score([[5, 9, 2], [3, 1]])
-            np.testing.assert_allclose(scored[0].logprobs, expected([5, 9, 2]), rtol=1e-6)
-            assert len(teacher.asked) == 6, failure
-        client = connect(**limits)
+            (scored,) = connect().score([[5, 9, 2]])
+            np.testing.assert_allclose(scored.logprobs, expected([5, 9, 2]), rtol=1e-6)
+            assert len(teacher.asked) == 3, failure
+        client = connect(timeout_s=0.3 if broken is hang else 60.0)
         teacher.behave = lambda body, b=broken: b(body) if 66 in body["prompt"] else hang(body)
         with pytest.raises(ScoringError, match=rf"3 tries.*{failure}"):
             client.score([[1, 2], [66, 1], *([[3, 4]] * 9)])
 
 
-def test_a_refusal_is_not_tried_again(teacher, connect):
-    refusal = {"error": {"message": "Requested prompt logprobs of 64, max 20"}}
-    teacher.behave = lambda body: JSONResponse(refusal, 400)
+def test_a_refusal_is_not_tried_again_and_a_server_that_is_gone_is(teacher, connect):
+    teacher.behave = lambda body: JSONResponse({"error": {"message": "max 20"}}, 400)
+    client = connect()
     with pytest.raises(ScoringError, match="400"):
-        connect().score([[5, 9]], 64)
+        client.score([[5, 9]], 64)
     assert len(teacher.asked) == 1
-
-
-def test_a_server_that_dies_midway_is_an_error(teacher, monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-    with listening(teacher.app()) as address:
-        client = ScoringClient(f"{address}/v1", **(QUICK | {"retries": 1}))
-        client.open()
-        assert len(client.score([[1, 2]])) == 1
-    with pytest.raises(ScoringError, match="2 tries"):
+    client.url = "http://127.0.0.1:9/v1"
+    with pytest.raises(ScoringError, match="3 tries"):
         client.score([[1, 2], [3, 4]])
-    client.close()
-    client.close()  # a second time is none
 
 
 def test_closing_gives_up_what_is_asked_for(teacher, connect):
@@ -186,11 +164,11 @@ def answered(entries):
 GOOD = {"7": {"logprob": -2.5}, "3": {"logprob": -0.25}}
 
 
-def test_an_answer_that_is_not_of_the_tokens_is_refused(teacher, connect):
+def test_an_answer_that_is_not_of_the_tokens_is_refused():
     one = {"logprob": -1}
     for reply in [
-        *({"choices": [{"text": "a"}]}, {"choices": []}, answered(None), answered([None])),
-        *(answered([None, GOOD, GOOD]), answered([GOOD, GOOD]), answered([None, None])),
+        *({"choices": []}, answered(None), answered([None]), answered([None, GOOD, GOOD])),
+        *(answered([GOOD, GOOD]), answered([None, None])),
         answered([None, {"7": {"logprob": None}, "3": one}]),
         *(answered([None, {"8": one, "3": one}]), answered([None, {"7": {"logprob": -2.5}}])),
         *(answered([None, GOOD | {"3": {"logprob": p}}]) for p in (0.5, float("nan"))),
@@ -198,16 +176,6 @@ def test_an_answer_that_is_not_of_the_tokens_is_refused(teacher, connect):
         with pytest.raises(ScoringError):
             parse_scores(reply, [1, 7], 2)
     assert parse_scores(answered([None, GOOD]), [1, 7], 2).top_ids.tolist() == [[0, 0], [3, 7]]
-
-    def shift(body):
-        answer = teacher.answer(body)
-        entries = answer["choices"][0]["prompt_logprobs"]
-        entries[1:] = [*entries[2:], {"1": {"logprob": -1.0}}]
-        return JSONResponse(answer)
-
-    teacher.behave = shift
-    with pytest.raises(ScoringError, match="token 9"):
-        connect().score([[5, 9, 2]])
 
 
 def test_another_vocabulary_is_found_by_a_known_text(teacher, connect):
@@ -218,10 +186,9 @@ def test_another_vocabulary_is_found_by_a_known_text(teacher, connect):
 
     def doubled(body):
         answer = teacher.answer(body)
-        if not isinstance(body["prompt"], str):
-            for entry in answer["choices"][0]["prompt_logprobs"][1:]:
-                for told in entry.values():
-                    told["logprob"] *= 2
+        for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+            for told in entry.values():
+                told["logprob"] *= 1 if isinstance(body["prompt"], str) else 2
         return JSONResponse(answer)
 
     client.check_tokens(encode, longest=512, top=2)

@@ -1,7 +1,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -62,18 +62,16 @@ def bounded(request, tokenizer):
 def test_a_text_that_fits_is_never_refused(bounded):
     limit = text_limit(bounded, 1)
 
+    @given(st.lists(LETTERS, max_size=30).map("".join))
+    @example(GREEK * 50)
+    @example("a" * 300)
+    @example("<e>" + " " * 300)
+    @example(" " * 300 + "a" + "\n" * 300)
     def fits(text):
-        """Check a text against the tokens that it has."""
         ids = bounded(text, add_special_tokens=False)["input_ids"]
         dataclasses.replace(limit, tokens=max(1, len(ids))).check(text, "prompt")
 
-    @given(st.lists(LETTERS, max_size=30).map("".join))
-    def of_any(text):
-        fits(text)
-
-    of_any()
-    for text in (GREEK * 50, "a" * 300, "<e>" + " " * 300, " " * 300 + "a" + "\n" * 300):
-        fits(text)
+    fits()
 
 
 def test_a_text_that_can_not_fit_is_refused(bounded):
@@ -90,8 +88,8 @@ def test_a_text_that_can_not_fit_is_refused(bounded):
 def test_the_limits_of_tokenizers(tokenizer):
     assert text_limit(tokenizer, 256) == TextLimit(256, len("<|assistant|>"), 1, spaces=True)
     assert text_limit(BOUNDED["bytes, NFC"], 9) == TextLimit(9, 3, COMPOSED, spaces=True)
-    assert not text_limit(BOUNDED["bytes, rstrip"], 9).spaces
-    assert not text_limit(BOUNDED["fallback, strip"], 9).spaces
+    for name in ("bytes, rstrip", "fallback, strip"):
+        assert not text_limit(BOUNDED[name], 9).spaces
 
 
 WORDS = {"[UNK]": 0, "a": 1}

@@ -87,13 +87,6 @@ def test_an_answer_reads_as_it_does_after_its_prompt(kind, words, cut_at, ends):
         assert before.rstrip("\ufffd") + "".join(pieces) == whole
 
 
-def test_an_answer_after_no_text_begins_one():
-    decode = text_decoder(sentencepiece())
-    answer = sentencepiece()(" the world", add_special_tokens=False)["input_ids"]
-    for tokens in ([], [1], [1] * 8):
-        assert decode_after(tokens, decode)(answer) == decode(answer)
-
-
 def test_what_may_become_a_stop_text_is_held_back():
     words = AnswerText(lambda tokens: "".join(map(chr, tokens)), ["STOP", "OPERA"])
     pieces = [words.push([ord(c)]) for c in "xSTOOPENd"]

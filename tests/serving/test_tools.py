@@ -1,7 +1,6 @@
 import contextlib
 import functools
 import json
-import urllib.request
 
 import openai
 import pytest
@@ -39,10 +38,6 @@ def model_of(name):
     tokenizer, stops = build(name)
     form = find_call_format(tokenizer, None)
     return ServedModel("tiny", tokenizer, stops, len(tokenizer), 8192, 8, None, form)
-
-
-def ids(name, text):
-    return build(name)[0](text, add_special_tokens=False)["input_ids"]
 
 
 def render(name, chat, *, more=True, tools=(TOOL,)):
@@ -100,19 +95,17 @@ def prompt_of(client):
 def test_the_developers_message_reaches_the_model_and_an_unknown_role_is_refused(connect):
     """Qwen's template knows no developer, and skips each role that it does not know."""
     client = connect("qwen2_5", "yes")
-    rule = [{"role": "developer", "content": "SECRET RULE"}, {"role": "user", "content": "hi"}]
-    told = "<|im_start|>system\nSECRET RULE<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
-    client.chat.completions.create(model="tiny", messages=rule)
-    assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
-    client.responses.create(model="tiny", input=rule)
-    assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
-    named = [rule[0], {**rule[1], "name": "Nora", "cache_control": {"type": "ephemeral"}}]
-    client.chat.completions.create(model="tiny", messages=named)  # as OpenAI's server takes them
-    assert prompt_of(client) == f"{told}<|im_start|>assistant\n"
-    for place, lost in enumerate(({"role": "usr", "content": "a"}, {**rule[1], "weight": 0})):
-        messages = [rule[1]] * place + [lost]
+    rule, user = {"role": "developer", "content": "RULE"}, {"role": "user", "content": "hi"}
+    told = render("qwen2_5", [rule | {"role": "system"}, user], tools=())
+    assert "RULE" in told
+    client.responses.create(model="tiny", input=[rule, user])
+    assert prompt_of(client) == told
+    named = user | {"name": "Nora", "cache_control": {"type": "ephemeral"}}
+    client.chat.completions.create(model="tiny", messages=[rule, named])  # as OpenAI's server
+    assert prompt_of(client) == told
+    for place, lost in enumerate(({"role": "usr", "content": "a"}, {**user, "weight": 0})):
         with pytest.raises(openai.BadRequestError, match=rf"messages\[{place}\]\.(content|weight)"):
-            client.chat.completions.create(model="tiny", messages=messages)
+            client.chat.completions.create(model="tiny", messages=[user] * place + [lost])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -138,22 +131,19 @@ def test_a_call_that_a_template_writes_is_read_and_told_again(connect, name):
     assert prompt_of(client) == render(name, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "mistral"])
-def test_several_calls_have_ids_of_their_own(connect, name):
-    client = connect(name, written(name, 2))
-    ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
-    seen = []
-    for n, told in ((2, []), (1, [{"role": "assistant", "content": "x"}, QUESTION])):
-        answer = client.chat.completions.create(**ask | {"n": n, "messages": [QUESTION, *told]})
-        seen += [call.id for choice in answer.choices for call in choice.message.tool_calls]
-    assert len(seen) == 6
-    if name == "mistral":  # the model writes ids of nine letters
-        assert seen == ["abcdefgh0", "abcdefgh1"] * 3
-    else:
-        assert len(set(seen)) == 6
+def test_several_calls_have_ids_of_their_own(connect):
+    for name in ("qwen2_5", "mistral"):
+        client = connect(name, written(name, 2))
+        ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION], "n": 2}
+        choices = client.chat.completions.create(**ask).choices
+        seen = [call.id for choice in choices for call in choice.message.tool_calls]
+        if name == "mistral":  # the model writes ids of nine letters
+            assert seen == ["abcdefgh0", "abcdefgh1"] * 2
+        else:
+            assert len(set(seen)) == 4
 
 
-def test_text_comes_before_a_call_and_is_streamed_before_it(connect):
+def test_text_comes_before_a_call_and_what_is_none_stays_in_the_text(connect):
     client = connect("qwen2_5", "Let me see.\n" + written("qwen2_5"))
     ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
     message = client.chat.completions.create(**ask).choices[0].message
@@ -163,13 +153,17 @@ def test_text_comes_before_a_call_and_is_streamed_before_it(connect):
     assert "".join(d.content or "" for d in deltas) == "Let me see."
     assert [bool(d.tool_calls) for d in deltas] == [False] * (len(deltas) - 1) + [True]
     client.engine.script = script = written("qwen2_5")  # without tools it is no call
-    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-        answer = client.chat.completions.create(model="tiny", messages=[QUESTION], **more)
-        assert answer.choices[0].message.content == script
-        assert prompt_of(client) == render("qwen2_5", [QUESTION], tools=())
+    answer = client.chat.completions.create(**ask, tool_choice="none")
+    assert answer.choices[0].message.content == script
+    assert prompt_of(client) == render("qwen2_5", [QUESTION], tools=())
     choice = client.chat.completions.create(**ask, max_tokens=12).choices[0]  # it is cut in a call
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert choice.message.content.startswith("<tool_call>")
+    for wrong in ("<tool_call>\n{no JSON}\n</tool_call>", '<tool_call>\n{"name": "weather"'):
+        client.engine.script = f"So: {script}\n{wrong}"
+        choice = client.chat.completions.create(**ask).choices[0]
+        assert (choice.message.content, choice.message.tool_calls) == (client.engine.script, None)
+        assert choice.finish_reason == "stop"
 
 
 def test_reasoning_is_apart_in_both_apis(connect):
@@ -186,19 +180,6 @@ def test_reasoning_is_apart_in_both_apis(connect):
     answer = {"role": "assistant", "content": "18 degrees", "reasoning_content": "I guess."}
     chat = [QUESTION, answer, {"role": "user", "content": "And now?"}]
     assert prompt_of(client) == render("qwen3_8", chat, tools=())
-
-
-def test_a_call_that_can_not_be_read_stays_in_the_text(connect):
-    for wrong in ("<tool_call>\n{no JSON}\n</tool_call>", '<tool_call>\n{"name": "weather"'):
-        script = f"So: {written('qwen2_5')}\n{wrong}"
-        client = connect("qwen2_5", script)
-        ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
-        choice = client.chat.completions.create(**ask).choices[0]
-        assert (choice.message.content, choice.message.tool_calls) == (script, None)
-        assert choice.finish_reason == "stop"
-        chunks = list(client.chat.completions.create(stream=True, **ask))
-        assert "".join(c.choices[0].delta.content or "" for c in chunks) == script
-        assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 GOOD = '{"name": "f", "arguments": {"x": "<think>"}}'
@@ -285,19 +266,11 @@ def test_deltas_make_up_what_the_whole_answer_is_read_as(
 
 
 def test_what_can_not_be_kept_is_refused(served):
-    unread = [
-        called("qwen") | {"tool_calls": [{"function": f}]}
-        for f in ({"arguments": "{}"}, {"name": "f", "arguments": "1"})
-    ]
     for fields in [
-        *(
-            {"tools": [tool]}
-            for tool in ({"type": "web_search"}, {"type": "function", "function": {}})
-        ),
+        *({"tools": [tool]} for tool in ({"type": "web_search"}, TOOL | {"function": {}})),
         {"tools": [TOOL], "tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
         {"tools": [TOOL], "parallel_tool_calls": False},
-        *({"messages": [message]} for message in unread),
     ]:
         with pytest.raises(APIError, match="tool") as caught:
             parse_chat({"messages": [QUESTION]} | fields, model_of("qwen2_5"))
@@ -308,24 +281,18 @@ def test_what_can_not_be_kept_is_refused(served):
         find_call_format(build("qwen2_5")[0], "xml")
 
 
-@functools.cache
-def event_types():
-    return TypeAdapter(ResponseStreamEvent)
-
-
 def events_of(client, **fields):
     """Return the events of a stream as they were sent, each checked by OpenAI's own types."""
-    body = json.dumps({"stream": True, "input": "How warm is it?"} | fields).encode()
-    asked = urllib.request.Request(
-        f"{client.address}/v1/responses", body, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(asked, timeout=120) as answer:
-        blocks = answer.read().decode().strip().split("\n\n")
-    events = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
-    for block, event in zip(blocks, events, strict=True):
-        assert block.startswith(f"event: {event['type']}\n")
-        event_types().validate_python(event)
-    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    ask = {"model": "tiny", "input": "How warm is it?"} | fields
+    with client.responses.with_streaming_response.create(stream=True, **ask) as answer:
+        blocks = answer.text().strip().split("\n\n")
+    events, kinds = [], TypeAdapter(ResponseStreamEvent)
+    for number, block in enumerate(blocks):
+        head, _, data = block.partition("\ndata: ")
+        events.append(json.loads(data))
+        kinds.validate_python(events[-1])
+        assert head == f"event: {events[-1]['type']}"
+        assert events[-1]["sequence_number"] == number
     return events
 
 
@@ -342,12 +309,16 @@ def test_a_response_has_openais_form(connect):
     assert (text.type, response.output_text) == ("message", "Let me see.")
     assert [(c.name, json.loads(c.arguments)) for c in calls] == [("weather", ARGUMENTS)] * 2
     assert response.status == "completed"
-    assert response.usage.input_tokens == len(client.engine.requests[-1].prompt)
-    assert response.usage.output_tokens == len(ids("qwen2_5", client.engine.script)) + 1
+    usage, script = response.usage, client.engine.script
+    assert usage.input_tokens == len(client.engine.requests[-1].prompt)
+    drawn = client.engine.tokenizer(script, add_special_tokens=False)["input_ids"]
+    assert usage.output_tokens == len(drawn) + 1
     # the next turn, as the Agents SDK sends it, is the chat's
     results = [f"{i} degrees" for i in range(2)]
-    outputs = [{"call_id": c.call_id, "output": r} for c, r in zip(calls, results, strict=True)]
-    outputs = [{"type": "function_call_output"} | output for output in outputs]
+    outputs = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
     client.responses.create(**ask | {"input": [QUESTION, *response.output, *outputs]})
     told = [{"role": "tool", "content": result} for result in results]
     turn = called("qwen2_5", 2) | {"content": "Let me see."}
@@ -365,9 +336,7 @@ def test_events_make_up_the_response(connect, name):
     assert kinds[-1] == "response.completed"
     final = events[-1]["response"]
     Response.model_validate(final, strict=True)
-    whole = client.responses.create(model="tiny", input="How warm is it?", tools=[FLAT])
     names = [item["type"] for item in final["output"]]
-    assert names == [item.type for item in whole.output]
     assert names == (["reasoning"] if thought else []) + ["message", "function_call"]
     for place, item in enumerate(final["output"]):
         own = [event for event in events if event.get("output_index") == place]
@@ -376,14 +345,8 @@ def test_events_make_up_the_response(connect, name):
         assert own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
         pieces = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
         assert pieces == (item.get("arguments") or item["content"][0]["text"])
-        (done,) = (
-            e for e in own if e["type"].endswith((".text.done", "_text.done", "arguments.done"))
-        )
+        (done,) = (e for e in own if e["type"].endswith(("text.done", "arguments.done")))
         assert pieces == done.get("arguments", done.get("text"))
-    with client.responses.stream(model="tiny", input="How warm is it?", tools=[FLAT]) as stream:
-        kept = stream.get_final_response()
-    assert kept.output_text == "Let me see."
-    assert [item.type for item in kept.output] == names
 
 
 def test_a_response_that_is_cut_or_empty(connect):
@@ -394,7 +357,6 @@ def test_a_response_that_is_cut_or_empty(connect):
     assert response.output[0].status == "incomplete"
     assert events_of(client, max_output_tokens=5)[-1]["type"] == "response.incomplete"
     client.engine.script = ""
-    assert client.responses.create(model="tiny", input="Hi").output[0].content[0].text == ""
     assert events_of(client)[-1]["response"]["output"][0]["type"] == "message"
 
 
@@ -421,7 +383,6 @@ def test_a_wrong_response_is_refused(subtests):
 def test_what_asks_for_nothing_is_accepted():
     fields = {"store": True, "include": [], "truncation": "disabled", "user": "me", "seed": 3}
     fields |= {"text": {"format": {"type": "text"}}, "stream": True, "background": False}
-    fields |= {"frequency_penalty": 0}
-    chat = chat_request({"input": "Hi", "temperature": 0.5} | fields)
-    assert (chat["seed"], chat["stream"], chat["temperature"]) == (3, True, 0.5)
+    chat = chat_request({"input": "Hi", "temperature": 0.5, "frequency_penalty": 0} | fields)
+    assert (chat["seed"], chat["stream"]) == (3, True)
     assert parse_chat(chat, model_of("qwen2_5")).sampling.temperature == 0.5
