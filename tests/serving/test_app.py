@@ -1,4 +1,3 @@
-import contextlib
 import json
 import re
 import socket
@@ -9,10 +8,7 @@ import urllib.request
 import openai
 import pytest
 
-from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.serving import app
-from jaxrl_llm.serving.app import make_app
-from tests.listening import listening
 from tests.waiting import wait_until
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 120}
@@ -57,6 +53,10 @@ def begun(address, body=b"{", length=None, head=""):
     start = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     raw.sendall(f"{start}{head or length}\r\n".encode() + body)
     return raw
+
+
+def ask_for(prompt, *, stream=False):
+    return json.dumps({"prompt": prompt, "max_tokens": 9, "stream": stream}).encode()
 
 
 def get(address, path):
@@ -174,7 +174,6 @@ def test_models_health_and_metrics(connect):
     assert json.loads(get(client.address, "/health")) == {"status": "ok"}
     metrics = samples(client.address)
     assert metrics['jaxrl_llm_responses_total{path="/v1/completions",status="200"}'] == 1
-    assert metrics['jaxrl_llm_response_seconds_sum{path="/v1/completions"}'] > 0
     assert metrics['jaxrl_llm_response_seconds_bucket{le="+Inf",path="/v1/completions"}'] == 1
     assert metrics["jaxrl_llm_engine_generated_tokens_total"] == 7
     page = get(client.address, "/metrics")
@@ -198,10 +197,8 @@ def test_errors_have_openais_format(connect):
         with pytest.raises(openai.BadRequestError, match="!"):
             client.completions.create(prompt=["Hi", "Hi!", "Hi?"], stream=stream, **ASK)
     for wrong in (b'{"prompt": "a", "\\ud800": 1}', b'{"prompt": "a", "user": NaN}'):
-        status, _, answer = post(client.address, wrong)
-        assert status == 400 and "JSON" in answer["error"]["message"]
-    status, _, _ = post(client.address, b"{}", **{"Content-Type": "text/plain"})
-    assert status == 415
+        assert post(client.address, wrong)[0] == 400
+    assert post(client.address, b"{}", **{"Content-Type": "text/plain"})[0] == 415
 
 
 def test_the_api_key_is_asked_for(connect):
@@ -234,8 +231,6 @@ def test_too_many_requests_are_sent_away(connect, engine):
     status, headers, answer = post(client.address, body)
     assert (status, headers["Retry-After"]) == (429, "1")
     assert answer["error"]["code"] == "rate_limit_exceeded"
-    with pytest.raises(openai.RateLimitError):
-        client.completions.create(prompt="Hi", stream=True, **ASK)
     for raw, name in zip(reversed(raws), ("waiting", "running"), strict=True):
         raw.close()
         wait_until(lambda name=name: samples(client.address)[f"jaxrl_llm_requests_{name}"] == 0)
@@ -252,95 +247,30 @@ def test_a_request_that_takes_too_long_is_given_up(connect, engine, stream):
     wait_until(lambda: len(engine.given_up) == len(engine.requests))
 
 
-class Watched:
-    """A tokenizer that notes what it is given, and may take its time."""
+def test_while_a_request_is_read_others_are_answered_and_a_full_gate_reads_none(
+    connect, monkeypatch
+):
+    parse, bodies, answers, go_on = app.parse_body, [], [], threading.Event()
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.texts, self.may_go_on = tokenizer, [], threading.Event()
-        self.may_go_on.set()
+    def wait_and_parse(body):
+        bodies.append(body)
+        assert go_on.wait(120)
+        return parse(body)
 
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-    def __call__(self, text, **options):
-        self.texts.append(text)
-        assert self.may_go_on.wait(120)
-        return self.tokenizer(text, **options)
-
-    def apply_chat_template(self, conversation, *, tokenize, **options):
-        if tokenize:
-            self.texts.append(conversation)
-        return self.tokenizer.apply_chat_template(conversation, tokenize=tokenize, **options)
-
-
-@pytest.fixture
-def watching(engine, tokenizer, served):
-    """(limits) -> the address of a server with a watched tokenizer, and that."""
-    watched = Watched(tokenizer)
-    with contextlib.ExitStack() as stack:
-        stack.callback(watched.may_go_on.set)  # servers end when their threads do
-
-        def run(**limits):
-            own = served._replace(tokenizer=watched)
-            app = make_app(engine, own, LimitsConfig(**limits), None)
-            return stack.enter_context(listening(app)), watched
-
-        yield run
-
-
-def ask_for(prompt, *, stream=False):
-    return json.dumps({"prompt": prompt, "max_tokens": 9, "stream": stream}).encode()
-
-
-@contextlib.contextmanager
-def asking(address, prompt):
-    """Ask in a thread, and yield the list that gets the answer, which is none of a refusal."""
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(post(address, ask_for(prompt))))
+    monkeypatch.setattr(app, "parse_body", wait_and_parse)
+    address = connect(max_running=1, max_waiting=0).address
+    thread = threading.Thread(target=lambda: answers.append(post(address, ask_for("first"))))
     thread.start()
-    yield answers
-    thread.join(120)
-    assert [status for status, *_ in answers] == [200]
-
-
-LONG = "a" * 7_900_000
-
-
-def test_what_can_not_fit_is_refused_before_it_is_tokenised(watching):
-    address, watched = watching()
-    for path, fields in [
-        ("/v1/completions", {"prompt": LONG, "stream": True}),
-        *(("/v1/completions", {"prompt": prompt}) for prompt in (["a", LONG], [1] * 1_000_000)),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
-    ]:
-        status, _, answer = post(address, json.dumps(fields).encode(), path)
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert set(watched.texts) <= {"a"}
-
-
-@pytest.mark.parametrize("costly", ["parsing", "tokenising"])
-def test_others_are_answered_while_a_request_is_read(watching, monkeypatch, costly):
-    address, watched = watching()
-    if costly == "parsing":
-        parse = app.parse_body
-        monkeypatch.setattr(app, "parse_body", lambda b: watched.may_go_on.wait(60) and parse(b))
-    watched.may_go_on.clear()
-    with asking(address, "slow") as answers:
+    try:
+        wait_until(lambda: bodies)
         assert get(address, "/health")
-        assert not answers
-        watched.may_go_on.set()
-
-
-def test_a_full_gate_refuses_before_it_tokenises(watching):
-    address, watched = watching(max_running=1, max_waiting=0)
-    watched.may_go_on.clear()
-    with asking(address, "first"):
-        wait_until(lambda: watched.texts == ["first"])
         for stream in (False, True):
             status, _, answer = post(address, ask_for("second", stream=stream))
             assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
-        watched.may_go_on.set()
-    assert watched.texts == ["first"]
+    finally:
+        go_on.set()
+        thread.join(120)
+    assert (answers[0][0], len(bodies)) == (200, 1)
 
 
 def test_a_body_that_never_comes_is_given_up(connect):

@@ -76,36 +76,35 @@ def test_seeds_depend_on_the_choices_index_alone(completion):
     assert [r.prompt for r in asks[0].requests()] == [(32,), (32,), (33,), (33,)]
 
 
-@pytest.fixture
-def with_tools(served, tokenizer):
-    """(fields) -> the text of the prompt under a template that shows what it is given."""
-    source = (
-        "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-        "{% endfor %}]{% endfor %}"
-        "{% for t in tools or [] %}T{{ t.function.name }}{% endfor %}{{ deep }}"
-    )
+def test_keywords_reach_the_template(served, tokenizer):
     templated = copy.deepcopy(tokenizer)
-    templated.chat_template = source
-    own = served._replace(tokenizer=templated, call_format="hermes")
-    return lambda **fields: tokenizer.decode(parse_chat({"messages": HI} | fields, own).prompts[0])
+    templated.chat_template = "{{ messages[0].content }}{{ deep }}"
 
+    def prompt(**keywords):
+        fields = {"messages": HI, "chat_template_kwargs": keywords}
+        return parse_chat(fields, served._replace(tokenizer=templated)).prompts[0]
 
-def test_tools_and_keywords_reach_the_template(with_tools):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    assert with_tools(tools=tools) == "[user:Hi]Tadd"
-    assert with_tools(tools=tools, tool_choice="auto") == "[user:Hi]Tadd"
-    assert with_tools(tools=tools, tool_choice="none") == "[user:Hi]"
-    assert with_tools(chat_template_kwargs={"deep": "yes"}) == "[user:Hi]yes"
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 7}'}}
-    turns = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert with_tools(messages=turns) == '[user:Hi][assistant:add{"x": 7}]'
+    assert tokenizer.decode(prompt(deep="yes")) == "Hiyes"
     with pytest.raises(APIError, match="shallow"):
-        with_tools(chat_template_kwargs={"shallow": 1})
+        prompt(shallow=1)
     for name in ("messages", "add_generation_prompt", "tools", "tokenize", "chat_template"):
         with pytest.raises(APIError) as caught:
-            with_tools(chat_template_kwargs={name: []})
+            prompt(**{name: []})
         assert (caught.value.status, caught.value.param) == (400, f"chat_template_kwargs.{name}")
+
+
+def test_what_can_not_fit_is_refused_before_it_is_tokenised(
+    completion, chat, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(type(tokenizer), "__call__", None)
+    long = "a" * 7_900_000
+    for ask, fields in (
+        *((completion, {"prompt": prompt}) for prompt in (long, [1] * 1_000_000)),
+        (chat, {"messages": [{"role": "user", "content": long}]}),
+    ):
+        with pytest.raises(APIError) as caught:
+            ask(**fields)
+        assert caught.value.code == "context_length_exceeded"
 
 
 BOTH = {

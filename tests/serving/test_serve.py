@@ -1,11 +1,7 @@
-import asyncio
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,10 +18,8 @@ import transformers
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import ServeConfig
-from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.openai_api.client import ScoringClient, parse_scores
-from jaxrl_llm.rollout.openai_api.requests import choice_seeds
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
@@ -178,85 +172,50 @@ def test_prompts_are_scored_as_by_transformers(client, address, model):
             np.testing.assert_allclose(again.logprobs, scored[index].logprobs, atol=1e-4)
 
 
-def engine_stats(address):
-    with urllib.request.urlopen(f"{address}/metrics", timeout=120) as answer:
-        lines = answer.read().decode().splitlines()
-    return {k: float(v) for k, _, v in (line.rpartition(" ") for line in lines if line[0] != "#")}
-
-
-def test_a_crowd_with_cancellations_loses_nothing(address, opened):
-    """Of 64 requests a third goes away; the others get what the engine samples for them alone."""
-    count, rng = 64, np.random.default_rng(7)
-    prompts, lengths = random_prompts(count, seed=3), rng.integers(1, 60, count)
-    goes_after = np.where(rng.random(count) < 1 / 3, 0.3 * rng.random(count), np.nan)
-
-    async def ask(client, i):
-        fields = {"model": "tiny", "prompt": prompts[i], "seed": i, "max_tokens": int(lengths[i])}
-        if i % 2:
-            return (await client.completions.create(**fields, **IDS)).choices[0].token_ids
-        pieces = await client.completions.create(stream=True, **fields, **IDS)
-        async with pieces:
-            return [t async for piece in pieces for t in piece.choices[0].token_ids]
-
-    async def maybe(client, i):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if np.isnan(goes_after[i]) else goes_after[i]):
-                return await ask(client, i)
-
-    async def crowd():
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", **CLIENT) as client:
-            return await asyncio.gather(*(maybe(client, i) for i in range(count)))
-
-    answers = asyncio.run(crowd())
-    assert all(a is not None for a, gone in zip(answers, goes_after, strict=True) if np.isnan(gone))
-
-    def is_quiet():
-        now = engine_stats(address)
-        names = [f"{kind}_{n}" for kind in ("engine", "requests") for n in ("running", "waiting")]
-        return not any(now[f"jaxrl_llm_{name}"] for name in names)
-
-    wait_until(is_quiet, 120)
-    whole = [i for i, answer in enumerate(answers) if answer is not None]
-    sampling = [SamplingParams(max_new_tokens=int(n), stop_ids=(END,)) for n in lengths]
-    requests = [Request(tuple(prompts[i]), sampling[i], choice_seeds(i, 1)[0]) for i in whole]
-    expected = [completion.tokens.tolist() for completion in opened[1].sample(requests)]
-    assert [answers[i] for i in whole] == expected
-
-
-def answers(url):
+def is_healthy(address):
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(f"{address}/health", timeout=60) as answer:
             return answer.status == 200
     except urllib.error.URLError:
         return False
 
 
-def test_the_program_serves_and_ends_with_a_signal(directory):
+def test_the_program_serves_and_ends_with_a_signal(directory, monkeypatch):
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "jaxrl_llm.serve", "--model", str(directory), "name=tiny"]
-    words += [f"port={port}", "max_running_sequences=4", "max_tokens=90"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAXRL_LLM_API_KEY": "secret"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(words, cwd=ROOT, env=env, **pipes)
+    words = ["--model", str(directory), "name=tiny", f"port={port}"]
+    words += ["max_running_sequences=8", "mesh.rollout.devices=2"]
+    monkeypatch.setenv("JAXRL_LLM_API_KEY", "secret")
+    address, texts = f"http://127.0.0.1:{port}", []
+
+    def ask():
+        try:
+            wait_until(lambda: is_healthy(address), 300)
+            with openai.OpenAI(base_url=f"{address}/v1", **CLIENT) as client:
+                fields = {"model": "tiny", "prompt": "a", "max_tokens": 80, "seed": 0}
+                fields["extra_body"] = {"ignore_eos": True}
+                texts.append(client.completions.create(**fields).choices[0].text)
+                pieces = client.completions.create(**fields, stream=True)
+                text = next(pieces).choices[0].text
+                os.kill(os.getpid(), signal.SIGTERM)
+                texts.append(text + "".join(piece.choices[0].text for piece in pieces))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def too_early(*_):
+        raise AssertionError("it had not begun to serve")
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.signal(number, too_early) for number in numbers]
     try:
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.1)
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **CLIENT) as client:
-            fields = {"model": "tiny", "prompt": "a", "max_tokens": 80, "seed": 0}
-            fields["extra_body"] = {"ignore_eos": True}
-            expected = client.completions.create(**fields)
-            pieces = client.completions.create(**fields, stream=True)
-            text = next(pieces).choices[0].text
-            process.send_signal(signal.SIGTERM)
-            text += "".join(piece.choices[0].text for piece in pieces)
-        assert text == expected.choices[0].text
-        assert process.wait(120) == 0
+        client = threading.Thread(target=ask)
+        client.start()
+        assert serve_main(words) == 0
+        client.join(120)
     finally:
-        process.kill()
-        output, _ = process.communicate()
-    assert "Traceback" not in output
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+    assert len(texts) == 2 and texts[0] == texts[1]
 
 
 def test_a_wrong_command_is_one_line(directory, capsys):
