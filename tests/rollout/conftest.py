@@ -63,14 +63,14 @@ def log_softmax(logits):
 
 @functools.partial(jax.jit, static_argnums=2)
 def run_forward(params, tokens, spec):
-    place = jnp.arange(MAX_TOKENS)[None]
+    place = jnp.arange(len(tokens))[None]
     hidden = forward(params, spec, tokens[None], place, jnp.ones_like(place))
     return logits(params, spec, hidden)[0]  # causal: what follows changes nothing
 
 
 def next_logits(params, tokens, model="dense"):
     """Return the logits [n V] after each of n tokens, by a full forward pass."""
-    row = np.full(MAX_TOKENS, 5, np.int32)
+    row = np.full(MAX_TOKENS if len(tokens) <= MAX_TOKENS else 256, 5, np.int32)
     row[: len(tokens)] = tokens
     return np.asarray(run_forward(params, row, spec_of(model)))[: len(tokens)]
 

@@ -1,53 +1,35 @@
 import asyncio
-import contextlib
 import dataclasses
+import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.observation import Observation
-from tests.decoders import forward, logits
 from tests.episodes import TOKENIZER, play, prompt, same
-from tests.rollout.conftest import build, weights
+from tests.rollout.conftest import log_softmax, next_logits, weights
+from tests.rollout.conftest import opened as open_engine
 from tests.specs import DENSE
 
 SPEC = dataclasses.replace(DENSE, vocab_size=len(TOKENIZER), max_positions=256)
-LONGEST = 128
 LIMITS = {"turns": 4, "turn_tokens": 7}
 
 
-@contextlib.contextmanager
-def opened(sequences):
-    sizes = {"PREFILL_LENGTHS": (64,), "PREFILL_TOKENS": (512,)}
-    options = {"max_running_sequences": sequences, "max_tokens": LONGEST, "sizes": sizes}
-    with contextlib.closing(build(model=SPEC, steps=4, **options)) as made:
-        made.load(weights(SPEC), version=0)
-        yield made
+SIZES = {"PREFILL_LENGTHS": (64,), "PREFILL_TOKENS": (512,)}
+opened = functools.partial(open_engine, SPEC, steps=4, max_tokens=128, sizes=SIZES)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with opened(8) as made:
+    with opened(max_running_sequences=8) as made:
         yield made
-
-
-@jax.jit
-def teacher_forced(params, tokens):
-    """Return the log-probs [n V] after each of n tokens."""
-    length = jnp.arange(LONGEST)[None]
-    hidden = forward(params, SPEC, tokens[None], length, jnp.ones_like(length))
-    return jax.nn.log_softmax(logits(params, SPEC, hidden)[0])
 
 
 def check_logprobs(episode, *versions):
     """Compare an episode's log-probs with those of a forward pass over the whole stream."""
     stream = (*episode.prompt, *episode.tokens.tolist())
-    row = np.full(LONGEST, 5, np.int32)
-    row[: len(stream)] = stream
     for version in versions:
-        expected = np.asarray(teacher_forced(weights(SPEC, version), row))
+        expected = log_softmax(next_logits(weights(SPEC, version), stream, SPEC))
         places = np.flatnonzero(episode.versions == version)
         assert len(places), f"no token of version {version}"
         drawn = expected[len(episode.prompt) + places - 1, episode.tokens[places]]
@@ -62,13 +44,12 @@ def echoes(rng):
 
 def some(engine, **keys):
     prompts = [prompt(f"{i}=") for i in range(3)]
-    keys = {"environment": echoes, "limits": LIMITS, "tokens": 80} | keys
-    return play(engine, prompts, samples=3, **keys)
+    return play(engine, prompts, samples=3, environment=echoes, limits=LIMITS, tokens=80, **keys)
 
 
 def test_logprobs_are_those_of_the_whole_stream_however_many_run_at_once(engine):
     many, again, free = some(engine), some(engine), some(engine, order="free")
-    with opened(4) as smaller:
+    with opened(max_running_sequences=4) as smaller:
         few = some(smaller)
     for episode in (*many.episodes, *free.episodes):
         assert episode.turns == 4

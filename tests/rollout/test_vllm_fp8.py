@@ -17,7 +17,7 @@ from jaxrl_llm.models.parameters import declare, init_params
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine, WeightBuffer
-from tests.decoders import forward, logits
+from tests.rollout.conftest import drawn_from, log_softmax
 from tests.specs import DENSE
 
 pytestmark = [
@@ -32,6 +32,7 @@ SPEC = dataclasses.replace(
 )
 PROMPT = tuple(range(7, 27))
 NEW = 24
+ASKED = Request(PROMPT, SamplingParams(NEW, temperature=0.0), 0)
 ALONE = """
 import json, sys
 import torch_fp8
@@ -79,11 +80,8 @@ def by_blocks(params):
 
 def mean_gap(params, answer):
     """Return how far an answer's log-probs are from those of a forward pass."""
-    whole = jnp.asarray([[*PROMPT, *answer.tokens]])
-    place = jnp.arange(whole.shape[1])[None]
-    scores = logits(params, SPEC, forward(params, SPEC, whole, place, jnp.ones_like(place)))[0]
-    scores = np.asarray(jax.nn.log_softmax(scores))[len(PROMPT) - 1 : -1]
-    return np.abs(scores[np.arange(NEW), answer.tokens] - answer.logprobs).mean()
+    after = log_softmax(drawn_from(params, ASKED, answer, SPEC))
+    return np.abs(after[np.arange(NEW), answer.tokens] - answer.logprobs).mean()
 
 
 def sampled_alone(folder, source):
@@ -116,7 +114,7 @@ def test_two_pushes_are_two_checkpoints(tmp_path, tmp_path_factory, monkeypatch)
     with contextlib.closing(engine):
         for version, params in enumerate((FIRST, SECOND)):
             receipt = engine.load(params, version)
-            [answer] = engine.sample([Request(PROMPT, SamplingParams(NEW, temperature=0.0), 0)])
+            [answer] = engine.sample([ASKED])
             assert receipt.moved_bytes < 1.2 * sum(leaf.size for leaf in jax.tree.leaves(params))
             assert mean_gap(by_blocks(params), answer) < 0.03 < mean_gap(params, answer)
         assert mean_gap(by_blocks(FIRST), answer) > 0.5
