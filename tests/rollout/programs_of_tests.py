@@ -3,7 +3,6 @@
 A program does what its row says: `do` names one of the functions below.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -12,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
@@ -62,15 +62,11 @@ def goes_on(ask, chat, text, said="{}"):
     chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
 
 
-def turns(ask, chat, client, pause=0.0):
+def turns(ask, chat, client):
     """Ask three times, after a while of another length each time."""
     for number in range(3):
-        time.sleep(pause * os.urandom(1)[0] / 256)
+        time.sleep(0.1 * os.urandom(1)[0] / 256)
         goes_on(ask, chat, str(number))
-
-
-def pauses(ask, chat, client):
-    turns(ask, chat, client, pause=0.1)
 
 
 def rewrites(ask, chat, client):
@@ -109,14 +105,9 @@ def responses(ask, chat, client):
 
 def parallel(ask, chat, client):
     """Ask the same and other things at once."""
-    own = openai.AsyncOpenAI(base_url=str(client.base_url), api_key=client.api_key)
-
-    async def several():
-        chats = [[*chat, {"role": "user", "content": text}] for text in ("x", "y", "x")]
-        asked = [own.chat.completions.create(model="any", messages=one) for one in chats]
-        return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
-
-    answers = asyncio.run(several())
+    chats = [[*chat, {"role": "user", "content": text}] for text in ("x", "y", "x")]
+    with ThreadPoolExecutor(3) as pool:
+        answers = [answer.message.content for answer in pool.map(ask, chats)]
     return float(answers[0] != answers[2])
 
 
@@ -161,8 +152,8 @@ def stubborn(ask, chat, client):
 
 def refused(ask, chat, client):
     """Ask for what is refused; return how often it was."""
-    asked = [{"presence_penalty": 0.5}, {"n": 2}, {"logit_bias": {"1": 5}}, {"logprobs": True}]
-    asked += [{"response_format": {"type": "json_object"}}, {"extra_body": {"guided_regex": "a"}}]
+    asked = [{"n": 2}, {"logit_bias": {"1": 5}}, {"logprobs": True}]
+    asked += [{"presence_penalty": 0.5}, {"extra_body": {"guided_regex": "a"}}]
     count = 0
     for more in asked:
         try:
@@ -178,9 +169,6 @@ def rubbish(ask, chat, client):
     base, count = client.base_url, 0
     for path, body in (
         ("chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
-        ("chat/completions", rb'{"messages": [{"role": "user", "content": "a", "name": NaN}]}'),
-        ("responses", rb'{"input": "Hi", "metadata": {"a": "\ud800"}}'),
-        ("responses", b'{"input": "Hi", "metadata": {"a": NaN}}'),
         ("responses", b'{"input": "Hi", "temperature": 1e999}'),
     ):
         count += httpx2.post(f"{base}{path}", content=body).status_code == 400
@@ -195,7 +183,7 @@ def elsewhere(ask, chat, client):
     """Ask at addresses of others; return how often that is refused."""
     base, count = str(client.base_url), 0
     secret = base.rstrip("/").split("/")[-2]
-    for other in ("0-" + "a" * 40, "x", secret[:-1] + ("0" if secret[-1] != "0" else "1")):
+    for other in ("x", secret[:-1] + ("0" if secret[-1] != "0" else "1")):
         try:
             client.with_options(base_url=base.replace(secret, other)).models.list()
         except openai.NotFoundError:

@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out
 from jaxrl_llm.training.buffer import check_chains
 from jaxrl_llm.training.experience import ScoreError, with_scores
 from jaxrl_llm.training.forward import cut_chains
-from tests.episodes import STOPS, Scripted, config, ids, picture, play, prompt, same, sampler
+from tests.episodes import STOPS, Scripted, config, picture, play, prompt, sampler
 
 
 def echo(text, seed):
@@ -65,7 +65,6 @@ def test_a_compacted_history_is_another_chain_of_one_stream():
     episode = play(Scripted(echo), [prompt("7?")], agent=compacts).episodes[0]
     assert (episode.chains, episode.turns) == (2, 4)
     assert [piece.chain for piece in episode.pieces] == [0, 0, 0, 1, 1, 1, 1]
-    assert [piece.drawn for piece in episode.pieces] == [n % 2 == 0 for n in range(7)]
     assert episode.rewards == (0.0, 0.5, 0.0, 0.0)
     opening, last = tuple(episode.pieces[3].tokens.tolist()), episode.last_chain
     assert last.prompt == opening
@@ -76,19 +75,7 @@ def test_a_compacted_history_is_another_chain_of_one_stream():
     assert about(episode)["chats"][0][-1]["role"] == "assistant"
 
 
-def test_the_engine_reads_only_the_chain():
-    engine = Scripted(echo)
-    episode = play(engine, [prompt("7?")], agent=asks_another).episodes[0]
-    first, second, third = (batch[0].prompt for batch in engine.batches)
-    assert second == tuple(episode.pieces[1].tokens.tolist())
-    assert third[: len(first)] == first
-    assert not set(ids("1+1?")) <= set(third)  # the sub-agent's question is not in it
-    assert episode.last_chain.prompt == first
-    assert [piece.chain for piece in episode.pieces] == [0, 1, 1, 0, 0]
-    assert len({batch[0].seed for batch in engine.batches}) == 3
-
-
-def test_chains_that_rewrite_nothing_draw_what_one_chain_does_in_any_order():
+def test_chains_that_rewrite_nothing_draw_what_one_chain_does():
     prompts = [prompt("7?"), prompt("8?", 1)]
     kept = play(Scripted(echo), prompts, agent=appends, samples=2)
     anew = play(Scripted(echo), prompts, agent=begins_anew, samples=2)
@@ -102,11 +89,6 @@ def test_chains_that_rewrite_nothing_draw_what_one_chain_does_in_any_order():
         # each token is drawn once: what a chain repeats is its prompt
         assert other.drawn.sum() == one.drawn.sum()
         assert other.last_chain.drawn.sum() == len(one.pieces[-1].tokens)
-    rounds, freely = (
-        play(Scripted(echo), prompts, agent=compacts, samples=2, order=order)
-        for order in ("lockstep", "free")
-    )
-    assert same(rounds, freely)
 
 
 def test_what_was_drawn_before_is_not_drawn_again():
@@ -188,5 +170,4 @@ def test_a_model_reads_each_chain_as_the_policy_did(rollouts):
     with pytest.raises(ScoreError, match="pairs"):
         check_chains(batch, ["algorithm.pairs", "teacher"])
     plain = lay_out(play(Scripted(echo), [prompt("7?")], agent=appends), samples=1, max_tokens=100)
-    assert cut_chains(plain, ["turn_ids"], 100) is plain
-    assert check_chains(plain, ["algorithm.pairs"]) is plain
+    assert cut_chains(plain, ["turn_ids"], 100) is check_chains(plain, ["algorithm.pairs"]) is plain

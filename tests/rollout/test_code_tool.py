@@ -14,7 +14,7 @@ from tests.sandboxes import needs_landlock
 
 @pytest.fixture
 def make(open_pool):
-    def build(*others, workers=0, timeout_s=10.0, limits=None, **keywords):
+    def build(*others, workers=0, timeout_s=60.0, limits=None, **keywords):
         tools = (FunctionSpec("python", keywords), *map(FunctionSpec, others))
         return open_pool(tools, workers=workers, timeout_s=timeout_s, **(limits or {}))
 
@@ -45,14 +45,13 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
     (schema,) = pool.schemas
     assert schema["function"]["name"] == "python"
     assert schema["function"]["parameters"]["properties"].keys() == {"code"}
-    forgets = make(sandbox="process", keep_state=False)
-    assert run(forgets, "x = 1; x", "x")[1][1] == "failed"
-    assert forgets.schemas[0]["function"]["description"] != schema["function"]["description"]
+    assert run(make(sandbox="process", keep_state=False), "x = 1; x", "x")[1][1] == "failed"
+    assert run(make(sandbox="expression"), "2 ** 10", "import os")[0] == ("1024", None)
 
 
 @needs_landlock
 def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
-    pool = make(workers=1, timeout_s=60.0, limits={"max_processes": 2}, sandbox="process")
+    pool = make(workers=1, limits={"max_processes": 2}, sandbox="process")
 
     async def episodes():
         sessions = [pool.open(n, EpisodeRow(n), n, None) for n in range(3)]
@@ -67,21 +66,14 @@ def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
 
 @needs_landlock
 def test_a_limit_is_told_and_what_has_become_of_the_names(make):
-    pool = make(sandbox="process", cpu_s=0.2, memory_mb=64)
+    pool = make(sandbox="process", cpu_s=1.0, memory_mb=64)
     told = run(pool, "x = 1", "y = [0] * 10**8", "x", "while True: pass", "x")
     assert [failure for _, failure in told] == [None, "failed", None, "failed", "failed"]
     assert told[1][0].endswith("MemoryError") and told[2][0] == "1"
-    assert "0.2" in told[3][0] and "lost" in told[3][0]
+    assert "1" in told[3][0] and "lost" in told[3][0]
     assert pool.failures.counts == {("python", k): 1 for k in ("timeout", "memory", "error")}
     control = make(sandbox="process", answer="?")
     assert run(control, "1 + 1", "while True: pass") == [("?", None)] * 2
-
-
-def test_arithmetic_alone(make):
-    pool = make(sandbox="expression")
-    told = run(pool, "2 ** 10", "import os")
-    assert told[0] == ("1024", None)
-    assert told[1][1] == "failed"
 
 
 @needs_landlock
@@ -97,12 +89,8 @@ def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
 
 def test_what_can_not_be_run_is_refused_at_the_start(make, monkeypatch):
     for keywords in (
-        *({}, {"sandbox": "docker"}, {"sandbox": "service"}),
-        *(
-            {"sandbox": "process", more: value}
-            for more, value in (("url", "http://x"), ("cpu_s", 0))
-        ),
-        *({"sandbox": "process", more: value} for more, value in (("memory", 3), ("wall_s", 9))),
+        *({}, {"sandbox": "docker"}, {"sandbox": "service"}, {"sandbox": "process", "memory": 3}),
+        *({"sandbox": "process", "url": "http://x"}, {"sandbox": "process", "cpu_s": 0}),
     ):
         with refuses("rollout.tools"):
             make(**keywords)

@@ -25,7 +25,7 @@ PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "turns", "tools", "streams", "rewrites", "branches", "parallel")
 DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
-DOES += ("short", "fills", "responses", "forges")
+DOES += ("short", "fills", "responses", "forges", "rubbish")
 
 
 class Recording(Scripted):
@@ -129,9 +129,6 @@ def test_an_answer_that_is_echoed_is_gone_on_from_and_another_begins_a_chain(pla
     assert (rewritten.chains, branched.chains, branched.turns) == (2, 2, 3)
     assert picture(rewritten)[1].startswith("<<|user|>rewrites<|end|><|assistant|>not ")
     assert rollouts.metrics["gateway/unmatched"] == 1
-    second = next(piece for piece in branched.pieces if piece.chain == 1)
-    short, long = sorted(map(TOKENIZER.decode, (branched.prompt, second.tokens)), key=len)
-    assert short == "<|user|>branches<|end|><|assistant|>" and long.startswith(short)
     said = [m["content"] for chat in branched.chats for m in chat if m["role"] == "user"]
     assert said == ["branches", "left", "branches", "right"]
 
@@ -140,16 +137,10 @@ def test_the_run_decides_how_answers_are_drawn(played):
     engine, _, episodes = played
     for request in (request for batch in engine.batches for request in batch):
         assert request.sampling.temperature == 1.0 and request.sampling.top_p == 1.0
-    scores = {do: episodes[do].score for do in ("parallel", "refused", "short", "elsewhere")}
-    assert scores == {"parallel": 2.0, "refused": 12.0, "short": 6.0, "elsewhere": 6.0}
+    scores = {"parallel": 2.0, "refused": 10.0, "short": 6.0, "elsewhere": 4.0, "rubbish": 4.0}
+    assert {do: episodes[do].score for do in scores} == scores
     assert episodes["parallel"].turns == 3 and picture(episodes["short"])[0] == "ab"
     assert episodes["streams"].score == 2.0 * episodes["streams"].drawn.sum()
-
-
-def test_a_body_that_nothing_can_be_done_with_is_refused(programs, caplog):
-    _, episodes = sample(programs, Recording(respond), ["rubbish"])
-    assert episodes["rubbish"].score == 2.0 * 5
-    assert "Traceback" not in caplog.text
 
 
 def test_a_limit_is_told_and_ends_the_episode_with_its_name(played):
@@ -180,27 +171,26 @@ def test_an_answer_that_a_client_has_given_up_is_not_drawn_again(programs):
 
 def test_in_lockstep_the_engine_is_asked_the_same_whatever_time_programs_take(programs):
     engines = [Recording(respond) for _ in range(2)]
-    one, other = (sample(programs, engine, ["pauses"] * 3, samples=2)[0] for engine in engines)
+    one, other = (sample(programs, engine, ["turns"] * 3, samples=2)[0] for engine in engines)
     assert engines[0].batches == engines[1].batches
     assert same(one, other) and all(episode.turns == 3 for episode in one.episodes)
 
 
 def test_turns_that_are_there_are_not_drawn_again(programs):
-    prompts = [prompt("turns", do="turns")]
+    def drawn(turns=(), seeds=()):
+        (state,), engine = (
+            begin_episodes([prompt("turns", do="turns")], 1, (0, 1)),
+            Recording(respond),
+        )
+        state.turns, state.seeds = [*turns], [*seeds]
+        programs.sample_states(engine, [state], SAMPLING, journal=lambda _: None)
+        return state, programs.as_rollouts([state]), engine
 
-    def drawn(states, engine):
-        programs.sample_states(engine, states, SAMPLING, journal=lambda _: None)
-        return programs.as_rollouts(states)
-
-    whole, first = begin_episodes(prompts, 1, (0, 1)), Recording(respond)
-    before = drawn(whole, first)
-    begun, second = begin_episodes(prompts, 1, (0, 1)), Recording(respond)
-    begun[0].turns, begun[0].seeds = whole[0].turns[:2], whole[0].seeds[:2]
-    after = drawn(begun, second)
-    assert same(before, after) and [len(batch) for batch in second.batches] == [1]
-    changed, third = begin_episodes(prompts, 1, (0, 1)), Recording(respond)
-    changed[0].turns, changed[0].seeds = whole[0].turns[:2], [1, 2]  # of other prompts
-    assert same(before, drawn(changed, third)) and len(third.batches) == 3
+    whole, before, _ = drawn()
+    _, after, engine = drawn(whole.turns[:2], whole.seeds[:2])
+    assert same(before, after) and [len(batch) for batch in engine.batches] == [1]
+    _, after, engine = drawn(whole.turns[:2], [1, 2])  # of other prompts
+    assert same(before, after) and len(engine.batches) == 3
 
 
 @pytest.fixture
@@ -279,12 +269,11 @@ def test_a_program_may_have_an_environment_without_this_library(tmp_path):
 def test_what_is_no_program_is_refused_before_anything_is_loaded(tmp_path, subtests):
     run = {"run": f"{PROGRAMS}:main"}
     for key, keywords in (
-        *(("", {}), ("", run | {"command": ["x"]}), ("", {"command": ["env"], "x": 3})),
+        *(("", {}), ("", run | {"command": ["x"]}), ("", run | {"scael": 1})),
         *(("run", {"run": "no_such_file.py:main"}), ("run", {"run": f"{PROGRAMS}:mian"})),
-        *(("run", {"run": "main"}), ("command", {"command": "python x.py"})),
-        *(("command", {"command": ["no-such-program"]}), ("python", run | {"python": "/nowhere"})),
-        *(("host", run | {"host": "192.0.2.1"}), ("idle_s", run | {"idle_s": 0})),
-        ("", run | {"scael": 1}),
+        *(("command", {"command": "python x.py"}), ("command", {"command": ["no-such-program"]})),
+        *(("python", run | {"python": "/nowhere"}), ("host", run | {"host": "192.0.2.1"})),
+        ("idle_s", run | {"idle_s": 0}),
     ):
         with subtests.test(keywords=keywords), refuses(f"rollout.agent.{key}".rstrip(".")):
             load_agent(config(agent=FunctionSpec("openai_program", keywords)))

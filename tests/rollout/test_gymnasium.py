@@ -56,7 +56,7 @@ def told(episode):
 def test_a_path_leads_over_the_lake(file):
     names = ["down", "down", "right", "down", "right", "right"]
     for path, keywords in (
-        *(("112122", {}), (names, {"actions": NAMES}), ("DDRDRR", {"act": f"{file}:act"})),
+        *((names, {"actions": NAMES}), ("DDRDRR", {"act": f"{file}:act"})),
         ("112122", {"workers": 1}),
     ):
         (episode,) = played(path, **LAKE, **keywords).episodes

@@ -40,7 +40,7 @@ def act(word: str) -> str:
         (folder / "died").touch()
         os._exit(3)
     if word == "hang":
-        time.sleep(30)
+        time.sleep(600)
     if word == "raise":
         raise ValueError("secret")
     if word == "rubbish":
@@ -150,7 +150,6 @@ def test_a_server_that_dies_or_hangs_is_started_again_with_its_state(make, monke
 NAMELESS = """
 import json, sys
 print("Hello, I am a server.", flush=True)
-print("Hello, I am a server.", flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     known = {"tools": {}}, {"name": "x", "version": "1"}
@@ -161,21 +160,16 @@ for line in sys.stdin:
 ECHO = {"name": "echo", "inputSchema": {"type": "object"}}
 
 
-def test_what_gives_no_tools_that_can_be_told_apart_is_refused(make, monkeypatch, caplog):
+def test_what_gives_no_tools_that_can_be_told_apart_is_refused(make, monkeypatch):
     monkeypatch.setattr(mcp, "START_S", 0.5)
     monkeypatch.setattr(mcp, "TRIES", 1)
     for keywords in (
         *({"command": "python server.py"}, {"command": ["/nonexistent"]}, {"command": ["true"]}),
-        *({"command": ["sleep", "600"]}, {"url": "http://127.0.0.1:9/mcp"}),
-        {"url": "http://x", "session": "run"},
+        *({"command": ["sleep", "600"]}, {"url": "http://x", "session": "run"}),
     ):
         with refuses("rollout.tools"):
             make(**keywords)
     monkeypatch.undo()
     for tools, only in (([], None), ([ECHO, ECHO], None), ([ECHO], ["ecko"])):
-        mcp._SAID.clear()
-        caplog.clear()
         with refuses("rollout.tools"):
             make(command=[sys.executable, "-c", f"TOOLS = {tools}\n{NAMELESS}"], only=only)
-        (said,) = [r.getMessage() for r in caplog.records if "Hello" in r.getMessage()]
-        assert "\n" not in said and "Traceback" not in caplog.text

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import threading
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jaxrl_llm.kernel_choice import choose_cache_kernel
 from jaxrl_llm.models.kernels import KernelChoice
 from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.paged_triton import attend_pages
-from jaxrl_llm.rollout.engine import Request, SamplingParams
+from jaxrl_llm.rollout.engine import Completion, Request, SamplingParams
 from jaxrl_llm.rollout.native import programs
 from jaxrl_llm.sharding import distributed
 from jaxrl_llm.sharding.layout import Layout, make_mesh
@@ -20,6 +21,7 @@ from tests.guarded import MODEL, NATIVE
 from tests.rollout import conftest
 from tests.rollout.conftest import build, check_logprobs, check_same, draw_prompt, opened, weights
 from tests.specs import DENSE, GPT_OSS, SPECS
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.guards(*MODEL, *NATIVE)
 
@@ -170,6 +172,60 @@ def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, engine, name
     before = variant(name).stats().preemptions
     check_same(variant(name).sample(requests), engine.sample(requests))
     assert variant(name).stats().preemptions > before
+
+
+async def listen(engine, request, most):
+    """Return an answer from its stream, which is left after so many pieces."""
+    pieces = []
+    async with contextlib.aclosing(engine.stream(request)) as stream:
+        async for piece in stream:
+            pieces.append(piece)
+            if len(pieces) == most:
+                break
+    whole = [np.concatenate([piece[i] for piece in pieces]) for i in range(3)]
+    return Completion(*whole, *pieces[-1][3:])
+
+
+def test_nothing_is_lost_and_nothing_hangs_whatever_is_done_meanwhile(variant):
+    engine, over = variant("cramped"), threading.Event()
+    engine.load(weights(), version=0)
+    asked = [dataclasses.replace(request, seed=n) for n, request in enumerate(MIXED * 4)]
+
+    async def ask(number, request):
+        if number % 2:
+            return await engine.generate(request)
+        return await listen(engine, request, 1 if number % 3 else 99)
+
+    async def meddle():
+        version = 0
+        while not over.is_set():
+            for stop, go_on in ((engine.pause, engine.resume), (engine.sleep, engine.wake)):
+                await asyncio.to_thread(stop)
+                go_on()
+            version += 1
+            params = weights(seed=version % 2)
+            await asyncio.to_thread(engine.load, params, version, recompute=True)
+            await asyncio.sleep(0.02)
+
+    async def story():
+        meddling = asyncio.create_task(meddle())
+        answers = await asyncio.gather(*(ask(*each) for each in enumerate(asked)))
+        over.set()
+        await meddling
+        return answers
+
+    for request, answer in zip(asked, asyncio.run(asyncio.wait_for(story(), 300)), strict=True):
+        versions = answer.versions.tolist()
+        assert versions == sorted(versions)
+        assert answer.finish != "length" or len(versions) == request.sampling.max_new_tokens
+        for version in {*versions}:
+            after = conftest.drawn_from(weights(seed=version % 2), request, answer)
+            expected = conftest.log_softmax(after / (request.sampling.temperature or 1.0))
+            expected = expected[np.arange(len(versions)), answer.tokens]
+            mine = answer.versions == version
+            np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=5e-5)
+    (pages,) = engine._runner.scheduler.pages
+    wait_until(lambda: pages.available == pages.count)  # the step that drops those who left
 
 
 def test_the_variants_are_what_they_are_called(variant):

@@ -1,7 +1,6 @@
 """The engine on layers that have a state and on prompts with images: it draws what the trainer's
 forward pass does, and reads no more."""
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,6 @@ from jaxrl_llm.models.paged_attention import attend_gathered
 from jaxrl_llm.models.vision.tower import encode, placeholders, rotary_positions
 from jaxrl_llm.rollout.engine import LEAST_LOGPROB, EngineError, Request, SamplingParams, Stop
 from jaxrl_llm.rollout.native.engine import FeatureSlots
-from jaxrl_llm.rollout.native.images import read_prompt
 from tests.decoders import PackedTokens, forward_rows
 from tests.guarded import MODEL, NATIVE
 from tests.rollout.conftest import MAX_TOKENS, draw_prompt, log_softmax, opened, weights
@@ -275,58 +273,19 @@ def test_an_answer_that_stops_within_a_chunk_is_gone_on_with(engine, counted, sp
         assert counted([second])[1] == expected
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_weights_change_in_the_middle_of_an_answer(engine, spec, recompute):
-    request = Request(words(11, 6), SamplingParams(24), 7)
-
-    async def interrupted():
-        pieces = engine.stream(request)
-        received = [await anext(pieces)]
-        await asyncio.to_thread(engine.load, weights(spec, 1), 1, recompute=recompute)
-        return received + [piece async for piece in pieces]
-
-    pieces = asyncio.run(asyncio.wait_for(interrupted(), 60))
-    tokens, logprobs, versions = (np.concatenate([p[i] for p in pieces]) for i in range(3))
-    count = int((versions == 0).sum())
-    assert versions.tolist() == [0] * count + [1] * (24 - count)
-    before, after = (
-        pieces[-1]._replace(tokens=tokens[part], logprobs=logprobs[part])
-        for part in (slice(count), slice(count, None))
-    )
-    check([request], [before], spec)
-    if count < 24:
-        rest = dataclasses.replace(request, prompt=(*request.prompt, *before.tokens.tolist()))
-        stale = contextlib.nullcontext() if recompute else pytest.raises(AssertionError)
-        with stale:
-            check([rest], [after], spec, 1)
-
-
-def test_sleep_failures_and_who_gives_up_leave_nothing_behind(engine, spec, monkeypatch):
-    requests = [Request(words(12, seed), SamplingParams(20), seed) for seed in range(3)]
-    expected = engine.sample(requests)
-
-    async def race():
-        others = [asyncio.ensure_future(engine.generate(r)) for r in requests[1:]]
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.generate(requests[0]), timeout=0.001)
-        await asyncio.to_thread(engine.sleep)
-        assert engine._runner.pool is None
-        engine.wake()
-        return await asyncio.gather(*others)
-
-    answers = asyncio.run(asyncio.wait_for(race(), 60))
-    for answer, want in zip(answers, expected[1:], strict=True):
-        assert answer.tokens.tolist() == want.tokens.tolist()
-    check(requests[1:], answers, spec)
+def test_a_failure_and_a_sleep_leave_nothing_behind(engine, spec, monkeypatch):
+    requests = [Request(words(12, seed), SamplingParams(20), seed) for seed in range(2)]
 
     def fail(*_):
         raise RuntimeError("out_of_memory")
 
-    engine.load(weights(spec), version=0)
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "_append", fail)
         with pytest.raises(RuntimeError, match="out_of_memory"):
             engine.sample(requests)
+    check(requests, engine.sample(requests), spec)
+    engine.sleep()
+    engine.wake()
     check(requests, engine.sample(requests), spec)
 
 
@@ -334,24 +293,8 @@ TAIL, MEMORY = 2 * (2 * 6 + 2 * 5) * 3 * 4, 4 * 6 * 5 * 4
 STATE, PAGE_BYTES = 2 * (TAIL + MEMORY), 16 * 2 * 2 * 4 * 4  # of two layers, and of one
 
 
-def bytes_of(arrays):
-    return sum(array.nbytes for array in jax.tree.leaves(arrays))
-
-
-def test_what_it_holds_is_what_it_says(engine, name, spec):
-    engine.sample([Request(words(5), SamplingParams(2), 0)])
-    shapes, runner = engine.programs.sizes, engine._runner
-    held = [runner.pool, *([runner.rows] if shapes.has_rows else [])]
-    told = engine.shapes()[1][: -1 if spec.vision else None]  # without features of images
-    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(told)) == bytes_of(held)
-    if name == "states in place":
-        assert bytes_of(runner.pool) == shapes.pages * PAGE_BYTES + shapes.slots * STATE
-        assert engine.stats().cache_states == shapes.slots
-
-
 def test_room_is_shared_by_pages_and_states(hollow):
     for options, slots, pages in (
-        ({}, 4 + 2, 16),
         ({"cached_sequences": 12}, 4 + 2, 16),  # as pages: for those that run
         ({"cached_sequences": 12, "cache_gb": 1.0}, 12 + 2, 48),
         ({"cache_gb": 2 * (8 * PAGE_BYTES + 3 * STATE) / 1e9}, 3, 8),  # half of it
@@ -406,30 +349,14 @@ def test_no_slot_is_of_two_images():
             assert sum(len(own) for each, own in taken.items() if each in kept) + number + 1 > 20
         used = np.concatenate(list(taken.values()))
         assert len({*used}) == len(used) and used.max() < 20
-    slots = FeatureSlots(4)
-    assert slots.take(b"asked for again", 2, ()) and slots.take(b"not", 2, ())
-    assert b"asked for again" in slots and slots.take(b"new", 2, ())
-    assert b"asked for again" in slots and b"not" not in slots
-
-
-@with_images
-def test_images_wait_for_room(engine, counted, monkeypatch):
-    slots = [type(each)(10) for each in engine._runner._features._slots]
-    monkeypatch.setattr(engine._runner._features, "_slots", slots)
-    requests = [ask(image, 4, image, seed=i) for i, image in enumerate((LARGE, OTHER))]
-    _, _, _, encoded = counted([*requests, ask(3, LARGE, OTHER, 9)])
-    assert encoded >= 2
 
 
 APART = [IMAGE] * 3
-SECONDS = ask(3, draw_visual(2, 2, 4, seconds=(0.0, 1.0)), 3)
 REFUSED = {
     "no images": ("images", dataclasses.replace(MIXED[1], visuals=())),
     "in another order": ("images", dataclasses.replace(MIXED[1], visuals=(SMALL, LARGE))),
-    "no video": ("images", dataclasses.replace(SECONDS, visuals=(draw_visual(2, 2, 4),))),
     "patches": ("patches", ask(dataclasses.replace(LARGE, patches=LARGE.patches[:, :12]), 3)),
     "too large": ("max_pixels", ask(draw_visual(1, 6, 12), 3)),
-    "cut": ("image", dataclasses.replace(MIXED[1], prompt=MIXED[1].prompt[:9])),
     "raised": (
         "logit_bias",
         ask(3, LARGE, 4, sampling=SamplingParams(6, logit_bias=((IMAGE, 9),))),
@@ -438,31 +365,15 @@ REFUSED = {
 }
 
 
-def test_requests_are_refused(engines, shared_engine, subtests):
+def test_requests_are_refused(engines, subtests):
     engine = engines("images in place")
     for name, (word, request) in REFUSED.items():
         with subtests.test(name), pytest.raises(EngineError, match=word):
             engine.sample([request])
-    with pytest.raises(EngineError, match="vision"):
-        shared_engine.sample([dataclasses.replace(ask(3, LARGE, 4), prompt=(3, 4, 5))])
     scored = engine.score_tokens([3, START, 5, 6])
     assert scored.logprobs[1] == LEAST_LOGPROB < scored.logprobs[2]
     with pytest.raises(EngineError, match="placeholder"):
         engine.score_tokens([3, START, IMAGE, END])
-
-
-def test_a_piece_holds_images_whole_and_times_tell_pages():
-    model = Decoder(DEEP)
-    slow = draw_visual(2, 2, 4, seed=3, seconds=(0.0, 3.0))
-    keys = [read_prompt(model, ask(3, film, 5)).keys for film in (FILM, FILM, slow)]
-    assert keys[0] == keys[1] != keys[2]
-    assert {key for key in keys[0] if key >= 0} == {3, 0, 1, 5, START, END}
-    where = read_prompt(model, ask(3, LARGE, 4, SMALL, 5))
-    assert where.whole_until(0, 4) == 4
-    where = dataclasses.replace(where, whole=True)
-    assert where.number.tolist() == [-1, -1, *[0] * 6, -1, -1, -1, 1, 1, -1, -1]
-    ends = [where.whole_until(0, end) for end in range(1, 16)]
-    assert ends == [1, 2, 2, 2, 2, 2, 2, 8, 9, 10, 11, 11, 13, 14, 15]
 
 
 def test_images_whose_tokens_attend_to_each_other():

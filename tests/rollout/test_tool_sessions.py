@@ -1,8 +1,6 @@
 import asyncio
 import contextlib
 import math
-import os
-import signal
 import threading
 from collections import Counter
 
@@ -68,7 +66,7 @@ def act(word: str, row) -> str:
     return fail(word, row)
 
 async def act_async(word: str, row) -> str:
-    """Act in the event loop.\\n\\nArgs:\\n    word: how."""
+    """Act.\\n\\nArgs:\\n    word: how."""
     if word == "hang": await asyncio.sleep(600)
     if word == "late": raise TimeoutError("of its own")
     if word == "cancel": raise asyncio.CancelledError
@@ -166,8 +164,8 @@ def make(file, open_pool):
     return build
 
 
-def row(index=0, truth="42", **extra):
-    return EpisodeRow(index, "test", truth, extra)
+def row(index=0, **extra):
+    return EpisodeRow(index, "test", "42", extra)
 
 
 def tool(name, **arguments):
@@ -296,20 +294,6 @@ def test_a_wrong_call_runs_nothing(make):
     assert not pool.failures.counts and not pool.backend.workers
 
 
-def test_answers_of_one_turn_come_in_the_order_of_the_calls(make):
-    pool = make("act", "act_async", "add", workers=2)
-
-    async def episode():
-        async with opened(pool, 5) as session:
-            calls = [tool("add", x=1), tool("act", word="raise"), tool("act_async", word="a")]
-            calls += [tool("none"), tool("add", x=2), tool("act", word="die"), tool("add", x=3)]
-            return await asyncio.gather(*(session.call(call) for call in calls))
-
-    results = asyncio.run(episode())
-    assert [r.failure for r in results] == [None, "failed", None, "failed", None, "died", None]
-    assert [r.text for r in results if r.name == "add"] == ["5: 1", "5: 3", "5: 6"]
-
-
 def test_a_failing_episode_takes_no_other_along(make):
     pool = make("add", "notes")
 
@@ -328,27 +312,6 @@ def test_a_failing_episode_takes_no_other_along(make):
         return texts
 
     assert asyncio.run(episodes(98)) == asyncio.run(episodes(97))
-
-
-def test_workers_that_die_while_idle_are_replaced_and_state_built_up_again(make, tmp_path):
-    pool, path = make("notes", "where"), tmp_path / "log"
-
-    async def episode(kill):
-        texts = []
-        async with opened(pool, path=str(path)) as session:
-            for word in ("a", "b", "c"):
-                texts.append((await session.call(tool("notes", text=word))).text)
-                if kill:
-                    pid = int((await session.call(tool("where"))).text)
-                    os.kill(pid, signal.SIGKILL)
-                    await asyncio.to_thread(wait_until, pool.backend.workers[0].has_activity)
-                else:
-                    session._next_number()
-        return texts
-
-    assert asyncio.run(episode(kill=True)) == asyncio.run(episode(kill=False))
-    # three instances of the first episode; the first two of them died with their process
-    assert Counter(lines(path)) == {"open 0": 4, "close 0": 1}
 
 
 def test_a_cancelled_call_leaves_a_sound_state(make):

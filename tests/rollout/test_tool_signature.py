@@ -91,18 +91,12 @@ def test_what_is_not_the_models_is_hidden_and_callable_objects_have_types():
     assert schema["function"]["parameters"]["properties"]["x"]["type"] == "integer"
 
 
-_nameless = lambda: 0  # noqa: E731
-
-
 def test_a_signature_that_says_too_little_is_refused(subtests):
     one = "Do it.\n\nArgs:\n    x: one."
     cases = [("x: int", ""), ("x: int", "Do it."), ("*x: int", "Do it."), ("*, x: int", "Do it.")]
     cases += [("x: int, /", "Do it."), ("x", one), ("x: Random", one), ("x: 'Missing'", one)]
-    for function in (
-        *(define(*case) for case in cases),
-        define("x: tuple[int, ...]", one),
-        _nameless,
-    ):
+    cases.append(("x: tuple[int, ...]", one))
+    for function in (*(define(*case) for case in cases), lambda: 0):
         with subtests.test(function=str(function.__annotations__)), refuses("rollout.tools"):
             ours(function)
 
@@ -110,10 +104,9 @@ def test_a_signature_that_says_too_little_is_refused(subtests):
 WRONG = object()
 CHECKS = [
     *(("int", 3, 3), ("int", "3", 3), ("int", 3.0, 3), ("int", True, WRONG), ("int", 3.5, WRONG)),
-    *(("int", "x", WRONG), ("int", None, WRONG), ("float", 3, 3.0), ("float", "2.5", 2.5)),
-    *(("float", [1], WRONG), ("str", "a", "a"), ("str", 3, WRONG), ("bool", "True", True)),
-    *(("bool", 1, WRONG), ("Any", {"a": [1]}, {"a": [1]}), ("list[int]", ["1", 2], [1, 2])),
-    *(("list[int]", [1, "x"], WRONG), ("list[int]", "1", WRONG)),
+    *(("int", None, WRONG), ("float", 3, 3.0), ("float", "2.5", 2.5), ("str", 3, WRONG)),
+    *(("bool", "True", True), ("bool", 1, WRONG), ("Any", {"a": [1]}, {"a": [1]})),
+    *(("list[int]", ["1", 2], [1, 2]), ("list[int]", [1, "x"], WRONG), ("list[int]", "1", WRONG)),
     *(("dict[str, float]", {"a": 1}, {"a": 1.0}), ("dict[str, float]", {"a": "x"}, WRONG)),
     *(("tuple[int, str]", [1, "a"], [1, "a"]), ("tuple[int, str]", [1], WRONG)),
     *(("Literal['a', 1]", 1, 1), ("Literal['a', 1]", True, WRONG)),
@@ -135,22 +128,18 @@ def test_arguments_are_checked(subtests):
                 checked = check_arguments(schema, {"x": given})["x"]
                 assert (checked, type(checked)) == (expected, type(expected))
     schema = ours(define("first: int; second: int; row: Any = None; last: int = 2"))
-    both = {"first": 1, "second": 2}
     for arguments, name in (
-        ({}, "second"),
-        ({"first": 1, "secnd": 2}, "secnd"),
-        ({"row": 3}, "row"),
+        *(({}, "second"), ({"first": 1, "secnd": 2}, "secnd")),
+        ({"first": 1, "second": 2, "row": 3}, "row"),
     ):
         with pytest.raises(ArgumentsError, match=name):
-            check_arguments(schema, both | arguments if "row" in arguments else arguments)
+            check_arguments(schema, arguments)
 
 
 def test_functions_get_the_types_that_they_name():
     for kind, given, expected in (
-        ("Color", "red", Color.RED),
-        ("list[Color] | None", ["blue"], [Color.BLUE]),
+        *(("list[Color] | None", ["blue"], [Color.BLUE]), ("int | Color", 3, 3)),
         ("dict[str, tuple[int, int]]", {"a": [1, 2]}, {"a": (1, 2)}),
-        ("int | Color", 3, 3),
     ):
         assert restore_types(define(f"x: {kind}"), {"x": given}) == {"x": expected}
 

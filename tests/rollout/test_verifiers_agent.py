@@ -107,14 +107,12 @@ def test_its_rows_become_rows_of_the_data_and_signals_stay_with_the_trainer(mine
     rows = read_rows(tmp_path / "out" / "train.parquet")
     for row in rows:
         normalize_prompt_row(row)
-    assert [(m["role"], m["content"]) for m in rows[1]["prompt"]] == [
-        *(("system", "be brief"), ("user", "b"))
-    ]
+    assert [message["content"] for message in rows[1]["prompt"]] == ["be brief", "b"]
     assert rows[1]["reward_model"]["ground_truth"] == "2" and rows[1]["data_source"] == "verifiers"
     own = json.loads(rows[1]["extra_info"]["verifiers"])
     assert (own["example_id"], own["answer"], own["info"]) == (1, "2", {"n": 1})
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = signal.getsignal(signal.SIGTERM)
     load_verifiers(mine, "{}")
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.getsignal(signal.SIGTERM) == before
     with refuses():
         load_verifiers("no_such_environment", "{}")

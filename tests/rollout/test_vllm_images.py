@@ -104,16 +104,10 @@ def test_what_vllm_can_t_be_shown_is_refused(images, sidecar, tmp_path):
         check_vllm_request(good, SPEC, SETTINGS, None)
     with pytest.raises(ValueError, match="float8"):
         setup.check_fp8_vllm(SPEC, VllmConfig(), cpu=False)
-    with pytest.raises(ValueError, match="images"):
-        SidecarImages(SPEC, str(write_checkpoint(tmp_path, "gemma3", make_tokenizer("gemma3"))))
-
-
-def test_vllm_keeps_the_tower_of_a_model_that_sees():
     spec, config = setup.language_model(SPEC, str(MODEL), "float32")
     assert spec == SPEC and config["architectures"] == ["Qwen3VLForConditionalGeneration"]
-    arguments = setup.engine_arguments(SPEC, VllmConfig(), SETTINGS, model="m", cpu=True)
-    assert arguments["skip_tokenizer_init"] is False
-    assert arguments["mm_processor_cache_gb"] == 0
+    with pytest.raises(ValueError, match="images"):
+        SidecarImages(SPEC, str(write_checkpoint(tmp_path, "gemma3", make_tokenizer("gemma3"))))
 
 
 def sees(python):

@@ -1,16 +1,12 @@
 import contextlib
 import functools
-import gc
 import importlib.util
-import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import zlib
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -123,22 +119,16 @@ while True:
 """
 
 
-def open_sockets():
-    """Return how many this process has."""
-    gc.collect()  # of clients that were turned away
-    links = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
-    return sum("socket:" in link for link in links)
-
-
 def callers_left():
     return [thread for thread in threading.enumerate() if thread.name == "vllm-caller"]
 
 
-def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, tmp_path):
-    wait_until(lambda: "vllm-sidecar" not in [thread.name for thread in threading.enumerate()])
-    before, go_on = open_sockets(), tmp_path / "go on"
+def test_strangers_do_not_keep_the_sidecar_out(start, tmp_path):
+    go_on = tmp_path / "go on"
     waits = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
     sidecar = start(sys.executable, "-c", waits + CALLS)
+    with pytest.raises(AuthenticationError):
+        Client(sidecar._address, authkey=b"guess")
     with contextlib.ExitStack() as stack:
         connect = functools.partial(socket.create_connection, sidecar._address, 60)
         silent = [stack.enter_context(connect()) for _ in range(100)]
@@ -146,42 +136,16 @@ def test_strangers_that_say_nothing_do_not_keep_the_sidecar_out(start, tmp_path)
         assert 0 < len(callers_left()) <= process.MAX_CALLERS
         go_on.touch()
         sidecar.wait_ready(60.0)
-        for connection in silent:
-            with contextlib.suppress(ConnectionResetError):
-                while connection.recv(1000):  # the challenge, then the end
-                    pass
-        assert not callers_left()
-        sidecar.close()
-        wait_until(lambda: open_sockets() == before + len(silent))
+        wait_until(lambda: not callers_left())
 
 
-def test_a_caller_without_the_key_is_dropped_and_a_slow_one_too(start, monkeypatch):
-    monkeypatch.setattr(process, "AUTH_TIMEOUT_S", 0.5)
-    sidecar = start("bash", "-c", "sleep 600")
-    with socket.create_connection(sidecar._address) as slow, pytest.raises(OSError):  # it is closed
-        for byte in itertools.cycle(b"\0\0\0\x10" + 16 * b"x"):
-            slow.sendall(bytes([byte]))
-            time.sleep(0.1)
-    for _ in range(2):
-        with pytest.raises(AuthenticationError):
-            Client(sidecar._address, authkey=b"guess")
-    wait_until(lambda: not callers_left())
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_program_on_another_host_ends_with_its_connection(start, monkeypatch, allowed):
+def test_a_program_on_another_host_ends_with_its_connection(start):
     launcher = "import subprocess, sys; subprocess.run(sys.argv[1:-1], start_new_session=True)"
     sidecar = start(sys.executable, "-c", launcher, sys.executable, "-c", CALLS)
     sidecar.wait_ready(60.0)
     wait_until(lambda: sidecar._failure)
     elsewhere = int(sidecar._failure)
     os.kill(elsewhere, 0)
-    if not allowed:
-
-        def refused(*_):
-            raise PermissionError
-
-        monkeypatch.setattr("os.killpg", refused)  # nor is what stands before it ours to kill
     answer = sidecar.ask("something")
     threading.Timer(0.1, sidecar.close).start()
     with pytest.raises(SidecarLost):
@@ -201,37 +165,6 @@ def test_programs_that_end_do_not_call_or_are_not_there(start):
         start("no-such-program")
 
 
-LEAVES = """
-import os, pathlib, signal, sys, time
-from multiprocessing import shared_memory
-sys.path.insert(0, {code!r})
-import jaxrl_temporary
-folder, lock = jaxrl_temporary.make_folder("token")
-{tracker}
-memory = shared_memory.SharedMemory(create=True, size=100)
-rank = pathlib.Path("/dev/shm", f"vllm_dist_{{folder.name}}-tp:0-[0-1]-cpushm_0")
-rank.touch()
-(folder / f"vllm_dist_{{folder.name}}").touch()
-print(folder, memory.name, rank.name, flush=True)
-time.sleep(600)
-"""
-
-
-def killed_user_of_a_folder(base, *, tracker=True):
-    """Return the folder and shared memory of a process that was killed with its group."""
-    start = "jaxrl_temporary.start_tracker(folder, lock)" if tracker else ""
-    code = LEAVES.format(code=str(process.CODE), tracker=start)
-    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    environ = os.environ | {"TMPDIR": str(base)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environ, **options) as user:
-        folder, *memory = user.stdout.readline().split()
-        assert len(list(Path(folder).iterdir())) == 2  # the lock, and its file
-        memory = [Path("/dev/shm", name) for name in memory]
-        assert all(part.exists() for part in memory)
-        os.killpg(user.pid, signal.SIGKILL)
-    return Path(folder), memory
-
-
 @pytest.fixture
 def base():
     """A temporary folder whose name is short enough for sockets."""
@@ -239,22 +172,17 @@ def base():
         yield Path(folder)
 
 
-def test_of_a_group_that_is_killed_no_file_or_shared_memory_is_left(base):
-    folder, memory = killed_user_of_a_folder(base)
-    assert folder.parent == base
-    wait_until(lambda: not folder.exists() and not any(part.exists() for part in memory))
-
-
 def test_what_was_left_is_removed_at_the_next_start(base):
     temporary = sidecar_module("jaxrl_temporary")
     prefix = temporary._prefix()
-    left, (other_memory, memory) = killed_user_of_a_folder(base, tracker=False)
-    other_memory.unlink(missing_ok=True)
-    used, other = base / f"{prefix}used", base / "other"
+    left, used, other = base / f"{prefix}left", base / f"{prefix}used", base / "other"
     other.mkdir()
     (base / f"{prefix}link").symlink_to(other)
+    os.close(temporary._make_locked(left))  # as the end of its process does
+    memory = Path(f"/dev/shm/vllm_dist_{left.name}-cpushm_0")
+    for path in (memory, left / f"vllm_dist_{left.name}"):
+        path.touch()
     lock = temporary._make_locked(used)
-    assert left.exists()
     temporary.remove_abandoned(base)
     assert not left.exists() and not memory.exists()
     assert (used / temporary.LOCK).exists() and other.exists()
@@ -282,9 +210,7 @@ def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, subtests):
     named = {"env": {"CUDA_VISIBLE_DEVICES": "6,7"}}
     for config, ours, expected in (
         *(({"first_device": 1}, None, ["1"]), ({"first_device": 1}, "3,5,7", ["5"])),
-        *(({"first_device": 1} | named, "0,1", ["7"]), ({"sidecars": 2}, None, ["0", "1"])),
-        *(({"env": {"CUDA_VISIBLE_DEVICES": 4}}, "0", ["4"]), ({}, "0", [None])),
-        ({"sidecars": 2} | named, "0", ["6", "7"]),
+        *(({"first_device": 1} | named, "0,1", ["7"]), ({}, "0", [None])),
         ({"sidecars": 2, "launch": ("ssh a", "ssh b")}, None, [None, None]),
         ({"sidecars": 2, "tensor_parallel": 2, "first_device": 4}, None, ["4,5", "6,7"]),
     ):
@@ -360,10 +286,7 @@ def test_contradictions_are_refused(tmp_path, monkeypatch, subtests):
     three = vllm | {"vllm": {"sidecars": 3}, "max_running_sequences": 9}
     for key, rollout in (
         ("rollout.quantization", vllm | {"quantization": "fp8"}),
-        ("rollout.quantization", {"quantization": "int4"}),
-        ("rollout.engine", {"engine": "sglang"}),
         ("rollout.vllm", {"vllm": {"sidecars": 2}}),
-        ("rollout.vllm.sidecars", vllm | {"vllm": {"sidecars": 0}}),
         ("rollout.vllm.timeout_s", vllm | {"vllm": {"timeout_s": 0}}),
         ("rollout.max_running_sequences", three | {"max_running_sequences": 10}),
         ("rollout.vllm.launch", {**three, "vllm": {"sidecars": 3, "launch": ["a", "b"]}}),

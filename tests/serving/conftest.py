@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,25 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl_llm.config.sections import LimitsConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.rollout.engine import Completion, Engine, EngineError
+from jaxrl_llm.rollout.native.scheduler import EngineStats
 from jaxrl_llm.rollout.openai_api.requests import ServedModel, text_limit
 from jaxrl_llm.serving.app import make_app
 from tests.listening import listening
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 NAME, KEY, MAX_TOKENS = "tiny", "secret", 256
-
-
-class Stats(NamedTuple):
-    running: int = 0
-    waiting: int = 0
-    cached_tokens: int = 3
-    cache_tokens: int = 64
-    cached_states: int = 0
-    cache_states: int = 0
-    prompt_tokens: int = 5
-    generated_tokens: int = 7
-    reused_tokens: int = 2
-    preemptions: int = 1
 
 
 class Scripted(Engine):
@@ -97,7 +84,8 @@ class Scripted(Engine):
         return Completion(*whole, pieces[-1].finish, pieces[-1].stopped_by, top)
 
     def stats(self):
-        return Stats(running=len(self.requests) - self.ended - len(self.given_up))
+        running = len(self.requests) - self.ended - len(self.given_up)
+        return EngineStats(running, 0, 3, 64, 0, 0, 5, 7, 2, 1)
 
 
 @functools.cache

@@ -180,10 +180,7 @@ def test_models_health_and_metrics(connect):
     names = re.findall(r"^# TYPE (\S+) (?:gauge|counter|histogram)$", page, re.MULTILINE)
     shown = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if line[0] != "#"}
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == {*names}
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(client.address, "/v2")
-    with caught.value as error:
-        assert error.code == 404 and json.load(error)["error"]["message"]
+    assert post(client.address, b"{}", "/v2")[0] == 404
 
 
 def test_errors_have_openais_format(connect):
@@ -221,23 +218,6 @@ def test_a_large_body_is_refused_declared_or_not(connect):
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_too_many_requests_are_sent_away(connect, engine):
-    client = connect(max_running=1, max_waiting=1)
-    body, raws = json.dumps(ASK | {"prompt": "Hi?"}).encode(), []
-    for running, waiting in ((1, 0), (1, 1)):
-        raws.append(begun(client.address, body))
-        expected = {"jaxrl_llm_requests_running": running, "jaxrl_llm_requests_waiting": waiting}
-        wait_until(lambda expected=expected: expected.items() <= samples(client.address).items())
-    status, headers, answer = post(client.address, body)
-    assert (status, headers["Retry-After"]) == (429, "1")
-    assert answer["error"]["code"] == "rate_limit_exceeded"
-    for raw, name in zip(reversed(raws), ("waiting", "running"), strict=True):
-        raw.close()
-        wait_until(lambda name=name: samples(client.address)[f"jaxrl_llm_requests_{name}"] == 0)
-    assert client.completions.create(prompt="Hi", **ASK).choices[0].text == TEXT
-    assert len(engine.given_up) == 1  # the other one never reached the engine
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_is_given_up(connect, engine, stream):
     client = connect(timeout_s=0.5)
@@ -265,8 +245,9 @@ def test_while_a_request_is_read_others_are_answered_and_a_full_gate_reads_none(
         wait_until(lambda: bodies)
         assert get(address, "/health")
         for stream in (False, True):
-            status, _, answer = post(address, ask_for("second", stream=stream))
+            status, headers, answer = post(address, ask_for("second", stream=stream))
             assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert headers["Retry-After"] == "1"
     finally:
         go_on.set()
         thread.join(120)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.programs import ServeConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.visuals.processor import VisualProcessor
@@ -15,6 +14,7 @@ from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.rollout.openai_api.requests import APIError, ServedModel, parse_chat, text_limit
 from jaxrl_llm.rollout.openai_api.responses_api import chat_request
 from jaxrl_llm.serve import open_served_model
+from tests.refusals import refuses
 
 MODEL = "configs/vision/model"
 TOKENIZER = load_tokenizer(MODEL)
@@ -93,7 +93,6 @@ def test_an_image_that_can_t_be_used_is_refused(subtests):
     for part in [
         {"type": "image_url", "image_url": {"url": 3}},
         {"type": "image_url", "image_url": {"url": url_of(file_of()), "detail": "most"}},
-        *({"type": "image_url"}, {"type": "image", "image": url_of(file_of())}),
         {"type": "video_url", "video_url": {"url": "x"}},
     ]:
         with subtests.test(str(part)), pytest.raises(APIError, match="parts"):
@@ -121,9 +120,6 @@ def test_a_model_of_text_refuses_images(served):
     with pytest.raises(APIError) as caught:
         parse_chat({"messages": [shows(url_of(file_of()))]}, served)
     assert (caught.value.status, caught.value.param) == (400, "messages[0]")
-    parts = [{"type": "text", "text": text} for text in "ab"]
-    request = parse_chat({"messages": [{"role": "user", "content": parts}]}, served)
-    assert "a\nb" in served.tokenizer.decode(request.prompts[0])
 
 
 def test_images_are_read_as_the_server_s_config_says(monkeypatch):
@@ -145,9 +141,6 @@ def test_images_are_read_as_the_server_s_config_says(monkeypatch):
     assert tokens(64) is None and towers == [False]
     assert tokens(64, vision=True, max_pixels=1024) == 4 and towers == [False, True]
     assert tokens(32, vision=True, min_pixels=64 * 64) == 16
-    for keys, message in (
-        ({"max_pixels": 9, "min_pixels": 9}, "max_pixels, min_pixels: .* without vision"),
-        ({"vision": True, "max_pixels": 9}, "vision: .* 256"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+    for keys in ({"max_pixels": 9}, {"vision": True, "max_pixels": 9}):
+        with refuses():
             tokens(64, **keys)

@@ -134,6 +134,7 @@ CHATS = {
         [{"role": "user", "content": "a" * 260}],
     ),
     "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
+    "tools": ([{"type": "web_search"}], [{"type": "function", "function": {}}]),
     **{"logprobs": (3,), "prompt_logprobs": (3,), "top_logprobs": (3,)},
     **{"continue_final_message": (True,), "prompt": ("Hi",)},
 }

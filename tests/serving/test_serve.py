@@ -219,13 +219,10 @@ def test_the_program_serves_and_ends_with_a_signal(directory, monkeypatch):
 
 
 def test_a_wrong_command_is_one_line(directory, capsys):
-    for words, key in [
+    for words, key in (
         *((["--model", str(directory), "portt=4"], "'portt'"), ([], "model is missing")),
-        *(
-            (["--model", "/no/such", "port=0"], "model: "),
-            (["--model", "m", "port=65536"], "port: "),
-        ),
-    ]:
+        (["--model", "/no/such", "port=0"], "model: "),
+    ):
         assert serve_main(words) == 2
         assert key in capsys.readouterr().err
     assert serve_main(["--model", "123", "--api-key", "456", "--print-config"]) == 0

@@ -7,16 +7,16 @@ import subprocess
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.config.sections import VllmConfig
 from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rollout.openai_api.client import SAMPLE, ScoringClient, ScoringError
-from jaxrl_llm.rollout.vllm.setup import HOME
-from tests.decoders import forward, logits
+from jaxrl_llm.rollout.vllm.setup import environment, find_python
+from tests.rollout.conftest import log_softmax, next_logits
 from tests.specs import DENSE
 from tests.waiting import wait_until
 
@@ -33,9 +33,6 @@ SPEC = dataclasses.replace(
     tied_embeddings=True,
     max_positions=LONGEST,
 )
-VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-VARIABLES |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-VARIABLES |= {"VLLM_NO_USAGE_STATS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +55,12 @@ def url(params, tmp_path_factory):
     settings = ["--model", folder, "--served-model-name", "teacher", "--dtype", "float32"]
     settings += ["--max-model-len", LONGEST, "--max-num-seqs", 4, "--enforce-eager"]
     settings += ["--kv-cache-memory-bytes", 2**27, "--block-size", 32, "--port", port]
-    program = [HOME / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server"]
+    program = [find_python(None), "-m", "vllm.entrypoints.openai.api_server"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JAX", "XLA"))}
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             [str(part) for part in (*program, "--host", "127.0.0.1", *settings)],
-            env=inherited | VARIABLES,
+            env=inherited | environment(VllmConfig(), 0, cpu=True),
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -88,10 +85,7 @@ def test_a_known_text_has_the_trainers_log_probs(url, params):
     assert (client.open(), client.model) == (LONGEST, "teacher")
     client.check_tokens(lambda text: tokenizer(text)["input_ids"], longest=LONGEST, top=4)
     tokens = tokenizer(SAMPLE)["input_ids"]
-    row = jnp.array([tokens])
-    index = jnp.arange(len(tokens))[None]
-    hidden = forward(params, SPEC, row, index, jnp.ones_like(row))
-    expected = np.asarray(jax.nn.log_softmax(logits(params, SPEC, hidden)[0]))[:-1]
+    expected = log_softmax(next_logits(params, tokens, SPEC))[:-1]
     for top in (0, 4):
         (scored,) = client.score([tokens], top)
         own = expected[np.arange(len(tokens) - 1), tokens[1:]]
