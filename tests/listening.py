@@ -23,11 +23,11 @@ def listening(app):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            wait_until(lambda: server.started, 10)
+            wait_until(lambda: server.started, 60)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -6,7 +6,6 @@ A program does what its row says: `do` names one of the functions below.
 import contextlib
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2
 import openai
 
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
@@ -164,21 +162,6 @@ def refused(ask, chat, client):
     return count
 
 
-def rubbish(ask, chat, client):
-    """Send what is no request, and one that breaks off; return how many were refused."""
-    base, count = client.base_url, 0
-    for path, body in (
-        ("chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
-        ("responses", b'{"input": "Hi", "temperature": 1e999}'),
-    ):
-        count += httpx2.post(f"{base}{path}", content=body).status_code == 400
-    with socket.create_connection((base.host, base.port)) as connection:
-        start = f"POST {base.path}chat/completions HTTP/1.1\r\nHost: x\r\n"
-        connection.sendall(f"{start}Content-Length: 9\r\n\r\n{{".encode())
-    ask(chat)
-    return count
-
-
 def elsewhere(ask, chat, client):
     """Ask at addresses of others; return how often that is refused."""
     base, count = str(client.base_url), 0
@@ -220,11 +203,6 @@ def forges(ask, chat, client):
             if stat.S_ISFIFO(os.fstat(fd).st_mode):
                 os.write(fd, b'{"value": [1], "error": null}')
     os._exit(0)
-
-
-def dies(ask, chat, client):
-    ask(chat)
-    os._exit(3)
 
 
 def silent(ask, chat, client):

@@ -1,5 +1,3 @@
-import contextlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,12 +6,11 @@ from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import about
-from jaxrl_llm.rollout.engine import SamplingParams
-from jaxrl_llm.rollout.rollouts import begin_episodes, lay_out
+from jaxrl_llm.rollout.rollouts import lay_out
 from jaxrl_llm.training.buffer import check_chains
 from jaxrl_llm.training.experience import ScoreError, with_scores
 from jaxrl_llm.training.forward import cut_chains
-from tests.episodes import STOPS, Scripted, config, picture, play, prompt, sampler
+from tests.episodes import Scripted, picture, play, prompt
 
 
 def echo(text, seed):
@@ -42,23 +39,11 @@ async def asks_another(chat):
     await chat.generate()
 
 
-async def appends(chat, *, turns=3):
+async def appends(chat):
     """Draw turns of one chain."""
     await chat.generate()
-    for turn in range(1, turns):
-        chat.append(f"turn {turn}")
-        await chat.generate()
-
-
-async def begins_anew(chat, *, turns=3):
-    """Draw the same turns, each in a chain that begins with the whole history."""
+    chat.append("more")
     await chat.generate()
-    for turn in range(1, turns):
-        told = chat._template.following(  # what `chat.append` would tell
-            [{"role": "user", "content": f"turn {turn}"}], calls=(), closed=True, stop=STOPS[0]
-        )
-        stream, chat = [*chat.tokens, *told], chat.new()
-        await chat.generate_after(stream)
 
 
 def test_a_compacted_history_is_another_chain_of_one_stream():
@@ -73,38 +58,6 @@ def test_a_compacted_history_is_another_chain_of_one_stream():
     assert [len(chat) for chat in episode.chats] == [4, 5]
     assert episode.messages == episode.chats[1]
     assert about(episode)["chats"][0][-1]["role"] == "assistant"
-
-
-def test_chains_that_rewrite_nothing_draw_what_one_chain_does():
-    prompts = [prompt("7?"), prompt("8?", 1)]
-    kept = play(Scripted(echo), prompts, agent=appends, samples=2)
-    anew = play(Scripted(echo), prompts, agent=begins_anew, samples=2)
-    assert [episode.chains for episode in anew.episodes] == [3] * 4
-    for one, other in zip(kept.episodes, anew.episodes, strict=True):
-        for name in ("tokens", "logprobs"):
-            drawn = [getattr(e, name)[e.drawn] for e in (one, other)]
-            assert np.array_equal(*drawn)
-        whole = (*one.prompt, *one.tokens.tolist())
-        assert (*other.last_chain.prompt, *other.last_chain.tokens.tolist()) == whole
-        # each token is drawn once: what a chain repeats is its prompt
-        assert other.drawn.sum() == one.drawn.sum()
-        assert other.last_chain.drawn.sum() == len(one.pieces[-1].tokens)
-
-
-def test_what_was_drawn_before_is_not_drawn_again():
-    engine, sampling = Scripted(echo), SamplingParams(max_new_tokens=60, stop_ids=STOPS)
-    whole = play(engine, [prompt("7?")], agent=asks_another).episodes[0]
-    drawn = [batch[0] for batch in engine.batches]
-    for done in range(4):
-        again = Scripted(echo)
-        (state,) = begin_episodes([prompt("7?")], 1, (0, 1))
-        state.turns = [engine.answer(request) for request in drawn[:done]]
-        state.seeds = [request.seed for request in drawn[:done]]
-        with contextlib.closing(sampler(config(agent=asks_another))) as episodes:
-            episodes.sample_states(again, [state], sampling, journal=lambda _: None)
-        assert [batch[0] for batch in again.batches] == drawn[done:]
-        for name in ("tokens", "logprobs", "turn_ids", "chain_ids"):
-            assert np.array_equal(getattr(state.episode, name), getattr(whole, name))
 
 
 def test_a_history_that_is_too_long_is_summarized():

@@ -1,11 +1,7 @@
-import asyncio
-
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.rollout.agents.sampler import check_episode_functions
-from jaxrl_llm.rollout.observation import EpisodeRow
 from tests.episodes import config
 from tests.refusals import refuses
 from tests.rollout.conftest import call_tools
@@ -19,11 +15,6 @@ def make(open_pool):
         return open_pool(tools, workers=workers, timeout_s=timeout_s, **(limits or {}))
 
     return build
-
-
-async def call(session, code):
-    result = await session.call(ToolCall("python", {"code": code}))
-    return result.text, result.failure
 
 
 def run(pool, *codes):
@@ -50,21 +41,6 @@ def test_an_episode_keeps_its_names_and_others_do_not_have_them(make):
 
 
 @needs_landlock
-def test_episodes_that_are_open_at_once_are_not_ended_for_their_processes(make):
-    pool = make(workers=1, limits={"max_processes": 2}, sandbox="process")
-
-    async def episodes():
-        sessions = [pool.open(n, EpisodeRow(n), n, None) for n in range(3)]
-        for code in ("x = {0}", "import time\ntime.sleep(0.2)\nx"):
-            asked = [call(s, code.format(n)) for n, s in enumerate(sessions)]
-            told = await asyncio.gather(*asked)
-        await asyncio.gather(*(session.close() for session in sessions))
-        return told
-
-    assert asyncio.run(episodes()) == [("0", None), ("1", None), ("2", None)]
-
-
-@needs_landlock
 def test_a_limit_is_told_and_what_has_become_of_the_names(make):
     pool = make(sandbox="process", cpu_s=1.0, memory_mb=64)
     told = run(pool, "x = 1", "y = [0] * 10**8", "x", "while True: pass", "x")
@@ -74,17 +50,6 @@ def test_a_limit_is_told_and_what_has_become_of_the_names(make):
     assert pool.failures.counts == {("python", k): 1 for k in ("timeout", "memory", "error")}
     control = make(sandbox="process", answer="?")
     assert run(control, "1 + 1", "while True: pass") == [("?", None)] * 2
-
-
-@needs_landlock
-def test_a_worker_that_is_lost_is_built_up_again_with_the_names(make, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text('import os\n\ndef die() -> None:\n    """End the worker."""\n    os._exit(3)\n')
-    pool = make(f"{file}:die", workers=1, sandbox="process")
-
-    codes = [("python", {"code": code}) for code in ("x = 41", "x += 1\nx", "x")]
-    _, before, died, after = call_tools(pool, *codes[:2], ("die", {}), codes[2])
-    assert (before.text, died.failure, after.text) == ("42", "died", "42")
 
 
 def test_what_can_not_be_run_is_refused_at_the_start(make, monkeypatch):

@@ -5,7 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxrl_llm.config.errors import RunError
@@ -24,8 +23,8 @@ SAMPLING = SamplingParams(max_new_tokens=60, stop_ids=STOPS)
 PASSED = {"pass_env": ["GATEWAY_TEST_FILE"]}
 LIMITS = {"broken_share": 1.0, "turns": 4}
 DOES = ("once", "turns", "tools", "streams", "rewrites", "branches", "parallel")
-DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "dies", "silent")
-DOES += ("short", "fills", "responses", "forges", "rubbish")
+DOES += ("refused", "elsewhere", "endless", "stubborn", "raises", "wrong", "silent")
+DOES += ("short", "fills", "responses", "forges")
 
 
 class Recording(Scripted):
@@ -101,9 +100,8 @@ def assert_as_drawn(engine, episode):
         stream, piece_ids = streams.setdefault(piece.chain, []), piece.tokens.tolist()
         if piece.drawn:
             drawn = engine.drawn[tuple(stream)]
-            (match,) = [one for one in drawn if one.tokens.tolist() == piece_ids]
-            np.testing.assert_array_equal(match.logprobs, piece.logprobs)
-            drawn.remove(match)
+            own = piece_ids, piece.logprobs.tolist()
+            drawn.pop([(d.tokens.tolist(), d.logprobs.tolist()) for d in drawn].index(own))
         stream += piece_ids
 
 
@@ -137,7 +135,7 @@ def test_the_run_decides_how_answers_are_drawn(played):
     engine, _, episodes = played
     for request in (request for batch in engine.batches for request in batch):
         assert request.sampling.temperature == 1.0 and request.sampling.top_p == 1.0
-    scores = {"parallel": 2.0, "refused": 10.0, "short": 6.0, "elsewhere": 4.0, "rubbish": 4.0}
+    scores = {"parallel": 2.0, "refused": 10.0, "short": 6.0, "elsewhere": 4.0}
     assert {do: episodes[do].score for do in scores} == scores
     assert episodes["parallel"].turns == 3 and picture(episodes["short"])[0] == "ab"
     assert episodes["streams"].score == 2.0 * episodes["streams"].drawn.sum()
@@ -153,7 +151,7 @@ def test_a_limit_is_told_and_ends_the_episode_with_its_name(played):
 
 
 def test_a_program_that_fails_breaks_its_episode_alone(played):
-    failures = {"raises": "no such thing", "wrong": "nan", "dies": "3", "silent": "turn"}
+    failures = {"raises": "no such thing", "wrong": "nan", "silent": "turn"}
     failures["forges"] = "result"
     for do, word in failures.items():
         assert played[2][do].finish == "broken" and word in played[2][do].error

@@ -147,20 +147,7 @@ def test_a_server_that_dies_or_hangs_is_started_again_with_its_state(make, monke
     assert pool.failures.counts["act", "timeout"] == 1
 
 
-NAMELESS = """
-import json, sys
-print("Hello, I am a server.", flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    known = {"tools": {}}, {"name": "x", "version": "1"}
-    begun = dict(zip(("capabilities", "serverInfo"), known), protocolVersion="2025-03-26")
-    result = {"tools": TOOLS} if asked["method"] == "tools/list" else begun
-    print(json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": result}), flush=True)
-"""
-ECHO = {"name": "echo", "inputSchema": {"type": "object"}}
-
-
-def test_what_gives_no_tools_that_can_be_told_apart_is_refused(make, monkeypatch):
+def test_what_gives_no_tools_is_refused(make, file, monkeypatch):
     monkeypatch.setattr(mcp, "START_S", 0.5)
     monkeypatch.setattr(mcp, "TRIES", 1)
     for keywords in (
@@ -170,6 +157,5 @@ def test_what_gives_no_tools_that_can_be_told_apart_is_refused(make, monkeypatch
         with refuses("rollout.tools"):
             make(**keywords)
     monkeypatch.undo()
-    for tools, only in (([], None), ([ECHO, ECHO], None), ([ECHO], ["ecko"])):
-        with refuses("rollout.tools"):
-            make(command=[sys.executable, "-c", f"TOOLS = {tools}\n{NAMELESS}"], only=only)
+    with refuses("rollout.tools"):
+        make(command=[sys.executable, str(file)], only=["tock"])

@@ -140,38 +140,21 @@ def variant():
         yield functools.cache(lambda name: stack.enter_context(opened(**variants[name])))
 
 
-async def arrive(engine, requests):
-    """Ask for each at a random time, in a random order; return the answers in the requests'."""
-    rng = np.random.default_rng(0)
-
-    async def one(request, delay):
-        await asyncio.sleep(delay)
-        return await engine.generate(request)
-
-    order = rng.permutation(len(requests))
-    tasks = {int(i): asyncio.create_task(one(requests[i], rng.uniform(0, 0.1))) for i in order}
-    return [await tasks[i] for i in range(len(requests))]
-
-
 VARIANTS = pytest.mark.parametrize("name", ["cramped", "pieces", "in place"])
 
 
 @VARIANTS
 def test_answers_depend_on_nothing_but_the_request(variant, expected, name):
     engine = variant(name)
-    check_same(asyncio.run(arrive(engine, MIXED)), expected)
+
+    async def arrive():
+        return await asyncio.gather(*(engine.generate(request) for request in MIXED))
+
+    check_same(asyncio.run(arrive()), expected)
     after = engine.stats()
     assert (after.running, after.waiting, after.cached_tokens) == (0, 0, 0)
+    assert (after.preemptions > 0) == (name != "pieces"), "who gives its pages back goes on"
     check_same(engine.sample(MIXED[::-1])[::-1], expected)  # most prompts are cached
-
-
-@pytest.mark.parametrize("name", ["cramped", "in place"])
-def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, engine, name):
-    requests = [Request(draw_prompt(7, seed), SamplingParams(33), seed) for seed in range(3)]
-    variant(name).load(weights(), version=0)
-    before = variant(name).stats().preemptions
-    check_same(variant(name).sample(requests), engine.sample(requests))
-    assert variant(name).stats().preemptions > before
 
 
 async def listen(engine, request, most):

@@ -89,19 +89,6 @@ def slow(hollow):
     return make
 
 
-def test_weights_wait_for_the_chunk_in_flight(slow, pool):
-    engine, started, go_on = slow()
-    waiting = pool.submit(engine.sample, [request()])
-    started.wait(120)
-    push = pool.submit(engine.load, weights(seed=1), 2)
-    time.sleep(0.05)
-    assert not push.done()
-    go_on.set()
-    assert waiting.result(120)[0].versions.tolist() == [1]
-    assert push.result(120).version == 2
-    assert engine.sample([request()])[0].versions.tolist() == [2]
-
-
 def test_who_waits_at_a_pause_or_asleep_is_answered_after_it(engine, pool):
     expected = engine.sample([request(new=8)])
     for stop, go_on in ((engine.pause, engine.resume), (engine.sleep, engine.wake)):

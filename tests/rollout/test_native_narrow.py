@@ -144,7 +144,7 @@ def test_what_the_engine_holds_and_its_checksum(hollow):
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow._params, narrow.shapes()[0])
     layers = narrow._params["layers"]
     names = ("query", "key", "value", "output", "gate", "up", "down")
-    assert {x.values.dtype for name in names for x in layers[name]} == {jnp.float8_e4m3fn}
+    assert {x.values.dtype for name in names for x in layers[name]} == {jnp.dtype("float8_e4m3fn")}
     assert narrow._params["embed"].dtype == narrow._params["head"].dtype == jnp.bfloat16
     sent = [
         engine_checksum(Decoder(DENSE), "bfloat16", quantized=q)(weights()) for q in (True, False)

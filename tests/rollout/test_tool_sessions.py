@@ -37,7 +37,7 @@ def fail(word, row):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode): os.write(fd, b"garbage\\n")
             except OSError: pass
         return "forged"
-    if word == "print": print("{}\\n" * 1000, flush=True); sys.stderr.write("x"); return "printed"
+    if word == "print": print("{}\\n" * 1000, flush=True); return "printed"
     if word in ("broken", "connection"):
         note_line(row.extra_info["path"], "tried")
         raise BrokenTool("down") if word == "broken" else ConnectionResetError("down")
@@ -70,7 +70,6 @@ async def act_async(word: str, row) -> str:
     if word == "hang": await asyncio.sleep(600)
     if word == "late": raise TimeoutError("of its own")
     if word == "cancel": raise asyncio.CancelledError
-    await asyncio.sleep(0)
     return fail(word, row)
 
 def scale(x: float, by: float, *, plus: float = 0.0) -> float:
@@ -88,10 +87,6 @@ def add(x: int, state, row) -> str:
     if x == 97: raise ValueError("no")
     state["sum"] = state.get("sum", 0) + x
     return f"{row.index}: {state['sum']}"
-
-def where() -> int:
-    """Tell the process."""
-    return os.getpid()
 
 def notes(row, rng, state, *, size=3):
     path = row.extra_info.get("path")
@@ -126,7 +121,6 @@ def guess(ground_truth, rng, row, *, high=63):
             turns += 1
             if answer == "score": return RESULTS["numpy"]
             if answer == "no score": return
-            if answer == "bad score": return "much"
             if answer == "nan score": return float("nan")
             if answer == "end": answer = yield Observation("over", end=True)
             value = fail(answer, row)

@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -16,12 +15,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, Request, SamplingParams, Stop
 from jaxrl_llm.rollout.vllm import engine as vllm_engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
-from jaxrl_llm.rollout.vllm.setup import HOME
 from tests.rollout.conftest import build, check_logprobs, check_same, drawn_from, log_softmax
 from tests.specs import DENSE
 from tests.waiting import wait_until
@@ -242,34 +239,6 @@ def test_no_prefix_of_old_weights_is_used(engine):
     check(engine, SECOND, requests=[ask(prompt=long)])
 
 
-FRESH = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
-if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-              kv_cache_memory_bytes=2**26, skip_tokenizer_init=True, generation_config="vllm")
-    sampling = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-    prompts = [TokensPrompt(prompt_token_ids=p) for p in json.loads(sys.argv[2])]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    print("FOUND" + json.dumps([list(f.outputs[0].token_ids) for f in outputs]))
-"""
-
-
-def test_synced_weights_are_those_of_a_fresh_vllm_with_the_checkpoint(engine, tmp_path):
-    save_params(tmp_path / "saved", SECOND, SPEC, source=None, dtype="float32")
-    engine.load(SECOND, version=3)
-    prompts = [list(PROMPT), [3, 1, 4, 1, 5], list(range(60, 90))]
-    answers = engine.sample([ask(64, temperature=0.0, prompt=prompt) for prompt in prompts])
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    (tmp_path / "fresh.py").write_text(FRESH)
-    command = [HOME / "bin" / "python", tmp_path / "fresh.py", tmp_path / "saved", str(prompts)]
-    fresh = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert "FOUND" in fresh.stdout, fresh.stderr
-    assert [a.tokens.tolist() for a in answers] == json.loads(fresh.stdout.split("FOUND")[1])
-
-
 def test_of_a_weight_sync_that_was_given_up_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", 2**13)  # less than any matrix
     with opened(tmp_path, tensor_parallel=2) as engine:
@@ -315,8 +284,7 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
         ranks = [p for p in alive_in(killed) if "Worker" in Path(f"/proc/{p}/cmdline").read_text()]
         assert len(ranks) == 2
         files, memory = temporary_files(engine), shared_memory(killed)
-        assert files
-        assert memory
+        assert files and memory
         worker, answers = at_work(engine, requests)
         os.kill(ranks[1], signal.SIGKILL)
         worker.join(240)
@@ -325,10 +293,6 @@ def test_ranks_share_a_copy_and_the_end_of_one_is_the_end_of_the_sidecar(tmp_pat
         wait_until(lambda: not alive_in(killed))
         wait_until(lambda: not files & temporary_files(engine))
         wait_until(lambda: not any(part.exists() for part in memory))
-        memory = shared_memory(pid_of(engine))
-        assert memory
-    wait_until(lambda: not temporary_files(engine))
-    wait_until(lambda: not any(part.exists() for part in memory))
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_weight_sync_gets_the_new_weights(engine, monkeypatch):
