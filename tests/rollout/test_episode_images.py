@@ -176,6 +176,72 @@ def test_a_program_gets_the_row_s_images_and_shows_them_again():
     assert [len(request.visuals) for request in requests] == [1, 2]
 
 
+def test_long_texts_beside_an_image_are_cut():
+    def talks(side: int) -> list:
+        """Talk much.\n\nArgs:\n    side: of the image."""
+        return ["a" * 50, drawn(side), "b" * 50]
+
+    limits = {"observation_tokens": 41}
+
+    def respond(text):
+        return "ok" if "<|tool|>" in text else "[talks(side=48)]"
+
+    played, _ = play(respond, tools=[talks], limits=limits)
+    told = TOKENIZER.decode(played.episodes[0].pieces[1].tokens)
+    shown = f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|>"
+    assert f"{'a' * 8} ... aaa{shown}{'b' * 8} ... bbb" in told
+
+
+LOOP = """
+from types import SimpleNamespace
+from PIL import Image
+
+class Looks:
+    # as loops of verl use a processor: it shows the row's image, and another one later
+    def __init__(self, trainer_config, server_manager, processor, dataset_cls, **_):
+        self.server, self.processor, self.dataset = server_manager, processor, dataset_cls
+    def encode(self, messages, images):
+        options = {"add_generation_prompt": True, "tokenize": False}
+        text = self.processor.apply_chat_template(messages, **options)
+        inputs = self.processor(text=[text], images=images, videos=None, return_tensors="pt")
+        return inputs.pop("input_ids").squeeze(0).tolist()
+    async def run(self, sampling_params, raw_prompt, **_):
+        size = self.processor.image_processor.patch_size
+        images = list(self.dataset.process_vision_info(raw_prompt, image_patch_size=size)[0])
+        prompt = self.encode(raw_prompt, images)
+        tokens, mask = list(prompt), []
+        for turn in range(2):
+            if turn:
+                images += [Image.new("RGB", (16, 16))]
+                content = [{"type": "image"}, {"type": "text", "text": "more"}]
+                told = self.encode([{"role": "user", "content": content}], images[1:])
+                tokens, mask = tokens + told, mask + [0] * len(told)
+            given = {"prompt_ids": tokens, "sampling_params": sampling_params}
+            shown = images[1:] if turn and FORGETS else images
+            ids = (await self.server.generate("x", **given, image_data=shown)).token_ids
+            tokens, mask = tokens + ids, mask + [1] * len(ids)
+        fields = {"prompt_ids": prompt, "response_ids": tokens[len(prompt) :]}
+        fields |= {"response_mask": mask, "multi_modal_data": {"images": images}}
+        return SimpleNamespace(**fields, reward_score=0.5)
+"""
+
+
+def test_a_loop_of_verl_s_shows_images(tmp_path):
+    first = PROCESSOR.image(drawn(32, 90))
+    for forgets in (True, False):
+        (tmp_path / f"{forgets}.py").write_text(f"FORGETS = {forgets}\n{LOOP}")
+        agent = FunctionSpec("verl_agent_loop", {"loop": f"{tmp_path / str(forgets)}.py:Looks"})
+        if forgets:
+            with pytest.raises(RunError, match="stream"):
+                play(lambda text: "ok", [asks("?", first)], agent=agent)
+            continue
+        played, requests = play(lambda text: "ok", [asks("?", first)], agent=agent)
+    (episode,) = played.episodes
+    assert [visual.tokens for visual in episode.visuals] == [4, 1]
+    assert episode.visuals[0].key == first.key and episode.score == 0.5
+    assert [len(request.visuals) for request in requests] == [1, 2]
+
+
 class Response:
     """As verl's `ToolResponse`."""
 

@@ -153,8 +153,16 @@ def test_answers_depend_on_nothing_but_the_request(variant, expected, name):
     check_same(asyncio.run(arrive()), expected)
     after = engine.stats()
     assert (after.running, after.waiting, after.cached_tokens) == (0, 0, 0)
-    assert (after.preemptions > 0) == (name != "pieces"), "who gives its pages back goes on"
     check_same(engine.sample(MIXED[::-1])[::-1], expected)  # most prompts are cached
+
+
+@pytest.mark.parametrize("name", ["cramped", "in place"])
+def test_who_gives_its_pages_back_goes_on_as_if_it_had_not(variant, engine, name):
+    requests = [Request(draw_prompt(7, seed), SamplingParams(33), seed) for seed in range(3)]
+    variant(name).load(weights(), version=0)
+    before = variant(name).stats().preemptions
+    check_same(variant(name).sample(requests), engine.sample(requests))
+    assert variant(name).stats().preemptions > before
 
 
 async def listen(engine, request, most):

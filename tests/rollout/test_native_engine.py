@@ -63,32 +63,6 @@ def test_nothing_compiles_after_the_first_load(engine, compile_rest):
         assert counter.count == 0
 
 
-@pytest.fixture
-def slow(hollow):
-    """(end) -> an engine whose chunk waits for an event; all that runs ends with it, or nothing."""
-
-    def make(*, ends=True):
-        engine, started, go_on = hollow(), threading.Event(), threading.Event()
-
-        def step():
-            with engine._state:
-                incoming, engine._incoming = engine._incoming, []
-                if not ends:
-                    engine._runner.scheduler.add(incoming)
-            started.set()
-            go_on.wait(120)
-            for sequence in incoming if ends else ():
-                sequence.versions, sequence.finish = [engine._version], "length"
-            return incoming if ends else []
-
-        assert callable(engine._step)
-        engine._step = step
-        engine.load(weights(), version=1)
-        return engine, started, go_on
-
-    return make
-
-
 def test_who_waits_at_a_pause_or_asleep_is_answered_after_it(engine, pool):
     expected = engine.sample([request(new=8)])
     for stop, go_on in ((engine.pause, engine.resume), (engine.sleep, engine.wake)):
@@ -108,10 +82,25 @@ def test_who_waits_at_a_pause_or_asleep_is_answered_after_it(engine, pool):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_at_the_close_what_ends_with_the_chunk_in_flight_is_answered(slow, pool, ends):
-    engine, started, go_on = slow(ends=ends)
+def test_at_the_close_what_ends_with_the_chunk_in_flight_is_answered(hollow, pool, ends):
+    engine, started, go_on = hollow(), threading.Event(), threading.Event()
+
+    def step():
+        with engine._state:
+            incoming, engine._incoming = engine._incoming, []
+            if not ends:
+                engine._runner.scheduler.add(incoming)
+        started.set()
+        go_on.wait(120)
+        for sequence in incoming if ends else ():
+            sequence.versions, sequence.finish = [engine._version], "length"
+        return incoming if ends else []
+
+    assert callable(engine._step)
+    engine._step = step
+    engine.load(weights(), version=1)
     waiting = pool.submit(engine.sample, [request()])
-    started.wait(120)
+    assert started.wait(120)
     closing = pool.submit(engine.close)
     time.sleep(0.05)
     assert not closing.done()

@@ -354,7 +354,6 @@ def test_no_slot_is_of_two_images():
 APART = [IMAGE] * 3
 REFUSED = {
     "no images": ("images", dataclasses.replace(MIXED[1], visuals=())),
-    "in another order": ("images", dataclasses.replace(MIXED[1], visuals=(SMALL, LARGE))),
     "patches": ("patches", ask(dataclasses.replace(LARGE, patches=LARGE.patches[:, :12]), 3)),
     "too large": ("max_pixels", ask(draw_visual(1, 6, 12), 3)),
     "raised": (

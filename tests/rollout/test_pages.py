@@ -303,14 +303,6 @@ def test_only_where_a_state_was_kept():
     assert cached == [0, 0, 6, 6]
 
 
-def test_what_was_read_least_recently_goes_first_with_its_pages():
-    pool = StatePagePool(9, size=SIZE, slots=3)
-    for first in (1, 2, 1, 3):
-        read(pool, (first,) * 5)
-    assert len(pool._free) == 9 - 2 * 2  # of those that begin with 1 and 3
-    assert [pool.match_prefix(PageTable(), (first,) * 5) for first in (1, 2, 3)] == [5, 0, 5]
-
-
 def test_a_state_is_not_kept_where_no_slot_is_left():
     pool, tables = StatePagePool(9, size=SIZE, slots=3), [PageTable(), PageTable()]
     for first, table in enumerate(tables):

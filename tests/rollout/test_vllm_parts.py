@@ -152,23 +152,36 @@ def base():
         yield Path(folder)
 
 
-def test_what_was_left_is_removed_at_the_next_start(base):
+def test_what_was_left_is_removed_at_the_next_start(base, monkeypatch):
     temporary = sidecar_module("jaxrl_temporary")
     prefix = temporary._prefix()
-    left, used, other = base / f"{prefix}left", base / f"{prefix}used", base / "other"
+    left, other = base / f"{prefix}left", base / "other"
     other.mkdir()
     (base / f"{prefix}link").symlink_to(other)
     os.close(temporary._make_locked(left))  # as the end of its process does
     memory = Path(f"/dev/shm/vllm_dist_{left.name}-cpushm_0")
     for path in (memory, left / f"vllm_dist_{left.name}"):
         path.touch()
-    lock = temporary._make_locked(used)
-    temporary.remove_abandoned(base)
+    for name in ("TMPDIR", "VLLM_RPC_BASE_PATH", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(base))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    used, lock = temporary.make_folder("used")
     assert not left.exists() and not memory.exists()
     assert (used / temporary.LOCK).exists() and other.exists()
     os.close(lock)
     temporary.remove_abandoned(base)
     assert not used.exists()
+    opened, folder = temporary._open_lock, base / f"{prefix}token"
+
+    def removed_by_another(path):  # while it is made
+        lock = opened(path)
+        monkeypatch.setattr(temporary, "_open_lock", opened)
+        temporary.remove_abandoned(base)
+        return lock
+
+    monkeypatch.setattr(temporary, "_open_lock", removed_by_another)
+    assert temporary._make_locked(folder) is None
+    os.close(temporary._make_locked(folder))
 
 
 @pytest.mark.parametrize("known", [True, False])
