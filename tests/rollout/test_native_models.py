@@ -403,7 +403,7 @@ def test_images_whose_tokens_attend_to_each_other():
     ],
     ids=["mesh", "hybrid mesh", "recorded experts"],
 )
-def test_images_on_a_mesh_in_narrow_types_and_with_experts(spec, options, atol):
+def test_images_on_a_mesh_and_with_experts(spec, options, atol):
     requests = [*MIXED, *MIXED, ask(3, OTHER, 4)] if "devices" in options else MIXED
     with opened(spec, **options) as engine:
         for _ in range(2):
