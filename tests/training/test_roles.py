@@ -27,7 +27,7 @@ pytestmark = pytest.mark.guards(*MODEL, *UPDATE)
 
 CRITIC = dataclasses.replace(DENSE, value_head=True)
 SIZES = (8, 3, 5, 6)
-SHAPES = [RowShape(4, 8, 4), RowShape(1, 8, 2), RowShape(2, 16, 4), RowShape(1, 24, 3)]
+SHAPE, LONG = RowShape(4, 8, 4), RowShape(1, 24, 3)
 CLIP = 0.7
 
 
@@ -38,48 +38,37 @@ def batch_of():
     return batch
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def values_of(params, n, tokens):
-    """The values of one sequence [n]: before its first token there is no state."""
-    given = tokens[None, :n], jnp.arange(n)[None], jnp.ones((1, n), int)
-    hidden = forward(params, CRITIC, *given)[0]
+def values_of(params):
+    """The values [B T], one sequence a row: before its first token there is no state."""
+    batch, places = batch_of(), np.broadcast_to(np.arange(8), (4, 8))
+    real = (places < batch.sequence_lengths[:, None]).astype(np.int32)
+    hidden = forward(params, CRITIC, *map(jnp.asarray, (batch.tokens, places, real)))
     after = hidden @ params["score"][:, 0] + params["score_bias"][0]
-    return jnp.concatenate([jnp.zeros(1), after[:-1]])
+    return jnp.pad(after, ((0, 0), (1, 0)))[:, :-1]
 
 
 def critic_loss(params):
-    """PPO's clipped value loss, mean over tokens, one sequence after the other."""
-    batch, total = batch_of(), 0.0
-    for i, n in enumerate(SIZES):
-        values = values_of(params, n, batch.tokens[i])
-        mask, old, returns = (batch[x][i, :n] for x in ("mask", "old_values", "returns"))
-        held = jnp.clip(values, old - CLIP, old + CLIP)
-        worst = jnp.maximum((values - returns) ** 2, (held - returns) ** 2) / 2
-        total += jnp.sum(jnp.where(mask, worst, 0.0))
-    return total / batch["mask"].sum()
+    """PPO's clipped value loss, mean over tokens, and the values."""
+    batch, values = batch_of(), values_of(params)
+    mask, old, returns = (batch[name] for name in ("mask", "old_values", "returns"))
+    held = jnp.clip(values, old - CLIP, old + CLIP)
+    worst = jnp.maximum((values - returns) ** 2, (held - returns) ** 2) / 2
+    return jnp.sum(jnp.where(mask, worst, 0.0)) / mask.sum(), values
 
 
-@pytest.fixture(scope="module")
-def by_hand():
-    """The critic's loss and its gradient."""
-    return jax.device_get(jax.jit(jax.value_and_grad(critic_loss))(draw(CRITIC)))
-
-
-@pytest.mark.parametrize(
-    "shape", [SHAPES[3], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[:3])]
-)
-def test_the_critics_update_and_values_are_the_same_however_they_are_cut(shape, by_hand):
+def test_the_critics_update_and_values_are_those_of_one_sequence_a_row():
     params, batch = draw(CRITIC), batch_of()
+    by_hand = jax.jit(jax.value_and_grad(critic_loss, has_aux=True))
+    (loss, wanted), slope = jax.device_get(by_hand(params))
     objective = ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP))
-    gradient, metrics, _ = updated(learn(CRITIC, params, objective, shape), params, batch)
-    np.testing.assert_allclose(metrics["vf_loss"], by_hand[0], rtol=1e-5)
-    assert_same(gradient, by_hand[1])
-    infer = value_pass(ForwardConfig(model=Decoder(CRITIC)), shape, mesh_of())
+    gradient, metrics, _ = updated(learn(CRITIC, params, objective, LONG), params, batch)
+    np.testing.assert_allclose(metrics["vf_loss"], loss, rtol=1e-5)
+    assert_same(gradient, slope)
+    infer = value_pass(ForwardConfig(model=Decoder(CRITIC)), LONG, mesh_of())
     values = infer(params, batch)["values"]
     np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)
-    for row, tokens, n in zip(values, batch.tokens, SIZES, strict=True):
-        np.testing.assert_allclose(row[:n], values_of(params, n, tokens), atol=1e-5)
-        assert not row[n:].any()
+    real = np.arange(8) < batch.sequence_lengths[:, None]
+    np.testing.assert_allclose(values, np.where(real, wanted, 0.0), atol=1e-5)
 
 
 def test_a_correction_weighs_the_loss_and_not_the_kl():
@@ -91,7 +80,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl():
         kl=lambda logprobs: 0 * logprobs + 3.0,
         corrected=True,
     )
-    learner = learn(DENSE, params, objective, SHAPES[0])
+    learner = learn(DENSE, params, objective, SHAPE)
     _, metrics, _ = updated(learner, params, batch.add(correction=correction), {"kl_coef": 0.5})
     weighed = (batch["advantages"] * correction)[batch["mask"]].mean()
     np.testing.assert_allclose(metrics["pg_loss"], weighed, rtol=1e-5)
@@ -101,7 +90,7 @@ def test_a_correction_weighs_the_loss_and_not_the_kl():
 
 def test_the_sum_of_squared_probabilities():
     params, batch, names = draw(DENSE), batch_of(), ("logprobs", "sum_pi_squared")
-    infer = logprob_pass(ForwardConfig(model=Decoder(DENSE)), SHAPES[1], mesh_of(), names)
+    infer = logprob_pass(ForwardConfig(model=Decoder(DENSE)), SHAPE, mesh_of(), names)
     inferred = infer(params, batch)
     assert set(inferred) == set(names)
     whole = np.exp(jax.jit(functools.partial(by_rows, DENSE, batch=batch))(params))
@@ -109,41 +98,39 @@ def test_the_sum_of_squared_probabilities():
     np.testing.assert_allclose(inferred["sum_pi_squared"], expected, rtol=1e-5)
 
 
-def marking(select, updates=0, seed=0):
-    current, batch, seen = np.random.default_rng(0).normal(size=(4, 8)), batch_of(), []
+def test_tokens_of_high_covariance_are_drawn_by_seed_and_update():
+    """Of a mini-batch, by the log-probs of the parameters that are being updated."""
+    current = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    batch, seen = batch_of(), []
 
     def infer(params, batch):
         seen.append(params)
-        return {"logprobs": current.astype(np.float32)}
+        return {"logprobs": current}
 
-    role = Role(
-        name="actor",
-        learner=Mock(spec=Learner),
-        infer=infer,
-        learning_rate=Mock(),
-        max_skipped=0,
-        mark_covariant=covariance_marker(Mock(spec=AlgorithmFunctions, select_covariant=select)),
-        seed=seed,
-    )
-    state = TrainState({"a": 1}, None, jnp.asarray(updates), jnp.asarray(0))
-    marked = role.annotate(state, batch)
-    assert seen == [{"a": 1}], "once, with the parameters that are being updated"
-    return marked["high_covariance"], (current, batch["advantages"], batch["mask"])
+    def marked(seed, updates, select):
+        functions = Mock(spec=AlgorithmFunctions, select_covariant=select)
+        role = Role(
+            name="actor",
+            learner=Mock(spec=Learner),
+            infer=infer,
+            learning_rate=Mock(),
+            max_skipped=0,
+            mark_covariant=covariance_marker(functions),
+            seed=seed,
+        )
+        state = TrainState({"a": 1}, None, jnp.asarray(updates), jnp.asarray(0))
+        return role.annotate(state, batch)["high_covariance"]
 
-
-def test_the_tokens_of_highest_covariance_of_a_mini_batch_are_marked():
-    marked, (current, advantages, mask) = marking(functools.partial(select_kl_cov, ratio=0.25))
-    products = (current - current[mask].mean()) * (advantages - advantages[mask].mean())
-    least = np.sort(products[mask])[-int(0.25 * mask.sum())]
-    np.testing.assert_array_equal(marked, mask & (products >= least))
-
-
-def test_tokens_are_drawn_by_seed_and_update():
     select = functools.partial(select_clip_cov, ratio=0.2, low=-9.0, high=9.0)
-    marked = [marking(select, *given)[0] for given in ((0, 0), (0, 0), (1, 0), (0, 1))]
-    np.testing.assert_array_equal(marked[0], marked[1])
-    assert any(np.any(marked[0] != other) for other in marked[2:])
-    assert all(each.sum() == marked[0].sum() > 0 for each in marked)
+    first, again, *others = (marked(*at, select) for at in ((0, 0), (0, 0), (1, 0), (0, 1)))
+    np.testing.assert_array_equal(first, again)
+    assert any(np.any(first != other) for other in others)
+    assert all(each.sum() == first.sum() > 0 for each in others)
+    mask, advantages = batch["mask"], batch["advantages"]
+    products = (current - current[mask].mean()) * (advantages - advantages[mask].mean())
+    highest = np.where(mask, products, -np.inf).argmax()
+    assert np.flatnonzero(marked(0, 0, functools.partial(select_kl_cov, ratio=1e-6))) == [highest]
+    assert seen == [{"a": 1}] * 5
 
 
 def test_scores_that_are_no_labels_are_refused():
