@@ -60,9 +60,9 @@ def comparison(divergence, chunk, **axes):
     return Comparison(divergence=divergence, student=student, vocab=VOCAB)
 
 
-def weighted(run):
+def weighted(run, tokens=X):
     """The sum of a function's numbers with random weights, and its gradients."""
-    weights = jnp.asarray(np.random.default_rng(3).normal(size=X), jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=tokens), jnp.float32)
     return jax.jit(jax.value_and_grad(lambda *x: (weights * run(*x)).sum(), (0, 1)))
 
 
@@ -143,3 +143,21 @@ def test_devices_that_hold_parts_of_a_vocabulary_share_the_tokens(split):
     want, true = weighted(lambda *x: plain(*x, teacher, generalized_jsd))(hidden, head)
     assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-6), ours, true)
+
+
+def test_no_more_than_a_few_chunks_of_logits_live_at_once():
+    """Of the student and of the teacher; a chunk of all tokens shows that the measure sees them."""
+    tokens, words, chunk = 2048, 4096, 128
+    shapes = (tokens, D), (D, words), (tokens, E), (E, words)
+    hidden, head, other, matrix = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+
+    def scratch(chunk):
+        student = HeadProjection(softcap=SOFTCAP, chunk=chunk)
+        how = Comparison(divergence=generalized_jsd, student=student, vocab=words)
+        run = weighted(
+            lambda *x: divergence_stats(how, x[0], x[1], TeacherHidden(*x[2:])).divergence, tokens
+        )
+        compiled = run.lower(hidden, head, other, matrix).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * words)
+
+    assert scratch(chunk) < 10 * chunk and scratch(tokens) > 2 * tokens
