@@ -71,14 +71,9 @@ def update(model, items, *, tokens=4 * WIDTH, **sizes):
     return updated(learner, placed, preference_batch(items, WIDTH).add(answer_share=share))[:2]
 
 
-@pytest.fixture(scope="module")
-def expected(model):
-    return update(model, make_items())
-
-
-def test_loss_and_gradient_are_those_of_torch(model, expected):
+def test_loss_and_gradient_are_those_of_torch_and_the_same_on_a_mesh(model):
     """Each answer alone and unpadded; the mean is over all steps."""
-    gradient, metrics = expected
+    gradient, metrics = update(model, make_items())
     items, theirs = make_items(), model.torch
     theirs.zero_grad()
     logits, labels, answers = [], [], []
@@ -104,16 +99,11 @@ def test_loss_and_gradient_are_those_of_torch(model, expected):
         value = weight.grad.numpy()
         assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
     assert_allclose(gradient["score"], theirs.score.weight.grad.numpy().T, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tokens"), [({}, WIDTH), ({"fsdp": 2, "context": 2, "tensor": 2}, 2 * WIDTH)]
-)
-def test_cuts_and_meshes_change_nothing(model, expected, sizes, tokens):
-    gradient, metrics = update(model, make_items()[::-1], tokens=tokens, **sizes)
-    assert_same(gradient, expected[0])
+    on = {"fsdp": 2, "context": 2, "tensor": 2}
+    again, more = update(model, make_items()[::-1], tokens=2 * WIDTH, **on)
+    assert_same(again, gradient)
     for name in ("loss", "accuracy/steps", "accuracy/answers", "rewards/steps"):
-        assert_allclose(metrics[name], expected[1][name], rtol=2e-5)
+        assert_allclose(more[name], metrics[name], rtol=2e-5)
 
 
 def test_an_answer_is_found_by_its_first_wrong_step():
@@ -159,16 +149,9 @@ def test_a_wrong_row_is_refused():
     ):
         with pytest.raises(ValueError, match=named):
             tokenize(good | change)
-
-
-def test_rows_of_several_kinds_are_refused():
-    rows = [
-        {"prompt": "q", "completions": ["a"], "labels": [True]},
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-    ]
-    rows = [normalize_preference_row(row) for row in rows]
+    mixed = [good, {"prompt": "q", "chosen": "a", "rejected": "b"}]
     with pytest.raises(ValueError, match="row 1"):
-        tokenize_preferences(rows, TOKENIZER, max_tokens=30)
+        tokenize_preferences([*map(normalize_preference_row, mixed)], TOKENIZER, max_tokens=30)
 
 
 def test_steps_end_at_the_tokens_that_were_drawn():

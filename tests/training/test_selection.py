@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxrl_llm.algorithms import losses, preferences, shaping
 from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
-from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.config.sections import ReferenceConfig
 from jaxrl_llm.data.dataset import Preference, preference_batch
 from jaxrl_llm.data.packing import row_shape
@@ -84,12 +84,6 @@ def build(params, objective, reduce, *, width, rows=16, mesh=None):
     return lambda minibatch: updated(learner, placed, minibatch, coefs)[:2]
 
 
-def check(got, expected, names=("loss",)):
-    assert_same(got[0], expected[0])
-    for name in names:
-        assert_allclose(got[1][name], expected[1][name], rtol=2e-5, err_msg=name)
-
-
 def pairs_of(batch, function=best_and_worst, size=ANSWERS):
     return select_pairs(pair_maker(function), size, size // GROUP, batch)
 
@@ -130,9 +124,8 @@ def test_pairs_go_to_the_mini_batch_of_their_prompts(batch):
     assert [m["mask"].any() for m in cut] == [True, False, True]
 
 
-@pytest.fixture(scope="module")
-def prefers(params, batch):
-    """The update of `prefer` on all pairs, which stand in its rows."""
+def test_an_update_on_pairs_is_that_of_prefer(params, batch):
+    """In other rows on a mesh; rows that fill a mini-batch up count for nothing."""
     chosen, rejected = pair_maker(all_pairs)(batch)
     pairs = [*zip(chosen, rejected, strict=True)]
     wanted = preference_batch(preferences_of(batch, pairs), 2 * WIDTH)
@@ -142,19 +135,15 @@ def prefers(params, batch):
         row[: sum(map(len, joined))] = np.concatenate(joined)
     assert (mask != wanted["mask"]).any()
     wanted = wanted.add(mask=mask)
-    objective = PreferenceObjective(loss=DPO)
-    return build(params, objective, sequence_mean_token_mean, width=2 * WIDTH)(wanted)
-
-
-@pytest.mark.parametrize(("sizes", "rows"), [({}, 1), ({"fsdp": 4, "tensor": 2}, 4)], ids=str)
-def test_an_update_on_pairs_is_prefers_for_every_cut_and_mesh(params, batch, prefers, sizes, rows):
-    """The rows that fill a mini-batch up count for nothing."""
-    objective, mesh = PreferenceObjective(loss=DPO), mesh_of(**sizes)
-    how = {"width": 2 * WIDTH, "rows": rows, "mesh": mesh}
-    run = build(params, objective, sequence_mean_token_mean, **how)
+    how = PreferenceObjective(loss=DPO), sequence_mean_token_mean
+    expected = build(params, *how, width=2 * WIDTH)(wanted)
+    run = build(params, *how, width=2 * WIDTH, rows=4, mesh=mesh_of(fsdp=4, tensor=2))
     (minibatch,), metrics = pairs_of(batch, all_pairs)
     assert len(minibatch.tokens) == 12 > int(metrics["pairs/count"])
-    check(run(minibatch), prefers, ("loss", "rewards/margins", "rewards/accuracies"))
+    got = run(minibatch)
+    assert_same(got[0], expected[0])
+    for name in ("loss", "rewards/margins", "rewards/accuracies"):
+        assert_allclose(got[1][name], expected[1][name], rtol=2e-5, err_msg=name)
 
 
 def test_what_is_no_pair_is_refused(batch):
@@ -205,22 +194,21 @@ def imitation(params, tokens, sizes, mask, shares):
     return jax.value_and_grad(loss)(params)
 
 
-@pytest.mark.parametrize("reduce", [token_mean, sequence_mean_token_mean], ids=lambda f: f.__name__)
-def test_imitating_the_kept_answers_is_supervised_training_on_them(params, batch, reduce):
-    """One by one, without packing; a mean is over the kept answers' tokens, or over the answers."""
+def test_imitating_the_kept_answers_is_supervised_training_on_them(params, batch):
+    """One by one, without packing; the mean is over the kept answers."""
     (minibatch,), metrics = kept_by(batch, functools.partial(shaping.at_least, threshold=1.0))
     rows, counts = [1, 3, 4, 5, 6, 7], batch["mask"].sum(1)
     assert metrics == {"batch/kept_answers": len(rows)}
     shares = np.zeros(batch["mask"].shape, np.float32)
     for i in rows:
-        by_answer = len(rows) * counts[i]
-        shares[i] = 1 / (counts[rows].sum() if reduce is token_mean else by_answer)
+        shares[i] = 1 / (len(rows) * counts[i])
     arrays = batch.tokens, batch.sequence_lengths, batch["mask"], shares
     loss, gradient = jax.device_get(imitation(params, *arrays))
     objective = PolicyObjective(loss=losses.negative_log_likelihood)
     assert len(minibatch.tokens) == 6, "three prompts, twice"
-    got = build(params, objective, reduce, width=WIDTH)(minibatch)
-    check(got, (gradient, {"loss": loss}))
+    got = build(params, objective, sequence_mean_token_mean, width=WIDTH)(minibatch)
+    assert_same(got[0], gradient)
+    assert_allclose(got[1]["loss"], loss, rtol=2e-5)
 
 
 def test_the_best_of_each_group_is_kept(batch):

@@ -288,8 +288,8 @@ def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_groups_are_scored_before_the_sampling_ends(overlaps):
-    """While one is scored, others wait, and are scored together after it."""
-    engine, window = Turns(2, 1.0), None
+    """While one is scored, others wait, and are scored together after it; an error ends a step."""
+    engine = Turns(2, 1.0)
     calls, open_ones, first = [], [], Future()
 
     def start(rollouts, clock):
@@ -308,17 +308,13 @@ def test_groups_are_scored_before_the_sampling_ends(overlaps):
     for rollouts, scores, _ in taken:
         assert [s.score for s in scores] == [len(e.tokens) for e in rollouts.episodes]
 
-
-def test_a_reward_function_that_fails_ends_the_step():
-    engine = Turns(2, 1.0)
-    window = open_window(engine, staleness=2)
-
-    def start(rollouts, clock):
+    def fail(rollouts, clock):
         raise ScoreError("no score")
 
-    window._scores = GroupScores(start, window.sampler.gather)
+    window = open_window(Turns(2, 1.0), staleness=2, overlaps=overlaps)
+    window._scores = GroupScores(fail, window.sampler.gather)
     with pytest.raises(ScoreError, match="no score"):
-        train(window, engine, 1, 1)
+        train(window, window.sampler.engine, 1, 1)
 
 
 def test_a_schedule_that_does_not_fit_is_told(tmp_path):
