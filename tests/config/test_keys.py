@@ -53,6 +53,7 @@ OUT_OF_RANGE = {
     TrainConfig: [
         *("rollout.samples_per_prompt=0", "batch.prompts_per_minibatch=-8", "rollout.top_p=1.1"),
         *("validation.every=-1", "rollout.top_k=-1", "reward.workers=-1"),
+        f"seed={2**32}",
         "rollout.kv_cache_dtype=int4",
     ],
     SftConfig: [
@@ -87,6 +88,7 @@ CONTRADICTIONS = {
         ("batch.prompts_per_step=12 batch.prompts_per_minibatch=8", "batch.prompts_per_step"),
         (f"{BATCH}=1023", BATCH),
         ("validation.every=5", "validation.every"),
+        ("validation.samples=4", "validation.samples"),
         ("algorithm.kl_loss=k3 algorithm.kl_reward=k1", "algorithm.kl_loss"),
         ("rollout.kv_cache_dtype=fp8", "rollout.kv_cache_dtype"),
         ("rollout.kv_cache_dtype=int8 rollout.engine=vllm", "rollout.kv_cache_dtype"),

@@ -52,6 +52,7 @@ CAN_NOT_WORK = [
     ("advantage", lambda scores, values: scores),  # without returns
     ("reduce", lambda mask: mask.sum()),
     ("reduce", lambda mask: 1 / 0),
+    ("reduce", "jaxrl_llm.algorithms.kl:k3"),  # a function of another kind
     ("kl_loss", with_numpy),
     ("kl_reward", lambda logprobs: logprobs.mean()),
     ("penalty", lambda scores: scores.sum()),

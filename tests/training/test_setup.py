@@ -1,7 +1,8 @@
-"""Files made on demand, models and optimizers from a config."""
+"""Files made on demand, models, meshes and optimizers from a config."""
 
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -13,8 +14,9 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import PACKAGED, from_tree
-from jaxrl_llm.config.programs import SftConfig
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.config.sections import (
+    DataConfig,
     LoraConfig,
     MeshConfig,
     MeshSizes,
@@ -29,8 +31,10 @@ from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.moe.routing import SigmoidRouter
 from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.rope import LongRopeScaling
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.runs.directory import build_once, prepare_files, recipe_of
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, make_mesh
+from jaxrl_llm.training import compile
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.load_model import (
     LoadedModel,
@@ -44,6 +48,7 @@ from jaxrl_llm.training.load_model import (
     takes_long_rows,
 )
 from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.run import warm_start
 from tests.refusals import refuses
 from tests.specs import TINY as SPEC
 
@@ -79,7 +84,8 @@ def sft_config(**more):
     return from_tree(SftConfig, tree | more)
 
 
-def test_a_recipe_has_what_decides_the_weights_and_no_defaults():
+def test_a_recipe_has_what_decides_the_weights_and_no_defaults(tmp_path, monkeypatch):
+    """A user's function by its source, and a model of the package the same from everywhere."""
     plain = {"model.path": "m", "data.train": ["t.parquet"], "data.max_tokens": 8}
     assert recipe_of(sft_config()) == plain
     written = {"log": {"trackers": []}, "checkpoint": {"every": 3}, "stall_timeout_s": None}
@@ -87,27 +93,16 @@ def test_a_recipe_has_what_decides_the_weights_and_no_defaults():
     assert recipe_of(sft_config(steps=5)) == plain | {"steps": 5}
     lora = {"path": "m", "lora": {}}
     assert recipe_of(sft_config(model=lora)) == plain | {"model.lora": {}}
-
-
-def test_a_recipe_names_a_model_of_the_package_the_same_from_everywhere(monkeypatch):
-    monkeypatch.chdir(PACKAGED.parent)  # where a clone has its configs, too
-    recipes = [
-        recipe_of(sft_config(model={"path": path}))
-        for path in ("configs/quickstart", str(PACKAGED / "quickstart"))
-    ]
-    assert recipes[0] == recipes[1]
-    assert recipes[0]["model.path"] == "configs/quickstart"
-
-
-def test_a_recipe_has_the_sources_of_users_functions(tmp_path):
-    path = tmp_path / "mine.py"
-
-    def recipe(scale):
+    path, recipes = tmp_path / "mine.py", []
+    for scale in (0.1, 0.2):
         path.write_text(f"import optax\n\ndef mine():\n    return optax.sgd({scale})\n")
-        return recipe_of(sft_config(optim={"optimizer": f"{path}:mine"}))
-
-    one, other = recipe(0.1), recipe(0.2)
-    assert {key for key in one if one[key] != other[key]} == {"optim.optimizer: source"}
+        recipes.append(recipe_of(sft_config(optim={"optimizer": f"{path}:mine"})))
+    changed = {key for key in recipes[0] if recipes[0][key] != recipes[1][key]}
+    assert changed == {"optim.optimizer: source"}
+    monkeypatch.chdir(PACKAGED.parent)  # where a clone has its configs, too
+    for path in ("configs/quickstart", str(PACKAGED / "quickstart")):
+        recipe = recipe_of(sft_config(model={"path": path}))
+        assert recipe["model.path"] == "configs/quickstart"
 
 
 PREPARATION = """
@@ -309,18 +304,15 @@ def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
 
 
 def test_rows_may_be_longer_than_sequences_where_attention_is_cheap():
-    for mesh, changed, longest, expected in (
-        ({}, {}, 8, True),
-        ({}, {}, 800, False),  # two keys for every token cost more than they save
-        ({"data": 2, "fsdp": 1, "context": 4}, {}, 8, False),  # devices share a row
-        ({}, {"window": 4, "windowed_layers": (True, False), "layers": 2}, 8, True),
-    ):
-        layout = open_layout(MeshConfig(), "train", MeshSizes(**mesh))
-        spec = dataclasses.replace(SPEC, ff_width=256, **changed)
-        forward = ForwardConfig(model=Decoder(spec))
-        assert takes_long_rows(forward, layout, longest) is expected
-        kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
-        assert not takes_long_rows(kernel, layout, longest)
+    spec = dataclasses.replace(SPEC, ff_width=256)
+    forward = ForwardConfig(model=Decoder(spec))
+    layout = open_layout(MeshConfig(), "train", MeshSizes())
+    shared = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
+    assert takes_long_rows(forward, layout, 8)
+    assert not takes_long_rows(forward, layout, 800)  # two keys for each token cost too much
+    assert not takes_long_rows(forward, shared, 8)  # devices share a row
+    kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
+    assert not takes_long_rows(kernel, layout, 8)
 
 
 def test_a_head_that_can_not_be_saved_is_refused_before_weights_are_read(tmp_path):
@@ -356,3 +348,38 @@ def test_a_model_that_can_not_be_read_names_its_key(tmp_path):
     for model in (missing, PolicyConfig(path=str(tmp_path))):
         with refuses("model.path"):
             open_model(model, layout, seed=0)
+    model = PolicyConfig(path="m", warm_start="not_there.yaml")
+    with refuses("model.warm_start"):
+        warm_start(TrainConfig(run_dir="r", model=model, data=DataConfig(train=("t",))))
+
+
+def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
+    tmp_path, monkeypatch, compiles_alone, caplog
+):
+    """While its weights are read, and where what is compiled is kept for the first step."""
+    shutil.copytree(PACKAGED / "quickstart", tmp_path / "model")  # it has no weights
+    model, data = PolicyConfig(path=str(tmp_path / "model")), DataConfig(train=("t.parquet",))
+    config, asked = TrainConfig(run_dir=str(tmp_path), model=model, data=data), []
+    monkeypatch.setattr(compile, "compiles_ahead", lambda devices: False)  # as GPUs
+    monkeypatch.setattr(compile, "LARGE", 1)
+
+    def go(config=config):
+        before = len(asked)
+        with compile.compiling_ahead(config, tmp_path) as wait:
+            wait()
+        return len(asked) > before
+
+    with use_compilation_cache():
+        go(dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3))))
+        assert "mesh.train" in caplog.text, "what can not be compiled ahead is told"
+        monkeypatch.setattr(compile, "compile_steps", lambda config, stopped: asked.append(config))
+        drawn = dataclasses.replace(config.model, random_init=True)
+        assert not go(dataclasses.replace(config, model=drawn)), "nothing is read"
+        assert go()
+        (tmp_path / "checkpoints").mkdir()
+        assert not go(), "not new"
+        (tmp_path / "checkpoints").rmdir()
+        monkeypatch.setattr(compile, "LARGE", 1e12)
+        assert not go(), "small"
+        monkeypatch.setattr(compile, "LARGE", 1)
+    assert not go(), "nothing is kept"
