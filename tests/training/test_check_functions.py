@@ -1,5 +1,6 @@
 """Users' functions, tried on shapes before a model is loaded."""
 
+import contextlib
 import inspect
 
 import jax
@@ -10,12 +11,10 @@ import pytest
 
 from jaxrl_llm.algorithms import advantages, correction, kl, losses, reduce
 from jaxrl_llm.config.errors import ConfigError
-from jaxrl_llm.config.functions import FIELDS, call, public_functions
+from jaxrl_llm.config.functions import public_functions
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.training.bind import check_schedules, resolve_functions
-from jaxrl_llm.training.experience import add_to_scores, advantage_step, penalize
-from jaxrl_llm.types import Batch
 from tests.refusals import refuses
 
 
@@ -155,70 +154,24 @@ def test_no_function_of_the_library_is_refused():
     assert refused == OF_ANOTHER_KIND | NEED_A_NUMBER
 
 
-CHANGES = {
-    "penalty": lambda response_lengths: -1.0 * response_lengths,
-    "penalty that asks for scores": lambda scores, response_lengths: -scores * response_lengths,
-    "kl_reward": lambda logprobs, ref_logprobs: logprobs - ref_logprobs,
-}
-GOOD, LONG = (lambda scores: scores > 0), (lambda response_lengths: response_lengths > 2)
-FILTERS = {
-    "none": {},
-    "of groups": {"group_filter": "with_spread"},
-    "of answers": {"answer_filter": GOOD},
-    "of answers, by length": {"answer_filter": LONG},
-    "both": {"group_filter": "with_spread", "answer_filter": GOOD},
-    "both, by length": {"group_filter": "with_spread", "answer_filter": LONG},
-}
-READERS = {"grpo": "grpo", "gae": "gae", "of raw scores": lambda raw_scores: raw_scores}
-READERS |= {name: name for name in ASK_FOR_KEYS}
-"""Advantages. All of the library but the last two ask for scores or rewards."""
-
-
-def changed_batches(batch):
-    """Return a batch with its scores changed in each way."""
-    kl = batch["logprobs"] - batch["ref_logprobs"]
-    return {
-        change: penalize(batch, kl, 1.0)
-        if change == "kl_reward"
-        else add_to_scores(batch, np.asarray(call(function, batch.arrays)))
-        for change, function in CHANGES.items()
-    }
-
-
-def batch_of_fields():
-    """Return a batch of two groups that has all fields."""
-    rng, lengths = np.random.default_rng(0), np.array([2, 3, 4, 5, 6, 1, 3, 2], np.int32)
-    shapes, mask = {"B": (8,), "B T": (8, 6)}, np.arange(6) < lengths[:, None]
-    fields = {
-        name: rng.normal(0, 2, shapes.get(field.axes, (8, 1))).astype(field.dtype)
-        for name, field in FIELDS.items()
-    }
-    groups, turns = np.array([0, 0, 0, 0, 1, 1, 1, 1]), np.where(mask, 0, -1)
-    fields |= {"mask": mask, "response_lengths": lengths, "usable": np.ones(8, bool)}
-    return Batch(np.zeros_like(turns), lengths, fields | {"group_ids": groups, "turn_ids": turns})
-
-
-def test_what_changes_scores_is_refused_just_where_it_changes_nothing(monkeypatch):
-    """By its effect: what the policy learns from is the same with it and without it."""
+def test_what_changes_scores_is_refused_just_where_it_changes_nothing(monkeypatch, subtests):
+    """Where neither the advantage nor a filter of answers reads the scores."""
     monkeypatch.setattr("jaxrl_llm.training.bind.check_functions", lambda *_: None)  # slow
-    batch, wrong = batch_of_fields(), []
-    batches = {None: batch, **changed_batches(batch)}
-    for name, reader in READERS.items():
-        base = ASK_FOR_KEYS.get(name, {}) | {"algorithm.advantage": reader}
-        step = advantage_step(resolved(base).advantage)
-        advantage = {change: step(given)["advantages"] for change, given in batches.items()}
-        for place, filters in FILTERS.items():
-            keys = base | {f"algorithm.{kind}": given for kind, given in filters.items()}
-            learned = advantage
-            if keep := filters.get("answer_filter"):
-                kept = {change: call(keep, given.fields) for change, given in batches.items()}
-                learned = {change: advantage[change] * kept[change][:, None] for change in kept}
-            for change, function in CHANGES.items():
-                key, refused = f"algorithm.{change.split()[0]}", ()
-                try:
-                    resolved(keys | {key: function})
-                except ConfigError as error:
-                    refused = error.keys
-                if (refused == (key,)) == (learned[change] != learned[None]).any():
-                    wrong.append((name, place, change))
-    assert not wrong
+    changes = {
+        "algorithm.penalty": lambda response_lengths: -1.0 * response_lengths,
+        "algorithm.kl_reward": lambda logprobs, ref_logprobs: logprobs - ref_logprobs,
+    }
+    reads = {"grpo": True, "gae": True, "gdpo": False, "reverse_kl": False}
+    for name, reader in [*((name, name) for name in reads), ("own", lambda raw_scores: raw_scores)]:
+        for of_groups, filter_, is_read in (
+            (None, None, reads.get(name, False)),
+            ("with_spread", None, reads.get(name, False)),
+            (None, lambda response_lengths: response_lengths > 2, reads.get(name, False)),
+            ("with_spread", "best_of_group", True),
+        ):
+            keys = ASK_FOR_KEYS.get(name, {}) | {"algorithm.advantage": reader}
+            keys |= {"algorithm.group_filter": of_groups, "algorithm.answer_filter": filter_}
+            for key, change in changes.items():
+                expected = contextlib.nullcontext() if is_read else refuses(key)
+                with subtests.test(f"{name} {of_groups} {filter_} {key}"), expected:
+                    resolved(keys | {key: change})

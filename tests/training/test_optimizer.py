@@ -2,7 +2,6 @@
 
 import inspect
 
-import chex
 import jax
 import ml_dtypes
 import numpy as np
@@ -146,42 +145,6 @@ def test_every_optimizer_of_optax_is_that_of_single_layers_or_is_refused():
                 assert error.keys == ("optim.optimizer",), str(error)
                 refused.add(own)
     assert not wrong and refused == REFUSED
-
-
-def test_what_computes_by_element_is_given_the_stacks():
-    """AdamW's program is the one that it was: nothing is taken apart, and nothing is added."""
-    mine = make_optimizer(OptimConfig(schedule=RATES))[0](DECLARED, stacks(0))
-    plainly = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: RATE))
-    texts = [
-        str(jax.make_jaxpr(lambda p, o=o: o.update(p, o.init(p), p))(stacks(0)))
-        for o in (mine, plainly)
-    ]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/training/optimizer.py", "jaxrl_llm/training/update.py")
-def test_a_mesh_changes_no_update():
-    """Also where stages hold layers; what the optimizer has of an array lies where that does."""
-    params = draw(SMALL)
-    gradient = jax.tree.map(lambda x: np.asarray(jax.numpy.sin(7 * x)), params)
-
-    def updated(name, mesh):
-        placed = place(params, SMALL, mesh)
-        config = OptimConfig(optimizer=FunctionSpec(name), schedule=RATES)
-        made = make_optimizer(config)[0](declare(SMALL), placed)
-        learner = learn(SMALL, placed, OBJECTIVE, SHAPE, mesh=mesh, optimizer=made)
-        given = place(gradient, SMALL, mesh)
-        state, _ = learner.apply(learner.init(placed), given, None)
-        for leaf in jax.tree.leaves(state.opt_state):
-            for like in jax.tree.leaves(state.params):
-                if like.shape == leaf.shape and like.ndim > 2:
-                    assert leaf.sharding == like.sharding
-        return jax.device_get((state.params, state.opt_state))
-
-    for name in ("optax:adafactor", "optax.contrib:muon"):
-        got, expected = updated(name, mesh_of(stage=2, fsdp=2, tensor=2)), updated(name, mesh_of())
-        chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 B1, B2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.01

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms import preferences
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.config.functions import call
 from jaxrl_llm.data.dataset import Preference, preference_batch, rotate_answers
-from jaxrl_llm.data.packing import pack_rows, row_shape
+from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -111,18 +111,6 @@ def pairs(models):
 
 
 dpo = functools.partial(preferences.dpo, beta=BETA)
-
-
-def test_a_pair_is_two_segments_that_begin_at_zero():
-    items = [Preference((5, 6), ((7, 0), (8, 9, 0))), Preference((1,), ((2, 0), (3, 0)))]
-    batch = preference_batch(items, 12)
-    assert batch["second_start"].tolist() == [4, 3]
-    assert batch.tokens[0, :9].tolist() == [5, 6, 7, 0, 5, 6, 8, 9, 0]
-    assert np.flatnonzero(batch["mask"][0]).tolist() == [2, 3, 6, 7, 8]
-    shape, marks = row_shape(16, 16, sequences=2), (batch["mask"], batch["second_start"])
-    rows = pack_rows(batch.tokens, batch.sequence_lengths, [[1, 0]], shape, *marks)
-    assert rows.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0]
-    assert rows.segment_ids[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 0]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.inputs import RowInputs
-from jaxrl_llm.models.moe.routing import NO_ROUTE, RouterStats
+from jaxrl_llm.models.moe.routing import NO_ROUTE
 from jaxrl_llm.rollout.agents.chat import EpisodeLog, Stretch
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
@@ -23,7 +23,7 @@ from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.buffer import packed_completion, unpacked_completion
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.roles import replaying
-from jaxrl_llm.training.update import PolicyObjective, TrainState, apply_gradients, move_router_bias
+from jaxrl_llm.training.update import PolicyObjective
 from jaxrl_llm.types import ROUTES
 from tests.decoders import PackedTokens, forward_rows, logits
 from tests.guarded import MODEL, UPDATE
@@ -115,21 +115,6 @@ def test_an_update_does_not_depend_on_the_split_or_the_mesh(spec, axes, tokens):
         state, metrics = learner.update(state, BATCH.add(advantages=infinite), {})
         assert metrics["skipped"] == 1
         np.testing.assert_array_equal(state.params["layers"]["router_bias"], bias)
-
-
-def test_the_optimizer_does_not_touch_the_bias():
-    """A rate of 0 freezes it, whatever the weight decay."""
-    bias, other = jnp.array([[1.0, -2.0]]), jnp.array([3.0])
-    params = {"layers": {"router_bias": bias, "other": other}}
-    optimizer, count = optax.adamw(0.1, weight_decay=0.5), jnp.zeros((), jnp.int32)
-    router = RouterStats(jnp.array([4.0]), jnp.array([[3.0, 1.0]]), bias, jnp.array([1.0]))
-    grads = jax.tree.map(jnp.zeros_like, params)
-    for rate in (0.0, 0.5):
-        state = TrainState(params, optimizer.init(params), count, count)
-        move = functools.partial(move_router_bias, router=router, rate=rate)
-        state, _ = apply_gradients(state, grads, optimizer, lambda a, b, move=move: move(a, b))
-        assert state.params["layers"]["router_bias"].tolist() == [[1.0 - rate, -2.0 + rate]]
-        assert state.params["layers"]["other"] < other
 
 
 # ------------------------------------------------------------------------------------------ replay

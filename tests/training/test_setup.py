@@ -1,7 +1,6 @@
 """Files made on demand, models, meshes and optimizers from a config."""
 
 import dataclasses
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from jaxrl_llm.config.load import PACKAGED, from_tree
 from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.config.sections import (
     DataConfig,
-    LoraConfig,
     MeshConfig,
     MeshSizes,
     OptimConfig,
@@ -27,22 +25,15 @@ from jaxrl_llm.config.sections import (
 from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.moe.routing import SigmoidRouter
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.rope import LongRopeScaling
 from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.runs.directory import build_once, prepare_files, recipe_of
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, make_mesh
 from jaxrl_llm.training import compile
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.load_model import (
-    LoadedModel,
-    adapted_spec,
     open_layout,
     open_layouts,
     open_model,
-    open_scorer,
     own_rules,
     packed_shape,
     takes_long_rows,
@@ -217,18 +208,6 @@ def test_optimizers_and_schedules_that_do_not_work_name_their_key(subtests):
         make_optimizer(optim(FunctionSpec("adamw", {"nesterov": 1})))
 
 
-def test_each_key_of_an_adapter_reaches_the_model():
-    plain = adapted_spec(SPEC, LoraConfig(), None)
-    for key, value, expected in (
-        ("rank", 3, 3),
-        ("alpha", 5.0, 5.0),
-        ("targets", ("q_proj",), ("query",)),
-        ("rslora", True, True),
-    ):
-        changed = adapted_spec(SPEC, LoraConfig(**{key: value}), None)
-        assert getattr(changed.lora, key) == expected != getattr(plain.lora, key)
-
-
 def sizes_of(layout):
     return {axis: n for axis, n in layout.mesh.shape.items() if n > 1}
 
@@ -313,33 +292,6 @@ def test_rows_may_be_longer_than_sequences_where_attention_is_cheap():
     assert not takes_long_rows(forward, shared, 8)  # devices share a row
     kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
     assert not takes_long_rows(kernel, layout, 8)
-
-
-def test_a_head_that_can_not_be_saved_is_refused_before_weights_are_read(tmp_path):
-    router = SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0)
-    experts = MoeSpec(experts=4, experts_per_token=2, ff_width=8, router=router, dense_layers=0)
-    glm = dataclasses.replace(SPEC, hidden_size=8, head_dim=4, moe=experts, qkv_bias=True)
-    glm = dataclasses.replace(glm, rotary_fraction=0.5)
-    (tmp_path / "config.json").write_text(json.dumps(make_config(glm)))
-    layout = open_layouts(MeshConfig()).train
-    for of_steps in (False, True):
-        with pytest.raises(ConfigError, match="Glm4Moe"):
-            open_scorer(PolicyConfig(path=str(tmp_path)), layout, seed=0, of_steps=of_steps)
-
-
-def test_longrope_is_chosen_by_the_longest_sequence():
-    scaling = LongRopeScaling(
-        short_factors=(1.0,) * (SPEC.head_dim // 2),
-        long_factors=(4.0,) * (SPEC.head_dim // 2),
-        original_positions=32,
-        attention_factor=1.1,
-    )
-    spec = dataclasses.replace(SPEC, rope_scaling=scaling)
-    loaded = LoadedModel(Decoder(spec), params=None, like=None)
-    assert loaded.for_length(32).model == loaded.model
-    assert loaded.for_length(33).spec.rope_scaling.long
-    plain = LoadedModel(Decoder(SPEC), params=None, like=None)
-    assert plain.for_length(1000).model == plain.model
 
 
 def test_a_model_that_can_not_be_read_names_its_key(tmp_path):

@@ -1,7 +1,9 @@
-"""What an update does besides being invariant: skipping, counting, checking, metrics, layout."""
+"""What an update does besides being invariant, of a policy and of other roles."""
 
 import contextlib
 import dataclasses
+import functools
+from unittest.mock import Mock
 
 import chex
 import jax
@@ -10,20 +12,23 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
+from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip, select_clip_cov, select_kl_cov
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
-from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, Cost, RowShape, choose_rows, row_shape
+from jaxrl_llm.algorithms.values import clipped_value_loss
+from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, Cost, RowShape, choose_rows
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.sharding.layout import shardings
-from jaxrl_llm.training import forward
-from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, pack_microbatches
+from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, pack_microbatches, value_pass
+from jaxrl_llm.training.roles import LabelError, Role, check_labels, covariance_marker
 from jaxrl_llm.training.update import (
     Learner,
     PolicyObjective,
     TrainingError,
     TrainState,
+    ValueObjective,
     apply_gradients,
     as_token_loss,
     check_skipped,
@@ -32,7 +37,7 @@ from jaxrl_llm.types import Batch
 from tests.specs import DENSE as SPEC
 from tests.specs import draw
 from tests.specs import make_batch as made
-from tests.updates import learn, mesh_of, place
+from tests.updates import assert_same, by_rows, learn, mesh_of, place, updated
 
 SHAPE = RowShape(rows=2, length=8, sequences=4)
 SIZES = (8, 3, 5, 6)
@@ -181,13 +186,16 @@ def test_a_loss_that_returns_something_else_is_named():
     assert not taken
 
 
-def test_diagnostics_are_means_over_tokens(learner):
+def test_diagnostics_are_means_over_tokens_and_rows_are_wide_enough(learner):
     """Whatever the reduction: here token_mean of what is logged, sequence means of the loss."""
     batch = make_batch()
     _, metrics = learner.update(learner.init(PARAMS), batch, {})
     expected = batch["advantages"][batch["mask"]].mean()
     np.testing.assert_allclose(metrics["seen"], expected, atol=1e-6)
     assert {"loss", "pg_loss", "grad_norm", "skipped", "seen"} == set(metrics)
+    wide = Batch(np.ones((4, 9), np.int32), np.full(4, 5, np.int32), {})
+    with pytest.raises(ValueError, match="9"):
+        list(pack_microbatches(wide, set(), SHAPE, mesh_of()))
 
 
 def test_what_users_functions_return_off_the_mask_is_not_read():
@@ -209,7 +217,10 @@ def test_what_users_functions_return_off_the_mask_is_not_read():
         entropy=True,
         corrected=True,
     )
-    weigh = lambda mask: jnp.where(mask, sequence_mean_token_mean(mask), jnp.nan)  # noqa: E731
+
+    def weigh(mask):
+        return jnp.where(mask, sequence_mean_token_mean(mask), jnp.nan)
+
     learner = learner_of(objective, optax.sgd(0.1), reduce=weigh)
     batch = make_batch()
     batch["mask"][1] = False
@@ -222,29 +233,6 @@ def test_what_users_functions_return_off_the_mask_is_not_read():
         results.append(jax.device_get((metrics, state.params)))
     assert all(map(np.isfinite, results[0][0].values())) and results[0][0]["grad_norm"] > 0.01
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-7)
-
-
-def test_micro_batches_hold_every_sequence_once_and_the_fields_that_are_asked_for():
-    batch, seen = make_batch(number=np.arange(4, dtype=np.int32) + 1), []
-    for indices, micro in pack_microbatches(batch, {"mask", "number"}, SHAPE, mesh_of()):
-        rows = jax.device_get(micro.rows)
-        assert rows.tokens.shape == (2, 8) and set(micro.fields) == {"mask", "number"}
-        for slot, index in enumerate(indices):
-            n, start, row = rows.size[slot], rows.start[slot], rows.row[slot]
-            assert n == batch.sequence_lengths[index]
-            inside = slice(start, start + n)
-            np.testing.assert_array_equal(rows.tokens[row, inside], batch.tokens[index, :n])
-            np.testing.assert_array_equal(rows.positions[row, inside], np.arange(n))
-            assert len(set(rows.segment_ids[row, inside])) == 1
-            np.testing.assert_array_equal(micro.fields["mask"][slot], batch["mask"][index])
-            assert micro.fields["number"][slot] == batch["number"][index]
-        assert not np.any(micro.fields["mask"][len(indices) :])
-        assert not np.any(rows.size[len(indices) :])
-        seen += indices.tolist()
-    assert sorted(seen) == [0, 1, 2, 3]
-    wide = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
-    with pytest.raises(ValueError, match="17"):
-        list(pack_microbatches(wide, set(), row_shape(64, 16, sequences=4), mesh_of()))
 
 
 # ------------------------------------------------------------------------------- state and layout
@@ -270,23 +258,8 @@ def test_nothing_compiles_after_the_first_update(learner):
 
 
 def test_every_bucket_is_compiled_with_the_first_update(compile_rest, monkeypatch):
-    """Later ones have other lengths, and so other shapes; the sum of gradients takes memory last.
-
-    GPUs' compiler measures kernels in what memory is left.
-    """
-    monkeypatch.setattr(forward, "compiles_ahead", lambda devices: False)
-    labels, compile_all, zeros = [], forward.compile_all, Learner.zeros
-
-    def compiled(programs):
-        labels.extend(program.label for program in programs)
-        compile_all(programs)
-
-    def begun(learner, *inputs):
-        labels.append("zeros")
-        return zeros(learner, *inputs)
-
-    monkeypatch.setattr(forward, "compile_all", compiled)
-    monkeypatch.setattr(Learner, "zeros", begun)
+    """Later ones have other lengths, and so other shapes."""
+    monkeypatch.setattr("jaxrl_llm.training.forward.compiles_ahead", lambda devices: False)
     assert [bucket[:2] for bucket in BUCKETS.buckets] == [(1, 8), (2, 8)]
     infer, plain = (logprob_pass(MODEL, s, mesh_of(), ("logprobs",)) for s in (BUCKETS, SHAPE))
     learner = learner_of(scaled, optax.sgd(0.0), BUCKETS)
@@ -301,8 +274,6 @@ def test_every_bucket_is_compiled_with_the_first_update(compile_rest, monkeypatc
         counter.take()
     counter.close()
     assert counts[0] > 0 and counts[1:] == [0, 0]
-    updates = [label for label in labels if "update" in label or label == "zeros"]
-    assert updates[:3] == ["update 1 x 8", "update 2 x 8", "zeros"]
 
 
 def test_moments_lie_where_their_parameters_do():
@@ -325,3 +296,119 @@ def test_an_optimizer_for_some_of_the_parameters():
     state, _ = learner.apply(learner.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS), None)
     moved = {name for name in PARAMS if bits(state.params[name]) != bits(PARAMS[name])}
     assert moved == {"embed"}
+
+
+# ----------------------------------------------------------------------------------- other roles
+
+CRITIC, LONG, CLIP = dataclasses.replace(SPEC, value_head=True), RowShape(1, 24, 3), 0.7
+
+
+def values_batch():
+    old, returns = np.random.default_rng(2).normal(size=(2, 4, 8)).astype(np.float32)
+    batch = make_batch(old_values=old, returns=returns)
+    batch["mask"][0, 4] = False
+    return batch
+
+
+def values_of(params):
+    """The values [B T], one sequence a row: before its first token there is no state."""
+    batch, places = values_batch(), np.broadcast_to(np.arange(8), (4, 8))
+    real = (places < batch.sequence_lengths[:, None]).astype(np.int32)
+    rows = map(jnp.asarray, (batch.tokens, places, real))
+    hidden, _ = Decoder(CRITIC).hidden_states(params, *rows)
+    after = hidden @ params["score"][:, 0] + params["score_bias"][0]
+    return jnp.pad(after, ((0, 0), (1, 0)))[:, :-1]
+
+
+def critic_loss(params):
+    """PPO's clipped value loss, mean over tokens, and the values."""
+    batch, values = values_batch(), values_of(params)
+    mask, old, returns = (batch[name] for name in ("mask", "old_values", "returns"))
+    held = jnp.clip(values, old - CLIP, old + CLIP)
+    worst = jnp.maximum((values - returns) ** 2, (held - returns) ** 2) / 2
+    return jnp.sum(jnp.where(mask, worst, 0.0)) / mask.sum(), values
+
+
+def test_the_critics_update_and_values_are_those_of_one_sequence_a_row():
+    params, batch = draw(CRITIC), values_batch()
+    by_hand = jax.jit(jax.value_and_grad(critic_loss, has_aux=True))
+    (loss, wanted), slope = jax.device_get(by_hand(params))
+    objective = ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP))
+    gradient, metrics, _ = updated(learn(CRITIC, params, objective, LONG), params, batch)
+    np.testing.assert_allclose(metrics["vf_loss"], loss, rtol=1e-5)
+    assert_same(gradient, slope)
+    infer = value_pass(ForwardConfig(model=Decoder(CRITIC)), LONG, mesh_of())
+    values = infer(params, batch)["values"]
+    np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)
+    real = np.arange(8) < batch.sequence_lengths[:, None]
+    np.testing.assert_allclose(values, np.where(real, wanted, 0.0), atol=1e-5)
+
+
+def test_a_correction_weighs_the_loss_and_not_the_kl():
+    """L = Σ w (c · loss + β · kl): the parts of the metrics say which was weighed."""
+    params, batch = PARAMS, values_batch()
+    correction = np.random.default_rng(2).uniform(0.5, 2.0, (4, 8)).astype(np.float32)
+    objective = PolicyObjective(
+        loss=lambda logprobs, advantages: advantages + 0 * logprobs,
+        kl=lambda logprobs: 0 * logprobs + 3.0,
+        corrected=True,
+    )
+    learner = learn(SPEC, params, objective, SHAPE)
+    _, metrics, _ = updated(learner, params, batch.add(correction=correction), {"kl_coef": 0.5})
+    weighed = (batch["advantages"] * correction)[batch["mask"]].mean()
+    np.testing.assert_allclose(metrics["pg_loss"], weighed, rtol=1e-5)
+    np.testing.assert_allclose(metrics["kl_loss"], 3.0, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], weighed + 1.5, rtol=1e-5)
+
+
+def test_the_sum_of_squared_probabilities():
+    params, batch, names = PARAMS, values_batch(), ("logprobs", "sum_pi_squared")
+    infer = logprob_pass(MODEL, SHAPE, mesh_of(), names)
+    inferred = infer(params, batch)
+    assert set(inferred) == set(names)
+    whole = np.exp(jax.jit(functools.partial(by_rows, SPEC, batch=batch))(params))
+    expected = np.where(batch["mask"], np.square(whole).sum(-1), 0.0)
+    np.testing.assert_allclose(inferred["sum_pi_squared"], expected, rtol=1e-5)
+
+
+def test_tokens_of_high_covariance_are_drawn_by_seed_and_update():
+    """Of a mini-batch, by the log-probs of the parameters that are being updated."""
+    current = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    batch, seen = values_batch(), []
+
+    def infer(params, batch):
+        seen.append(params)
+        return {"logprobs": current}
+
+    def marked(seed, updates, select):
+        functions = Mock(spec=AlgorithmFunctions, select_covariant=select)
+        role = Role(
+            name="actor",
+            learner=Mock(spec=Learner),
+            infer=infer,
+            learning_rate=Mock(),
+            max_skipped=0,
+            mark_covariant=covariance_marker(functions),
+            seed=seed,
+        )
+        state = TrainState({"a": 1}, None, jnp.asarray(updates), jnp.asarray(0))
+        return role.annotate(state, batch)["high_covariance"]
+
+    select = functools.partial(select_clip_cov, ratio=0.2, low=-9.0, high=9.0)
+    first, again, *others = (marked(*at, select) for at in ((0, 0), (0, 0), (1, 0), (0, 1)))
+    np.testing.assert_array_equal(first, again)
+    assert any(np.any(first != other) for other in others)
+    assert all(each.sum() == first.sum() > 0 for each in others)
+    mask, advantages = batch["mask"], batch["advantages"]
+    products = (current - current[mask].mean()) * (advantages - advantages[mask].mean())
+    highest = np.where(mask, products, -np.inf).argmax()
+    assert np.flatnonzero(marked(0, 0, functools.partial(select_kl_cov, ratio=1e-6))) == [highest]
+    assert seen == [{"a": 1}] * 5
+
+
+def test_scores_that_are_no_labels_are_refused():
+    batch = Batch(np.zeros((2, 4), np.int32), np.full(2, 4, np.int32), {})
+    check_labels(batch.add(raw_scores=np.array([0.0, 1.0], np.float32)))
+    for scores in ([0.0, 1.5], [-0.1, 1.0]):
+        with pytest.raises(LabelError):
+            check_labels(batch.add(raw_scores=np.array(scores, np.float32)))

@@ -88,8 +88,7 @@ def test_servers_are_asked_before_the_other_models_are_run(prompted):
     assert ("told" in metrics) is not prompted
 
 
-@pytest.mark.parametrize("from_engine", [False, True])
-def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only(from_engine):
+def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only():
     widths = []
 
     def infer(params, batch):
@@ -101,18 +100,15 @@ def test_with_the_engines_logprobs_the_policy_runs_over_the_first_sequences_only
     fields = {"mask": tokens > 0, "rollout_logprobs": np.ones((4, 8), np.float32)}
     fields |= {name: np.zeros((4, 8), np.int32) for name in ("ages", "versions")}
     batch = Batch(tokens, np.full(4, 8, np.int32), fields)
-    algorithm = {"use_rollout_logprobs": from_engine}
     lengths = {"data": {"train": "t", "max_prompt_tokens": 4}, "rollout": {"max_new_tokens": 4}}
-    config = config_of(batch={"max_tokens_per_device": 17}, algorithm=algorithm, **lengths)
-    trainer = trainer_of(config, infer)
-    batch, metrics = trainer.add_old_logprobs(batch, 1)
-    np.testing.assert_array_equal(batch["old_logprobs"], np.ones((4, 8)))
-    assert metrics["training/rollout_logprobs_diff_mean"] == 0
-    if from_engine:
-        assert widths == [2], "17 tokens hold two sequences of 8"
-    else:
-        assert widths == [4] and batch["sum_pi_squared"][0, 0] == 3
-        assert "logprobs" not in batch.fields
+    for from_engine, expected in ((True, 2), (False, 4)):  # 17 tokens hold two sequences of 8
+        algorithm = {"use_rollout_logprobs": from_engine}
+        config = config_of(batch={"max_tokens_per_device": 17}, algorithm=algorithm, **lengths)
+        got, metrics = trainer_of(config, infer).add_old_logprobs(batch, 1)
+        np.testing.assert_array_equal(got["old_logprobs"], np.ones((4, 8)))
+        assert metrics["training/rollout_logprobs_diff_mean"] == 0
+        assert widths.pop() == expected
+    assert got["sum_pi_squared"][0, 0] == 3 and "logprobs" not in got.fields
 
 
 def sampler_of(engine, weights=None):
@@ -165,20 +161,11 @@ TESTS = {"fn": "python_tests", "sandbox": "process"}
 WRONG_TRUTHS = [
     ("by_source", "mystery", "3"),
     ("by_source", "openai/gsm8k", [3]),
-    ("by_source", "MATH", float("nan")),
-    ("by_source", "MATH", " "),
-    ("by_source", "math_dapo", True),
-    ("by_source", "hiyouga/geometry3k", {"answer": "3"}),
     ("by_source", "code", None),
     ("by_source", "search", {"target": []}),
-    ("by_source", "search", ["Rome", None]),
-    ("by_source", "arithmetic", 3.5),
     ("arithmetic", "mystery", True),
     ({"fn": "math_dapo", "turn_bonus": 0.1}, "mystery", math.inf),
-    ({"fn": "gsm8k", "flexible": True}, "mystery", "many"),
     (TESTS, "mystery", 3),
-    (TESTS, "mystery", {"inputs": 1, "outputs": 1}),
-    (TESTS, "mystery", '{"inputs": [1]}'),
 ]
 
 
