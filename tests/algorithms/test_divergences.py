@@ -1,14 +1,11 @@
 """Divergences against float64, TRL, and what is known of them."""
 
-import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms.distillation import with_tail
@@ -69,27 +66,28 @@ def test_definitions_in_float64():
             assert_allclose(got, want, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.1, 2.0), (0.5, 2.0), (1.0, 1.0)])
-def test_value_and_gradient_are_those_of_trl(beta, temperature):
+def test_value_and_gradient_are_those_of_trl():
     """TRL has no factor τ²; all else is the same, the ends included."""
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gkd = pytest.importorskip("trl.experimental.gkd")
-        student, teacher = draw(1)
+    student, teacher = draw(1)
+    for beta, temperature in ((0.0, 1.0), (0.1, 2.0), (0.5, 2.0), (1.0, 1.0)):
+        how = {"beta": beta, "temperature": temperature}
         theirs = torch.tensor(student, requires_grad=True)
         loss = gkd.GKDTrainer.generalized_jsd_loss(
-            theirs, torch.tensor(teacher), beta=beta, temperature=temperature, reduction="sum"
+            theirs, torch.tensor(teacher), reduction="sum", **how
         )
         loss.backward()
 
-    def total(logits):
-        own, given = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(teacher))
-        return generalized_jsd(own, given, beta=beta, temperature=temperature).sum()
+        def total(logits, how=how):
+            own, given = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(teacher))
+            return generalized_jsd(own, given, **how).sum()
 
-    value, gradient = jax.jit(jax.value_and_grad(total))(jnp.asarray(student, jnp.float32))
-    assert_allclose(value, temperature**2 * loss.item(), rtol=1e-5)
-    assert_allclose(gradient, temperature**2 * theirs.grad.numpy(), rtol=1e-4, atol=1e-6)
+        value, gradient = jax.jit(jax.value_and_grad(total))(jnp.asarray(student, jnp.float32))
+        assert_allclose(value, temperature**2 * loss.item(), rtol=1e-5)
+        assert_allclose(gradient, temperature**2 * theirs.grad.numpy(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -127,37 +125,6 @@ def test_probabilities_of_zero(name):
     same, none = both(cases[:, 1], cases[:, 1])  # a student that is its teacher
     assert_allclose(same, 0.0, atol=1e-7)
     assert not np.any(none)
-
-
-@pytest.mark.parametrize(("beta", "end"), [(1e-3, "forward"), (1 - 1e-3, "reverse")])
-def test_near_its_ends_the_jsd_is_a_small_part_of_a_kl(beta, end):
-    pair = logs(*draw(3, scale=0.3))
-    ratio = generalized_jsd(*pair, beta=beta) / ALL[end](*pair)
-    assert_allclose(ratio, 1e-3, rtol=2e-2)
-
-
-@functools.cache
-def coarser(name, k):
-    """A divergence of all tokens, and of the likeliest and one class for the rest."""
-
-    @jax.jit
-    def both(student, teacher):
-        ids = jnp.argsort(-teacher)[:, :k]
-        tops = [with_tail(jnp.take_along_axis(x, ids, -1)) for x in (student, teacher)]
-        return ALL[name](student, teacher), ALL[name](*tops)
-
-    return both
-
-
-@given(
-    st.integers(0, 10_000), st.sampled_from([1, 6]), st.floats(0.1, 6.0), st.sampled_from([*ALL])
-)
-def test_no_divergence_grows_when_tokens_become_one_class(seed, k, scale, name):
-    logits = draw(seed, (8, 12), scale)
-    pair = [np.float32(x - np.logaddexp.reduce(x, -1, keepdims=True)) for x in logits]
-    whole, some = map(np.asarray, coarser(name, k)(*pair))
-    assert (some <= whole * (1 + 1e-4) + 2e-5).all()
-    assert (some >= -2e-6).all()
 
 
 def test_the_tail_is_the_rest_and_has_a_floor():

@@ -1,7 +1,5 @@
 """KL estimators and coefficient controllers."""
 
-from functools import partial
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -38,28 +36,6 @@ def test_estimators_are_their_formulas():
         assert_allclose(slope(fields["logprobs"]), new - ref, rtol=1e-4, atol=1e-6)
 
 
-def test_estimates_over_all_tokens_give_the_divergence():
-    """E_π[k1] = E_π[k3] = KL, and ∇KL = E_π[∇k2], by summing over the vocabulary."""
-    logits = jnp.array([0.3, -0.2, 1.1, 0.0])
-    ref = jax.nn.log_softmax(jnp.array([0.0, 0.4, 0.7, -0.3]))
-
-    def divergence(logits):
-        logpi = jax.nn.log_softmax(logits)
-        return (jnp.exp(logpi) * (logpi - ref)).sum()
-
-    pi = jax.nn.softmax(logits)
-
-    def expected(estimate, logits):
-        return (pi * estimate(jax.nn.log_softmax(logits)[None], ref[None])[0]).sum()
-
-    for estimate in (kl.k1, kl.k3):
-        assert_allclose(expected(estimate, logits), divergence(logits), rtol=1e-5)
-    want = jax.grad(divergence)(logits)
-    for estimate in (kl.k2, *WITH_K2):
-        got = jax.jit(jax.grad(partial(expected, estimate)))(logits)
-        assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-
-
 lists = st.lists(st.floats(-1e4, 0, width=32), min_size=10, max_size=10)
 
 
@@ -85,12 +61,7 @@ def test_an_adaptive_coefficient_moves_by_a_fifth_at_most_and_stays_positive():
     assert_allclose(traced, 0.5 * (1 + 0.2 * 256 / 10_000), rtol=1e-6)
 
 
-def test_an_adaptive_coefficient_holds_a_target_and_a_fixed_one_stays():
-    """Where the KL divergence answers to the coefficient, it settles at the target."""
-    coef, move = jnp.float32(0.01), jax.jit(partial(kl.adaptive, target=0.05, horizon=2000))
-    for _ in range(400):
-        coef = move(coef, 0.02 / coef, 1000)
-    assert abs(0.02 / float(coef) - 0.05) < 1e-3
+def test_a_fixed_coefficient_stays_and_bad_keywords_are_named():
     assert kl.fixed(0.3, 12.0, 8) == 0.3
     for wrong in ({"target": 0.0}, {"horizon": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

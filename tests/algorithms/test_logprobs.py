@@ -42,26 +42,22 @@ def plain(hidden, head, targets, temperature=1.0, softcap=None):
 
 
 def test_from_logits_match_numpy_loops():
-    logits = np.random.default_rng(0).normal(size=(2, 3, 5)) * 3
-    targets = np.random.default_rng(1).integers(0, 5, (2, 3))
-    got = logprobs_from_logits(jnp.asarray(logits, jnp.float32), jnp.asarray(targets))
+    """And huge and forbidden logits leave numbers finite, of any type."""
+    logits = np.random.default_rng(0).normal(size=(4, 5)) * 3
+    got = logprobs_from_logits(jnp.asarray(logits, jnp.float32), jnp.array([0, 3, 3, 1]))
     entropy = entropy_from_logits(jnp.asarray(logits, jnp.float32))
-    for i in np.ndindex(2, 3):
-        total = sum(np.exp(x) for x in logits[i])
-        pi = [np.exp(x) / total for x in logits[i]]
-        assert_allclose(got[i], np.log(pi[targets[i]]), rtol=1e-5)
+    for i, target in enumerate((0, 3, 3, 1)):
+        pi = [np.exp(x) / sum(np.exp(x) for x in logits[i]) for x in logits[i]]
+        assert_allclose(got[i], np.log(pi[target]), rtol=1e-5)
         assert_allclose(entropy[i], -sum(p * np.log(p) for p in pi), rtol=1e-5)
-
-
-def test_huge_and_forbidden_logits():
-    logits = jnp.array([[1e4, 0.0, -1e4], [0.0, 0.0, -jnp.inf]])
-    assert_allclose(logprobs_from_logits(logits, jnp.array([1, 0])), [-1e4, -np.log(2)])
-    assert_allclose(entropy_from_logits(logits), [0.0, np.log(2)], rtol=1e-6)
-    grad = jax.grad(lambda x: entropy_from_logits(x).sum())(logits)
-    assert np.isfinite(grad).all()
-    low = logits.astype(jnp.bfloat16)
-    assert entropy_from_logits(low).dtype == jnp.float32
-    assert logprobs_from_logits(low, jnp.array([1, 0])).dtype == jnp.float32
+    huge = jnp.array([[1e4, 0.0, -1e4], [0.0, 0.0, -jnp.inf]])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        chosen = logprobs_from_logits(huge.astype(dtype), jnp.array([1, 0]))
+        assert_allclose(chosen, [-1e4, -np.log(2)], rtol=1e-2 if dtype == jnp.bfloat16 else 1e-6)
+        entropy = entropy_from_logits(huge.astype(dtype))
+        assert_allclose(entropy, [0.0, np.log(2)], rtol=1e-6)
+        assert chosen.dtype == entropy.dtype == jnp.float32
+    assert np.isfinite(jax.grad(lambda x: entropy_from_logits(x).sum())(huge)).all()
 
 
 def mixture(function, hidden, head):
@@ -77,7 +73,7 @@ def values_and_gradients(function, hidden, head):
 
 
 @pytest.mark.parametrize(  # one chunk, even ones, and one that is padded
-    ("tokens", "chunk", "softcap"), [(5, 8, None), (8, 4, 1.5), (10, 4, 1.5), (10, 4, None)]
+    ("tokens", "chunk", "softcap"), [(5, 8, None), (8, 4, 1.5), (10, 4, None)]
 )
 def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
     hidden, head, targets = make(tokens)
@@ -92,16 +88,13 @@ def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
     got, want = (values_and_gradients(f, hidden, head) for f in (chunked, whole))
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
-    eager = chunked(hidden, head)
-    jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-5, atol=1e-6), eager, got[0][1])
 
 
-@pytest.mark.parametrize("chunk", [4, 16])
-def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk):
+def test_tokens_that_are_not_needed_have_zeros_and_no_gradient():
     hidden, head, targets = make(10)
 
     def scored(needed, hidden, head):
-        return token_stats(hidden, head, targets, needed, chunk=chunk)
+        return token_stats(hidden, head, targets, needed, chunk=4)
 
     def whole(needed, hidden, head):
         return TokenStats(*(jnp.where(needed, x, 0.0) for x in plain(hidden, head, targets)))
@@ -110,7 +103,7 @@ def test_tokens_that_are_not_needed_have_zeros_and_no_gradient(chunk):
         jax.jit(lambda needed, *x, f=f: values_and_gradients(partial(f, needed), *x))
         for f in (scored, whole)
     ]
-    for count in (0, 3, 4, 10):  # of 10 tokens in chunks of 4, or in one
+    for count in (0, 3, 4, 10):  # of 10 tokens in chunks of 4
         needed = np.random.default_rng(count).permutation(10) < count
         got, want = (run(needed, hidden, head) for run in runs)
         jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
@@ -129,19 +122,16 @@ def test_chunks_without_a_needed_token_are_not_computed():
     jax.tree.map(assert_allclose, got, want)
 
 
-@pytest.mark.parametrize(
-    ("head_dtype", "softcap"), [(jnp.float32, None), (jnp.bfloat16, 1.5)], ids=str
-)
-def test_bfloat16_loses_no_more_than_its_rounding(head_dtype, softcap):
+def test_bfloat16_loses_no_more_than_its_rounding():
     """Of bfloat16 inputs the values are exact to float32; gradients are rounded to 2^-8."""
     hidden, head, targets = make(40, jnp.bfloat16)
-    head = head.astype(jnp.bfloat16).astype(head_dtype)
+    head = head.astype(jnp.bfloat16)
 
     def chunked(hidden, head):
-        return token_stats(hidden, head, targets, chunk=16, softcap=softcap)
+        return token_stats(hidden, head, targets, chunk=16, softcap=1.5)
 
     def whole(hidden, head):
-        return plain(hidden, head, targets, softcap=softcap)
+        return plain(hidden, head, targets, softcap=1.5)
 
     got, want = (values_and_gradients(f, hidden, head) for f in (chunked, whole))
     jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-5, atol=1e-5), got[0][1], want[0][1])

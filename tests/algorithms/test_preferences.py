@@ -193,16 +193,22 @@ def test_a_loss_is_the_papers(case, fields):
             assert np.isfinite(x).all()
 
 
-def test_rewards_are_those_of_dpo_and_nothing_at_the_reference(fields):
-    loss, diagnostics = bound("dpo")[0](fields)
-    assert_allclose(diagnostics["rewards/margins"], z(fields), rtol=1e-5)
-    assert_allclose(diagnostics["rewards/accuracies"], z(fields) > 0)
-    assert 0 < diagnostics["rewards/accuracies"].sum() < PAIRS
-    for side in ("chosen", "rejected"):
-        fields[f"{side}_logps"] = fields[f"ref_{side}_logps"]
-    loss, diagnostics = bound("dpo")[0](fields)
-    assert_allclose(loss, np.log(2), rtol=1e-6)
-    assert not diagnostics["rewards/margins"].any()
+def test_rewards_are_those_of_the_papers(fields):
+    """DPO's are by the reference, ORPO's the mean log-probs of tokens."""
+    for case, rewards in (
+        ("dpo", [0.3 * delta for delta in deltas(fields)]),
+        ("orpo", [0.3 * mean for mean in means(fields)]),
+    ):
+        diagnostics = bound(case)[0](fields).diagnostics
+        for side, reward in zip(("chosen", "rejected"), rewards, strict=True):
+            assert_allclose(diagnostics[f"rewards/{side}"], reward, rtol=1e-5)
+        margins = rewards[0] - rewards[1]
+        assert_allclose(diagnostics["rewards/margins"], margins, rtol=1e-4, atol=1e-6)
+        assert_allclose(diagnostics["rewards/accuracies"], margins > 0)
+        assert 0 < (margins > 0).sum() < PAIRS
+    assert_allclose(diagnostics["nll"], -means(fields)[0], rtol=1e-5)
+    ratio = odds(means(fields)[0]) - odds(means(fields)[1])
+    assert_allclose(diagnostics["log_odds_ratio"], ratio, rtol=1e-4, atol=1e-6)
 
 
 def test_ktos_baseline_has_no_gradient(fields):

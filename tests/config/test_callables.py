@@ -53,7 +53,9 @@ def capped(monkeypatch):
 
 def test_a_function_stands_where_a_config_names_one(capped):
     keys = {"steps": 20, "algorithm.loss": functools.partial(capped, cap=1.5)}
-    config = load(TrainConfig, "quickstart", keys | {"algorithm": {"correction": [capped]}})
+    config = load(
+        TrainConfig, "quickstart", keys | {"algorithm": {"correction": [capped, "icepop"]}}
+    )
     assert config.steps == 20
     assert config.algorithm.loss == FunctionSpec("__main__:capped", {"cap": 1.5}, capped)
     assert config.algorithm.correction[0].given is capped
@@ -66,25 +68,20 @@ def test_a_function_stands_where_a_config_names_one(capped):
         {"algorithm.loss": {"fn": capped, "cap": 2.0}},
     ):
         assert load(TrainConfig, "quickstart", keys).algorithm.loss.kwargs == {"cap": 2.0}
-    for keys in ({"algorithm.loss": 3}, {"algorithm.losss": len}):
-        with refuses(*keys):
-            load(TrainConfig, "quickstart", keys)
+    with refuses("algorithm.loss"):
+        load(TrainConfig, "quickstart", {"algorithm.loss": 3})
 
 
 def test_a_function_that_can_be_imported_is_named(capped):
+    """And so is every function in the file of a config."""
     spec = FunctionSpec.of(functools.partial(ppo_clip, clip_high=0.3))
     assert spec == FunctionSpec("jaxrl_llm.algorithms.losses:ppo_clip", {"clip_high": 0.3})
     assert load_function(spec, "math", passed=None).func is ppo_clip
     assert FunctionSpec.of(lambda x: x).given is not None
-    assert FunctionSpec.of(capped).given is capped
-
-
-def test_the_file_of_a_config_has_the_names(capped):
     table = {"cap": 1.5, "by": len, "of": (1, [2.0])}
     config = load(TrainConfig, "quickstart", {"algorithm.loss": functools.partial(capped, **table)})
     written = {"fn": "__main__:capped", "cap": 1.5, "by": "builtins:len", "of": [1, [2.0]]}
     assert as_tree(config)["algorithm"]["loss"] == written
-    assert "fn: __main__:capped" in to_yaml(config)
 
 
 def test_a_command_line_has_no_functions_of_a_notebook(capped, tmp_path):
@@ -112,17 +109,6 @@ def test_another_process_gets_the_function_by_value(capped, tmp_path):
     assert done.stdout == "2.0\n", done.stderr
 
 
-def test_a_source_is_all_that_a_function_uses_of_its_module(capped, tmp_path):
-    source = source_of(FunctionSpec.of(capped))
-    assert source == (
-        "LIMIT = 3\n\n\ndef bounded(x):\n    return min(x, LIMIT)\n\n\n"
-        "def capped(logprobs, old_logprobs, advantages, *, cap):\n"
-        "    return bounded(cap * math.exp(logprobs))\n"
-    )
-    (tmp_path / "mine.py").write_text(NOTEBOOK)
-    assert source_of(FunctionSpec(f"{tmp_path}/mine.py:capped")) == source
-
-
 def test_a_source_is_another_one_only_if_something_that_counts_has_changed(tmp_path):
     for old, new, same in [
         *(("LIMIT = 3", "LIMIT = 4", False), ("min(x", "max(x", False)),
@@ -133,6 +119,7 @@ def test_a_source_is_another_one_only_if_something_that_counts_has_changed(tmp_p
         (tmp_path / "mine.py").write_text(NOTEBOOK)
         spec = FunctionSpec(f"{tmp_path}/mine.py:capped")
         before = source_of(spec)
+        assert "UNUSED" not in before and source_of(FunctionSpec.of(notebook()["capped"])) == before
         (tmp_path / "mine.py").write_text(NOTEBOOK.replace(old, new))
         assert (source_of(spec) == before) == same, new
         given = source_of(FunctionSpec.of(notebook(NOTEBOOK.replace(old, new))["capped"]))
@@ -174,9 +161,5 @@ def test_lambdas_partials_and_imported_names_have_sources_too(tmp_path):
     (tmp_path / "mine.py").write_text("from math import sqrt\nhalved = sqrt\n")
     text = source_of(FunctionSpec(f"{tmp_path}/mine.py:sqrt"))
     assert text == "from math import sqrt\nhalved = sqrt\n", "the whole file"
-
-
-def test_functions_of_packages_are_no_users(capped):
-    config = load(TrainConfig, "quickstart", {"algorithm.correction": [capped, "icepop"]})
-    assert list(user_functions(config)) == ["algorithm.correction.0"]
-    assert [source_of(FunctionSpec(name)) for name in ("optax:adamw", "no.such:f")] == [None, None]
+    for name in ("optax:adamw", "no.such:f"):  # of packages
+        assert source_of(FunctionSpec(name)) is None

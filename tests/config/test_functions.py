@@ -1,3 +1,4 @@
+import functools
 import sys
 
 import jax.numpy as jnp
@@ -8,13 +9,21 @@ from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.config.errors import ConfigError, config_errors_at
 from jaxrl_llm.config.functions import (
     ADVANTAGES,
+    FIELDS,
     KLS,
     LOSSES,
     OPTIMIZERS,
     SCHEDULES,
     FunctionSpec,
+    Stage,
+    asks_for,
+    call,
+    check_fields,
+    fields_at,
+    fields_of_model,
     load_function,
 )
+from tests.refusals import refuses
 
 MINE = '''
 """A user's file."""
@@ -26,9 +35,6 @@ def scaled(scores, group_ids, *, scale: float, shift: float | None = None, name:
 
 def open_ended(scores, **settings):
     return settings
-
-def dated(scores, *, scale: "float" = 1.0):
-    return scale
 
 class Estimator:
     def __init__(self, scores, *, scale=1.0):
@@ -78,58 +84,41 @@ def test_a_name_in_a_users_file(mine, monkeypatch):
     mine.write_text(MINE.replace("scores * scale", "scores + scale"))
     edited = loaded(f"{mine}:scaled", scale=3.0)
     assert (absolute(2.0, None), edited(2.0, None)) == (6.0, 5.0)
-
-
-def test_files_of_the_same_name_are_different_modules(tmp_path):
-    functions = []
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "same.py").write_text(f"def where(): return {folder!r}\n")
-        functions.append(
-            load_function(FunctionSpec(f"{tmp_path / folder / 'same.py'}:where"), "math")
-        )
-    assert [f() for f in functions] == ["a", "b"]
+    (mine.parent / "other").mkdir()
+    (mine.parent / "other/mine.py").write_text("def scaled(): return 7")
+    assert (loaded(f"{mine.parent}/other/mine.py:scaled")(), edited(2.0, None)) == (7, 5.0)
 
 
 def test_names_that_are_not_found_get_the_nearest(mine, tmp_path, monkeypatch, subtests):
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     (tmp_path / "broken_module.py").write_text("x = 1\nnot_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name, home, parts in [
-        ("grop", ADVANTAGES, ("'grop'", "'grpo'", "rloo")),
-        ("RLOO", ADVANTAGES, ("'rloo'",)),
-        ("adamww", OPTIMIZERS, ("'adamw'",)),
-        (f"{mine}:CONSTANT", ADVANTAGES, ("'CONSTANT'",)),
-        (f"{mine}:scled", ADVANTAGES, (str(mine), "'scaled'")),
-        (f"{tmp_path}/mien.py:scaled", ADVANTAGES, (f"{tmp_path}/mien.py", "'mine.py'")),
-        (
-            *("jaxrl_llm.algorithms.advantagez:grpo", ADVANTAGES),
-            ("'jaxrl_llm.algorithms.advantagez'", "'jaxrl_llm.algorithms.advantages'"),
-        ),
-        *((f"{name}:f", ADVANTAGES, (f"'{name}'",)) for name in ("no_such_package.mod", "math.pi")),
-        ("needs_more:f", ADVANTAGES, ("'needs_more'", "'no_such_dependency'")),
-        ("broken_module:f", ADVANTAGES, (f"{tmp_path}/broken_module.py:2: NameError",)),
-        *((name, ADVANTAGES, ("pkg.mod",)) for name in (":f", ".mod:f", "pkg..mod:f", ".")),
-        *((name, ADVANTAGES, ("pkg.mod",)) for name in ("my-file:f", "folder/file:f")),
-        *((name, ADVANTAGES, ("''",)) for name in ("", "jaxrl_llm.algorithms.advantages:")),
+    for name, part in [
+        ("grop", "'grpo'"),
+        ("RLOO", "'rloo'"),
+        (f"{mine}:CONSTANT", "'CONSTANT'"),
+        (f"{mine}:scled", "'scaled'"),
+        (f"{tmp_path}/mien.py:scaled", "'mine.py'"),
+        ("jaxrl_llm.algorithms.advantagez:grpo", "'jaxrl_llm.algorithms.advantages'"),
+        *((f"{name}:f", f"'{name}'") for name in ("no_such_package.mod", "math.pi")),
+        ("needs_more:f", "'no_such_dependency'"),
+        ("broken_module:f", f"{tmp_path}/broken_module.py:2: NameError"),
+        *((name, "pkg.mod") for name in (":f", ".mod:f", "pkg..mod:f", ".")),
+        *((name, "pkg.mod") for name in ("my-file:f", "folder/file:f")),
+        *((name, "''") for name in ("", "jaxrl_llm.algorithms.advantages:")),
     ]:
-        message = refused(FunctionSpec(name), home)
         with subtests.test(name):
-            assert all(part in message for part in parts), message
-    assert len(refused(FunctionSpec("adamww"), OPTIMIZERS)) < 200  # of a large module, not all
+            assert part in refused(FunctionSpec(name))
+    message = refused(FunctionSpec("adamww"), OPTIMIZERS)
+    assert "'adamw'" in message and len(message) < 200, "of a large module, not all"
 
 
 def test_an_error_inside_a_users_file_is_one_line_and_leaves_nothing_behind(tmp_path):
-    """A SyntaxError used to print 40 lines."""
     path = tmp_path / "broken.py"
     for text, expected in [
         ("x = 1\nraise RuntimeError('mine\\nand more')\n", "2: RuntimeError: mine"),
-        ("def f():\n    return not_there\n\nf()\n", "2: NameError"),
-        *(
-            ("def f(:\n    pass\n", "1: SyntaxError"),
-            ("import sys\nsys.exit(0)\n", "2: SystemExit"),
-        ),
-        ("import no_such_dependency\n", "1: ModuleNotFoundError"),
+        ("def f(:\n    pass\n", "1: SyntaxError"),
+        ("import sys\nsys.exit(0)\n", "2: SystemExit"),
     ]:
         path.write_text(text)
         before = set(sys.modules)
@@ -159,17 +148,14 @@ def test_keywords_that_do_not_fit_are_named(mine, subtests):
 
 
 def test_mistyped_keywords(mine, subtests):
-    for keyword, kind, values in [
-        ("scale", "float", ("0.5", True, None, [1.0])),
-        *(("shift", "float", ("1", False)), ("name", "str", (3,)), ("count", "int", (1.5, True))),
-        ("flag", "bool", (1, "true")),
-    ]:
+    for keyword, values in {
+        "scale": ("0.5", True, None, [1.0]),
+        **{"shift": ("1", False), "name": (3,), "count": (1.5, True), "flag": (1, "true")},
+    }.items():
         for value in values:
-            keywords = {"scale": 1.0} | {keyword: value}
-            message = refused(FunctionSpec(f"{mine}:scaled", keywords), passed=None)
-            with subtests.test(f"{keyword}={value}"):
-                assert message.startswith(f"algorithm.advantage.{keyword}: got {value!r} ")
-                assert message.endswith(kind)
+            spec = FunctionSpec(f"{mine}:scaled", {"scale": 1.0} | {keyword: value})
+            with subtests.test(f"{keyword}={value}"), refuses(f"algorithm.advantage.{keyword}"):
+                load_function(spec, ADVANTAGES, key="algorithm.advantage", passed=None)
 
 
 def test_whole_numbers_become_floats_where_floats_are_wanted(mine):
@@ -197,3 +183,56 @@ def test_only_what_a_config_can_cause_is_blamed_on_it():
         raise TypeError
     with pytest.raises(ConfigError, match=r"^other: text$"), config_errors_at("key"):
         raise ConfigError("other: text")
+
+
+# ----------------------------------------------------------------------------------------- fields
+
+
+def test_only_positional_parameters_without_a_default_are_fields():
+    def loss(logprobs, mask, scale=1.0, *, needed, clip=0.2, **more): ...
+
+    class Shifted:
+        def __init__(self, scores): ...
+
+        def apply(self, rewards, mask): ...
+
+        def __call__(self, response_lengths): ...
+
+    bound = loaded("ppo_clip", LOSSES, clip_high=0.3)
+    for function, fields in [
+        (bound, ("logprobs", "old_logprobs", "advantages")),
+        (loss, ("logprobs", "mask")),
+        (lambda: None, ()),
+        (functools.partial(loss, mask=0), ("logprobs",)),
+        (Shifted, ("scores",)),
+        (Shifted(0).apply, ("rewards", "mask")),
+        (Shifted(0), ("response_lengths",)),
+    ]:
+        assert asks_for(function) == fields
+
+
+def test_call_passes_only_what_is_asked_for():
+    fields = {"scores": 3, "mask": 5, "response_lengths": 7}
+    assert call(lambda response_lengths, scores: (response_lengths, scores), fields) == (7, 3)
+    assert call(lambda scores, /, mask: (scores, mask), fields) == (3, 5)
+    assert call(functools.partial(lambda mask, *, by: mask * by, by=2), fields) == 10
+    assert call(lambda: 1, fields) == 1
+
+
+def test_every_field_is_known_and_nothing_else():
+    def wrong(scores, old_logprob): ...
+
+    with pytest.raises(ConfigError, match=r"^algorithm.loss: wrong.*'old_logprobs'"):
+        check_fields(wrong, "algorithm.loss", available=FIELDS)
+    available = fields_at(Stage.INFERRED)  # others exist only later
+    with refuses("algorithm.advantage"):
+        check_fields(losses.ppo_clip, "algorithm.advantage", available=available)
+    check_fields(advantages.grpo, "algorithm.advantage", available=available)
+
+
+def test_fields_have_stages_and_models():
+    assert all(fields_at(stage) for stage in Stage)
+    assert fields_at(Stage.SELECTED) == set(FIELDS)
+    assert fields_of_model("actor") == {"old_logprobs", "entropy", "sum_pi_squared"}
+    assert fields_of_model("critic") == {"values", "old_values", "returns"}
+    assert fields_of_model("implicit_reward_model") == {"reward_logprobs"}

@@ -1,25 +1,17 @@
 import dataclasses
-import re
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import yaml
 
 from jaxrl_llm.algorithms.pairs import Pairs
-from jaxrl_llm.config.load import apply_override, describe, from_tree, load, to_yaml
+from jaxrl_llm.config.load import apply_override, describe, from_tree, load
 from jaxrl_llm.config.programs import EvaluateConfig, PreferConfig, SftConfig, TrainConfig, divisors
 from jaxrl_llm.config.sections import ValidationConfig
-from jaxrl_llm.rewards.worker import load_reward_function
-from jaxrl_llm.train import main as train_main
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.load_model import model_spec
-from jaxrl_llm.training.optimizer import make_optimizer
 from tests.config.example import leaves
 from tests.refusals import refuses
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 FOLDERS = {"run_dir": "runs/a", "model.path": "m", "data.train": "t.parquet"}
 NEEDED = {TrainConfig: FOLDERS, SftConfig: {**FOLDERS, "export_to": "runs/a/model"}}
 NEEDED |= {EvaluateConfig: {"model": "m", "data": "d.parquet"}, PreferConfig: NEEDED[SftConfig]}
@@ -49,88 +41,74 @@ def test_every_key_is_described_once_with_its_default(cls):
         from_tree(cls, tree)
 
 
-OUT_OF_RANGE = {
-    TrainConfig: [
-        *("rollout.samples_per_prompt=0", "batch.prompts_per_minibatch=-8", "rollout.top_p=1.1"),
-        *("validation.every=-1", "rollout.top_k=-1", "reward.workers=-1"),
-        "rollout.kv_cache_dtype=int4",
-    ],
-    SftConfig: [
-        *("steps=0", "seed=-1", "model.attention=flash", "optim.grad_clip=0", "data.train=[]"),
-        *("mesh.train.devices=0", "data.max_tokens=0", "log.profile_steps=-1"),
-        *("mesh.train.data=0", "mesh.train.tensor=-1", "mesh.train.tensor=-2"),
-        "mesh.context_by=rows",
-    ],
-}
-
-
-def test_values_out_of_range_are_named(subtests):
-    for cls, override in ((cls, one) for cls, some in OUT_OF_RANGE.items() for one in some):
-        key = override.partition("=")[0]
-        group = key.rpartition(".")[0] if "mesh.train." in key and "devices" not in key else key
-        with subtests.test(override), refuses(group):
-            build_with(cls, override)
-
-
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
-def test_profiled_steps_are_steps_of_the_run(cls):
-    assert build_with(cls, "log.profile_steps=5").log.profile_steps == (5,)
-    assert build_with(cls, "log.profile_steps=[5, 3]", "steps=5").log.profile_steps == (5, 3)
+def test_profiled_steps_are_steps_of_the_run():
+    assert build_with(SftConfig, "log.profile_steps=5").log.profile_steps == (5,)
+    assert build_with(SftConfig, "log.profile_steps=[5, 3]", "steps=5").log.profile_steps == (5, 3)
     for wrong in ("[5, 3]", "1.5", "true", "[last]", "[null]", "[2, 0]"):
         with refuses("log.profile_steps"):
-            build_with(cls, f"log.profile_steps={wrong}", "steps=4")
+            build_with(SftConfig, f"log.profile_steps={wrong}", "steps=4")
 
 
 BATCH = "batch.max_tokens_per_device"
-CONTRADICTIONS = {
-    TrainConfig: [
-        ("batch.prompts_per_step=12 batch.prompts_per_minibatch=8", "batch.prompts_per_step"),
-        (f"{BATCH}=1023", BATCH),
-        ("validation.every=5", "validation.every"),
-        ("algorithm.kl_loss=k3 algorithm.kl_reward=k1", "algorithm.kl_loss"),
-        ("rollout.kv_cache_dtype=fp8", "rollout.kv_cache_dtype"),
-        ("rollout.kv_cache_dtype=int8 rollout.engine=vllm", "rollout.kv_cache_dtype"),
-    ],
-    SftConfig: [
-        *((f"{BATCH}=1023", BATCH), ("export_to=runs/../runs/a", "export_to")),
-        ("model.vision=frozen teacher.path=t", "teacher.path"),
-    ],
-    PreferConfig: [("model.vision=frozen", "model.vision")],
-    EvaluateConfig: [
-        *(
-            ("samples=2 temperature=0", "samples"),
-            ("samples=2 temperature=1 k=[3]", "k"),
-            ("k=[0]", "k"),
-        )
-    ],
+WRONG = {
+    TrainConfig: {
+        "batch.prompts_per_minibatch=-8": "batch.prompts_per_minibatch",
+        "batch.prompts_per_step=12 batch.prompts_per_minibatch=8": "batch.prompts_per_step",
+        f"{BATCH}=1023": BATCH,
+        f"seed={2**32}": "seed",
+        "validation.every=-1": "validation.every",
+        "validation.every=5": "validation.every",
+        "validation.samples=4": "validation.samples",
+        "algorithm.kl_loss=k3 algorithm.kl_reward=k1": "algorithm.kl_loss",
+        "rollout.samples_per_prompt=0": "rollout.samples_per_prompt",
+        "rollout.top_p=1.1": "rollout.top_p",
+        "rollout.top_k=-1": "rollout.top_k",
+        "rollout.kv_cache_dtype=int4": "rollout.kv_cache_dtype",
+        "rollout.kv_cache_dtype=fp8": "rollout.kv_cache_dtype",
+        "rollout.kv_cache_dtype=int8 rollout.engine=vllm": "rollout.kv_cache_dtype",
+        "reward.workers=-1": "reward.workers",
+    },
+    SftConfig: {
+        "steps=0": "steps",
+        "model.attention=flash": "model.attention",
+        "optim.grad_clip=0": "optim.grad_clip",
+        "data.train=[]": "data.train",
+        "data.max_tokens=0": "data.max_tokens",
+        "log.profile_steps=-1": "log.profile_steps",
+        "mesh.train.devices=0": "mesh.train.devices",
+        "mesh.train.data=0": "mesh.train",
+        "mesh.train.tensor=-1": "mesh.train",
+        "mesh.context_by=rows": "mesh.context_by",
+        f"{BATCH}=1023": BATCH,
+        "export_to=runs/../runs/a": "export_to",
+        "model.vision=frozen teacher.path=t": "teacher.path",
+    },
+    PreferConfig: {"model.vision=frozen": "model.vision"},
+    EvaluateConfig: {
+        "samples=2 temperature=0": "samples",
+        "samples=2 temperature=1 k=[3]": "k",
+        "k=[0]": "k",
+    },
 }
 
 
-def test_contradictions_between_keys_are_named(subtests):
-    for cls, (overrides, key) in (
-        (cls, case) for cls, some in CONTRADICTIONS.items() for case in some
-    ):
-        with subtests.test(f"{cls.__name__} {overrides}"), refuses(key):
-            build_with(cls, *overrides.split())
+def test_values_out_of_range_and_contradictions_are_named(subtests):
+    for cls, overrides in WRONG.items():
+        for words, key in overrides.items():
+            with subtests.test(f"{cls.__name__} {words}"), refuses(key):
+                build_with(cls, *words.split())
 
 
-def test_all_contradictions_are_reported_at_once(capsys, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(build_with(TrainConfig)))
+def test_all_contradictions_are_reported_at_once():
     wrong = ["validation.every=5", "model.random_init=true", "model.adapter=a", "rollout.devices=2"]
-    assert train_main(["--config", str(file), *wrong]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1].partition("=")[0] for line in lines] == [
-        *("validation.every", "model.random_init", "rollout.devices")
-    ]
+    with refuses("validation.every", "model.random_init", "rollout.devices"):
+        build_with(TrainConfig, *wrong)
 
 
 def test_records_made_directly_are_checked_too():
     config = build_with(TrainConfig)
     with refuses("steps"):
         dataclasses.replace(config, steps=0)
-    with refuses("validation.every"):
-        dataclasses.replace(config, validation=ValidationConfig(every=5))
     with refuses("evry"):
         ValidationConfig(evry=5)  # pyright: ignore[reportCallIssue]
     with refuses("run_dir"):
@@ -140,12 +118,10 @@ def test_records_made_directly_are_checked_too():
 def test_the_edges_are_allowed():
     for overrides in [
         ["batch.prompts_per_step=12", "batch.prompts_per_minibatch=6"],
-        *(["batch.max_tokens_per_device=1024"], ["algorithm.kl_loss=k3"]),
+        ["batch.max_tokens_per_device=1024"],
         ["validation.every=5", "data.validation=v.parquet"],
-        ["algorithm.kl_reward=k1", "algorithm.kl_coef=0"],
         ["rollout.top_p=1", "validation.temperature=0", "reward.workers=0"],
         ["optim.grad_clip=null", "steps=1", "checkpoint.resume=never", "model.dtype=bfloat16"],
-        ["mesh.train={data: 2, fsdp: 2, tensor: 2}", "mesh.rollout={data: -1, tensor: 4}"],
         ["mesh.train.devices=4", "mesh.rollout.first_device=4", "mesh.context_by=keys"],
         ["mesh.critic={fsdp: 1, data: -1}", "mesh.reference={tensor: 8}"],
     ]:
@@ -228,17 +204,6 @@ def test_a_model_of_text_has_no_tower():
         model_spec(config.model)
 
 
-def test_what_the_page_shows_can_be_configured(tmp_path):
-    page = (Path(__file__).parents[2] / "docs/preference.md").read_text()
-    (source,) = (b for b in re.findall("```python\n(.*?)```", page, re.S) if "clear_pairs" in b)
-    (shown,) = (b for b in re.findall("```yaml\n(.*?)```", page, re.S) if "pair_loss" in b)
-    (tmp_path / "my_pairs.py").write_text(source)
-    own = {"fn": f"{tmp_path}/my_pairs.py:clear_pairs", "margin": 0.5}
-    functions = resolved(yaml.safe_load(shown) | {"algorithm.pairs": own})
-    scores, groups = jnp.array([0.0, 0.4, 0.0, 1.0]), jnp.array([0, 0, 1, 1])
-    assert functions.pairs(scores, groups).valid.tolist() == [False, False, False, True]
-
-
 def test_what_pairs_ask_for_decides_the_models_of_a_run():
     functions = resolved(PAIRS)
     assert functions.needs_reference and functions.probes_only and not functions.on_policy
@@ -249,23 +214,3 @@ def test_what_pairs_ask_for_decides_the_models_of_a_run():
     # answers of other engines and of older policies are taken as they are
     assert resolved(PAIRS | {"rollout.staleness": 1}).corrections == ()
     assert resolved({"rollout.staleness": 1}).corrections != ()
-
-
-def test_every_ready_config_loads_and_its_functions_are_found(tmp_path, subtests):
-    assert {"quickstart.yaml", "quickstart_sft.yaml"} <= {path.name for path in CONFIGS}
-    for path in CONFIGS:
-        with subtests.test(path.name):
-            assert path.read_text().startswith("# ")
-            cls = SftConfig if path.name.endswith("_sft.yaml") else TrainConfig
-            config = load(cls, path)
-            if path in CONFIGS[::8]:  # they survive printing
-                (tmp_path / "printed.yaml").write_text(to_yaml(config))
-                assert load(cls, tmp_path / "printed.yaml") == config
-            if isinstance(config, SftConfig):
-                make_optimizer(config.optim)
-                continue
-            resolve_functions(config)
-            load_reward_function(config.reward.function)
-            if config.model.warm_start:
-                sft = load(SftConfig, ROOT / config.model.warm_start)
-                assert sft.export_to == config.model.path

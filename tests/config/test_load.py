@@ -1,10 +1,21 @@
 import math
 
+import hypothesis.strategies as st
 import pytest
+import yaml
+from hypothesis import given
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.config.load import apply_override, from_tree, load, read_yaml
+from jaxrl_llm.config.load import (
+    apply_override,
+    as_tree,
+    changes,
+    from_tree,
+    load,
+    read_yaml,
+    to_yaml,
+)
 from tests.config.example import Group, Whole
 from tests.refusals import refuses
 
@@ -29,14 +40,7 @@ def test_a_file_and_overrides_make_a_record(write):
 
 
 def test_exponents_are_floats_everywhere(write):
-    numbers = {
-        "1e-6": 1e-6,
-        "5E3": 5e3,
-        "+1e6": 1e6,
-        "-2.5e-3": -2.5e-3,
-        ".5e1": 5.0,
-        "1.e2": 100.0,
-    }
+    numbers = {"1e-6": 1e-6, "5E3": 5e3, "+1e6": 1e6, "-2.5e-3": -2.5e-3, ".5e1": 5.0, "1.e2": 1e2}
     for text, value in numbers.items():
         assert read_yaml(write(f"x: {text}")) == {"x": value}
         tree = {}
@@ -69,7 +73,7 @@ def test_the_same_key_in_two_groups_and_a_merge_are_fine(write):
     assert read_yaml(write("1: x\n'1': y\n")) == {1: "x", "1": "y"}
 
 
-def test_overrides_of_nothing():
+def test_overrides():
     for override, tree in {
         **{"a=1": {"a": 1}, "a.b.c=1": {"a": {"b": {"c": 1}}}, "a=": {"a": None}},
         **{"a=null": {"a": None}, "a=[x, 2]": {"a": ["x", 2]}, "a=x=y": {"a": "x=y"}},
@@ -79,24 +83,17 @@ def test_overrides_of_nothing():
         built = {}
         apply_override(built, override)
         assert built == tree, override
-
-
-def test_overrides_in_a_tree():
-    tree = {"loss": "ppo_clip", "kl": None, "group": {"a": 1, "b": 2}, "list": [1]}
-    for override in ("loss.clip_high=0.28", "kl.fn=k3", "group.a=5", "list=[2]", "group.c.d=6"):
+    tree = {"loss": "ppo_clip", "other": "k1", "kl": None, "group": {"a": 1, "b": 2}, "gone": {}}
+    for override in ("loss.clip_high=0.28", "loss.fn=gspo", "kl.fn=k3", "group.a=5", "gone=null"):
         apply_override(tree, override)
+    apply_override(tree, "group.c.d=6")
     assert tree == {
-        "loss": {"fn": "ppo_clip", "clip_high": 0.28},
+        "loss": {"fn": "gspo", "clip_high": 0.28},
+        "other": "k1",
         "kl": {"fn": "k3"},
         "group": {"a": 5, "b": 2, "c": {"d": 6}},
-        "list": [2],
+        "gone": None,
     }
-    apply_override(tree, "loss.fn=gspo")
-    assert tree["loss"] == {"fn": "gspo", "clip_high": 0.28}
-    apply_override(tree, "loss=gspo")
-    assert tree["loss"] == "gspo"
-    apply_override(tree, "group=null")
-    assert tree["group"] is None
 
 
 def test_malformed_overrides(write, subtests):
@@ -150,20 +147,64 @@ def test_wrong_types_are_named(subtests):
 
 def test_every_kind_of_value_that_is_right():
     group = {"limit": 0, "loss": "gspo", "other": {"fn": "k3"}}
-    tree = {"name": "n", "most": 4, "flag": True, "files": ["a", "b"], "project": "p"}
-    config = from_tree(Whole, {**tree, "table": {"x": [1, {"y": None}]}, "group": group})
-    assert (config.most, config.flag, config.files, config.project) == (4, True, ("a", "b"), "p")
-    assert config.table == {"x": [1, {"y": None}]}
-    assert config.group.limit == 0.0
+    config = from_tree(Whole, {"name": "n", "most": 4, "flag": True, "group": group})
+    assert (config.most, config.flag, config.group.limit) == (4, True, 0.0)
     assert config.group.loss == FunctionSpec("gspo"), "the default's keywords are not mixed in"
-    assert config.group.other == FunctionSpec("k3")
     nothing = {"most": None, "project": None, "group": {"limit": None}}
-    config = from_tree(Whole, {"name": "n", **nothing})
-    assert (config.most, config.project, config.group.limit) == (None, None, None)
-    for tree in ({}, {"group": None}):
+    for tree in ({}, {"group": None}, nothing):
         assert from_tree(Whole, {"name": "n", **tree}) == Whole(name="n")
 
 
 def test_all_that_is_wrong_is_said_at_once():
     with refuses("group.rate", "most", "name", "cuont", "group.limt"):
         from_tree(Whole, {"cuont": 1, "most": "all", "group": {"rate": True, "limt": 1}})
+
+
+# ---------------------------------------------------------------------------------------- printed
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["1e-6", "12e4567", "+1E5", ".5e1", "null", "~", "yes", "0x1F", "2024-01-01", "1:30", "a: b #c"]
+)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+SPECS = st.builds(
+    FunctionSpec, TEXTS, st.dictionaries(TEXTS.filter(lambda t: t != "fn"), PLAIN, max_size=3)
+)
+
+
+FLOATS = st.floats(allow_nan=False)
+GROUPS = st.builds(
+    Group, rate=FLOATS, limit=st.none() | FLOATS, loss=SPECS, other=st.none() | SPECS
+)
+FILES, TABLES = st.lists(TEXTS, max_size=3), st.dictionaries(TEXTS, PLAIN, max_size=3)
+
+
+@given(st.builds(Whole, name=TEXTS, files=FILES.map(tuple), table=TABLES, group=GROUPS))
+def test_yaml_of_a_config_builds_the_same_config(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(Whole, path) == config
+    assert from_tree(Whole, as_tree(config)) == config
+
+
+def test_yaml_keeps_the_order_of_the_keys_and_is_plain():
+    text = to_yaml(Whole(name="ä", files=("a",)))
+    assert [*yaml.safe_load(text)][:3] == ["name", "count", "most"]
+    assert "ä" in text and "!!" not in text
+
+
+def test_changes():
+    before = {"a": 1, "g": {"x": 1, "y": [1], "f": {"fn": "k1"}}, "gone": 2, "z": None}
+    after = {"a": 1, "g": {"x": 2, "y": [1, 2], "f": {"fn": "k1", "c": 3}}, "new": {"n": 0}, "z": 4}
+    assert changes(before, after) == [
+        "g.x: 1 -> 2",
+        "g.y: [1] -> [1, 2]",
+        "g.f.c: None -> 3",
+        "gone: 2 -> None",
+        "z: None -> 4",
+        "new: None -> {'n': 0}",
+    ]
+    assert changes(before, before) == []

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from jaxrl_llm.config.help import json_schema
-from jaxrl_llm.config.load import PACKAGED, as_tree, from_tree
+from jaxrl_llm.config.load import PACKAGED, as_tree, from_tree, load, to_yaml
 from jaxrl_llm.config.programs import (
     EvaluateConfig,
     PreferConfig,
@@ -14,7 +14,10 @@ from jaxrl_llm.config.programs import (
     SftConfig,
     TrainConfig,
 )
+from jaxrl_llm.rewards.worker import load_reward_function
 from jaxrl_llm.train import main as train_main
+from jaxrl_llm.training.bind import resolve_functions
+from jaxrl_llm.training.optimizer import make_optimizer
 
 CLASSES = {
     "train": TrainConfig,
@@ -43,7 +46,8 @@ def test_the_shipped_schemas_are_current(capsys):
     assert capsys.readouterr().out == (PACKAGED / "schema/train.json").read_text()
 
 
-def test_every_ready_config_names_its_schema_and_fits(subtests):
+def test_every_ready_config_fits_its_schema_and_its_functions_are_found(tmp_path, subtests):
+    assert {"quickstart.yaml", "quickstart_sft.yaml"} <= {path.name for path in FILES}
     for path in FILES:
         first, *_ = path.read_text().splitlines()
         name = "sft" if path.stem.endswith("_sft") else "train"
@@ -51,6 +55,18 @@ def test_every_ready_config_names_its_schema_and_fits(subtests):
         with subtests.test(path.stem):
             assert schema == (PACKAGED / f"schema/{name}.json").resolve()
             checker(name).validate(yaml.safe_load(path.read_text()))
+            config = load(CLASSES[name], path)
+            if path in FILES[::8]:  # they survive printing
+                (tmp_path / "printed.yaml").write_text(to_yaml(config))
+                assert load(CLASSES[name], tmp_path / "printed.yaml") == config
+            if isinstance(config, SftConfig):
+                make_optimizer(config.optim)
+                continue
+            resolve_functions(config)
+            load_reward_function(config.reward.function)
+            if config.model.warm_start:
+                sft = load(SftConfig, PACKAGED.parent / config.model.warm_start)
+                assert sft.export_to == config.model.path
 
 
 def test_what_fits_and_what_does_not():

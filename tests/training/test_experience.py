@@ -1,36 +1,49 @@
-"""From rollouts to a batch: layout, rewards, penalties, advantages."""
+"""From rollouts to a batch: layout, rewards, penalties, advantages, and what is trained on.
 
-import contextlib
+Updates on pairs and on kept answers are those of `prefer` and of `sft`.
+"""
+
 import functools
 import math
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
+from jaxrl_llm.algorithms import losses, preferences, shaping
 from jaxrl_llm.algorithms.advantages import grpo
-from jaxrl_llm.config.load import from_tree
-from jaxrl_llm.config.programs import TrainConfig
+from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
+from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
 from jaxrl_llm.config.sections import RewardConfig
-from jaxrl_llm.data.dataset import Prompt
+from jaxrl_llm.data.dataset import Preference, Prompt, preference_batch
+from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import with_components
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
-from jaxrl_llm.training.bind import resolve_functions
-from jaxrl_llm.training.buffer import Scorer, lost_in_rounding
+from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.training.experience import (
     AdvantageError,
     ScoreError,
     advantage_step,
+    cut_minibatches,
+    filled,
+    pair_maker,
     penalize,
+    per_answer,
+    select_kept,
+    select_pairs,
     with_ages,
     with_scores,
-    without_rows,
 )
 from jaxrl_llm.training.trainer import batch_metrics
+from jaxrl_llm.training.update import PolicyObjective, PreferenceObjective
+from jaxrl_llm.types import Batch
+from tests.specs import DENSE as SPEC
+from tests.specs import draw
+from tests.updates import assert_same, by_rows, chosen, learn, mesh_of, place, updated
 
 
 def prompt(*tokens):
@@ -112,9 +125,11 @@ def test_one_advantage_for_each_answer(batch):
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_one_advantage_for_each_token(batch, pair):
+    """Low precision is widened, and what is off the mask is zero."""
+
     def advantage(rewards, mask):
-        values = jnp.cumsum(mask, axis=1) + rewards
-        return (values, 2 * values) if pair else values
+        values = jnp.where(mask, jnp.cumsum(mask, axis=1) + rewards, jnp.nan)
+        return (values, 2 * values) if pair else values.astype(jnp.bfloat16)
 
     batch = advantage_step(advantage, with_returns=pair)(batch)
     assert ("returns" in batch.fields) == pair
@@ -126,62 +141,29 @@ def test_one_advantage_for_each_token(batch, pair):
         [0, 1, 2, 0, 0, 0],
         [0, 1, 2, 3, 4, 7],
     ]
-
-
-def test_low_precision_is_widened_and_what_is_off_the_mask_is_zero(batch):
-    def advantage(mask):
-        return jnp.where(mask, 0.5, jnp.nan).astype(jnp.bfloat16)
-
-    advantages = advantage_step(advantage)(batch)["advantages"]
-    half = np.where(batch["mask"], np.float32(0.5), np.float32(0))
-    np.testing.assert_array_equal(advantages, half, strict=True)
-
-
-NO_ADVANTAGES = {
-    "columns": lambda mask: jnp.ones(mask.shape[1]),
-    "scalar": lambda scores: scores.sum(),
-    "column": lambda scores: scores[:, None],
-    "mapping": lambda scores: {"advantages": scores},
-    "nothing": lambda scores: None,
-    "integers": lambda group_ids: group_ids,
-}
+    assert batch["advantages"].dtype == np.float32
 
 
 def test_something_else_than_advantages_is_named(batch):
-    taken = []
-    for name, function in NO_ADVANTAGES.items():
-        function.__name__ = name
-        try:
+    for function in (
+        lambda mask: jnp.ones(mask.shape[1]),
+        lambda scores: scores[:, None],
+        lambda scores: {"advantages": scores},
+        lambda scores: None,
+        lambda group_ids: group_ids,
+    ):
+        with pytest.raises(AdvantageError, match="lambda"):
             advantage_step(function)(batch)
-            taken.append(name)
-        except AdvantageError as error:
-            assert name in str(error)
-    assert not taken
     own_array = np.ones((4,), np.float32)
     made = advantage_step(lambda scores: own_array)(batch)["advantages"]
     np.testing.assert_array_equal(made, batch["mask"].astype(np.float32))
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_advantages_that_are_not_finite_are_named(batch, poison):
-    def advantage(scores):
-        return jnp.where(scores >= 1, poison, scores)
-
-    with pytest.raises(AdvantageError) as error:
-        advantage_step(advantage)(batch.take([1, 0, 3, 2]))
-    for part in ("'advantage'", "2 of 4", "number 1 with score 1.0"):
-        assert part in str(error.value)
-
-
-def test_the_step_compiles_once(batch):
-    @chex.assert_max_traces(n=1)
-    def advantage(scores):
-        return scores
-
-    step = advantage_step(advantage)
-    for seed in range(3):
-        scores = np.random.default_rng(seed).normal(size=4).astype(np.float32)
-        jax.block_until_ready(step(batch.add(scores=scores))["advantages"])
+def test_advantages_that_are_not_finite_are_named(batch):
+    for poison in (np.nan, np.inf):
+        step = advantage_step(lambda scores, p=poison: jnp.where(scores >= 1, p, scores))
+        with pytest.raises(AdvantageError, match=r"2 of 4.*number 1 with score 1.0"):
+            step(batch.take([1, 0, 3, 2]))
 
 
 # -------------------------------------------------------------------------------------- unscored
@@ -216,38 +198,6 @@ def test_an_answer_that_alone_is_left_of_its_group_is_compared_with_nothing(comp
     assert batch["usable"].tolist() == [False, not compares, True, True]
     assert batch["scores"].tolist() == [0.0, 0.0 if compares else 1.0, 2.0, 3.0]
     assert np.isfinite(batch["rewards"]).all()
-
-
-def test_without_unscored_answers_nothing_is_changed(batch):
-    again = without_rows(batch, np.zeros(4, bool))
-    assert again is batch
-
-
-def test_scores_that_float32_makes_equal_are_found():
-    for given, pair in (
-        ([1e9 + 1, 1e9 + 2, 5.0, 6.0], (1e9 + 1, 1e9 + 2)),
-        ([0.5, 1.0, 1.0 + 1e-9, 1.0], (1.0, 1.0 + 1e-9)),
-        ([math.nan, 2.0, 2.0**24, 2.0**24 + 1], (2.0**24, 2.0**24 + 1)),
-        ([1e9, 5.0, 1e9 + 1, 6.0], None),  # of two prompts
-        ([0.3, 0.1 + 0.2, 1e9, 1e9], None),
-        ([math.nan, math.nan, -1e38, 1e38], None),
-    ):
-        assert lost_in_rounding([Score(score, {}, None) for score in given], 2) == pair
-
-
-def test_lost_digits_are_warned_of_once(caplog):
-    """By the first scores that have lost some, not by the first ones."""
-    tree = {"run_dir": "r", "model": {"path": "m"}}
-    tree |= {"data": {"train": "t", "max_prompt_tokens": 2}}
-    tree |= {"rollout": {"samples_per_prompt": 2, "max_new_tokens": 4}}
-    config = from_tree(TrainConfig, tree | {"reward": {"function": "arithmetic", "workers": 0}})
-    with contextlib.ExitStack() as stack:
-        scorer = Scorer(config, resolve_functions(config), None, stack)
-        for first in (0.5, 1e9, 2e9):
-            batch = scorer.lay_out(answered())
-            scorer.add_scores(batch, [Score(first + k, {}, None) for k in range(4)])
-    (message,) = (r.getMessage() for r in caplog.records if "float32" in r.getMessage())
-    assert "1000000000.0 and 1000000001.0" in message
 
 
 def test_groups_without_spread_are_counted_by_the_scores_that_are_used():
@@ -287,3 +237,180 @@ def test_a_component_that_is_no_number_costs_its_answer(on_error, score):
         laid = lay_out(answered(), samples=2, max_tokens=6)
         scored = with_scores(laid, scores, samples=2, components=("form",))
         assert scored["score_components"][2:].tolist() == [[0.5], [0.5]]
+
+
+# ------------------------------------------------------------------- what of a step is trained on
+
+WIDTH, GROUP = 8, 4
+DPO = functools.partial(preferences.dpo, beta=0.3)
+SCORES = [0.0, 1.0, 0.5, 1.0] + [1.0] * 4 + [0.25, 0.0, 0.0, 0.75]
+"""Of three groups; the second one's are all equal."""
+UNUSABLE = 11  # the best of the last group
+ANSWERS = len(SCORES)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return draw(SPEC, scale=0.3)
+
+
+@pytest.fixture(scope="module")
+def graded():
+    """Ragged answers with holes in their masks, as tools leave them; one is not usable."""
+    rng = np.random.default_rng(1)
+    count = len(SCORES)
+    prompts = np.repeat(rng.integers(2, 4, count // GROUP), GROUP)
+    sizes = prompts + rng.integers(2, WIDTH - 3, count)
+    usable = np.arange(count) != UNUSABLE
+    sizes = np.where(usable, sizes, prompts)
+    place = np.arange(WIDTH)
+    inside = place < sizes[:, None]
+    mask = inside & (place >= prompts[:, None]) & usable[:, None]
+    mask[2, prompts[2] + 1] = False
+    groups = np.where(usable, np.arange(count) // GROUP, count + np.arange(count))
+    logprobs = rng.normal(-3, 1, mask.shape).astype(np.float32)
+    drawn = rng.integers(1, SPEC.vocab_size, mask.shape)
+    tokens = np.where(place < prompts[:, None], drawn[np.arange(count) // GROUP], drawn)
+    tokens = np.where(inside, tokens, 0)
+    fields = {
+        "mask": mask,
+        "scores": np.array(SCORES, np.float32),
+        "group_ids": groups.astype(np.int32),
+        "usable": usable,
+        "ref_logprobs": logprobs,
+    }
+    return Batch(tokens.astype(np.int32), sizes.astype(np.int32), fields)
+
+
+def build(params, objective, reduce, *, width, rows=16, mesh=None):
+    """Return a function from a mini-batch to the gradient and metrics of an update."""
+    mesh = mesh or mesh_of()
+    placed, ranks = place(params, SPEC, mesh), batch_shards(mesh)
+    shape = row_shape(rows * width, width, sequences=16, multiple_of=ranks)
+    learner = learn(SPEC, placed, objective, shape, mesh=mesh, reduce=reduce)
+    coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    return lambda minibatch: updated(learner, placed, minibatch, coefs)[:2]
+
+
+def pairs_of(graded, function=best_and_worst, size=ANSWERS):
+    return select_pairs(pair_maker(function), size, size // GROUP, graded)
+
+
+def preferences_of(graded, pairs):
+    """Return what `prefer` would read, by hand: prompt, two answers, sums under the reference."""
+    items = []
+    for pair in pairs:
+        answers, columns = [], {}
+        for side, i in zip(("chosen", "rejected"), pair, strict=True):
+            start = int(np.flatnonzero(graded["mask"][i])[0])
+            prompt = tuple(graded.tokens[i, :start].tolist())
+            answers.append(tuple(graded.tokens[i, start : graded.sequence_lengths[i]].tolist()))
+            total = sum(graded["ref_logprobs"][i][graded["mask"][i]].astype(float).tolist())
+            columns[f"ref_{side}_logps"] = total
+        items.append(Preference(prompt, tuple(answers), columns))
+    return items
+
+
+def test_ties_and_unusable_answers_make_no_pair(graded):
+    """The last group's best answer is not usable, so that its second best takes its place."""
+    (minibatch,), metrics = pairs_of(graded)
+    assert metrics == {"pairs/count": 2.0, "pairs/tied_groups": 1.0}
+    assert minibatch["margins"].tolist() == [1.0, 0.25, 0.0]
+    assert minibatch.sequence_lengths[-1] == 0 and not minibatch["mask"][-1].any()
+    wanted = preference_batch(preferences_of(graded, [(1, 0), (8, 9)]), 2 * WIDTH)
+    assert_array_equal(minibatch.tokens[:2], wanted.tokens)
+    for name in ("mask", "second_start", "ref_chosen_logps", "ref_rejected_logps"):
+        assert_allclose(minibatch[name][:2], wanted[name], rtol=1e-6, err_msg=name)
+    assert pairs_of(graded, all_pairs)[1]["pairs/count"] == 5 + 2
+
+
+def test_pairs_go_to_the_mini_batch_of_their_prompts(graded):
+    without, _ = pairs_of(graded.take(np.arange(4, 8)))  # all of the second group's are tied
+    assert not any(minibatch["mask"].any() for minibatch in without)
+    cut, _ = pairs_of(graded, size=GROUP)
+    assert [int((m.sequence_lengths > 0).sum()) for m in cut] == [1, 0, 1]
+    assert [m["mask"].any() for m in cut] == [True, False, True]
+
+
+def test_an_update_on_pairs_is_that_of_prefer(params, graded):
+    """In other rows on a mesh; rows that fill a mini-batch up count for nothing."""
+    chosen, rejected = pair_maker(all_pairs)(graded)
+    pairs = [*zip(chosen, rejected, strict=True)]
+    wanted = preference_batch(preferences_of(graded, pairs), 2 * WIDTH)
+    mask = np.zeros_like(wanted["mask"])
+    for row, both in zip(mask, pairs, strict=True):  # holes and all
+        joined = [graded["mask"][i, : graded.sequence_lengths[i]] for i in both]
+        row[: sum(map(len, joined))] = np.concatenate(joined)
+    assert (mask != wanted["mask"]).any()
+    wanted = wanted.add(mask=mask)
+    how = PreferenceObjective(loss=DPO), sequence_mean_token_mean
+    expected = build(params, *how, width=2 * WIDTH)(wanted)
+    run = build(params, *how, width=2 * WIDTH, rows=4, mesh=mesh_of(fsdp=4, tensor=2))
+    (minibatch,), metrics = pairs_of(graded, all_pairs)
+    assert len(minibatch.tokens) == 12 > int(metrics["pairs/count"])
+    got = run(minibatch)
+    assert_same(got[0], expected[0])
+    for name in ("loss", "rewards/margins", "rewards/accuracies"):
+        assert_allclose(got[1][name], expected[1][name], rtol=2e-5, err_msg=name)
+
+
+def test_what_is_no_pair_is_refused(graded):
+    one = jnp.array([0])
+    for function, expected in (
+        (lambda scores: scores, "Pairs"),
+        (lambda scores: Pairs(one, jnp.array([4]), jnp.array([True])), "prompts"),
+        (lambda scores: Pairs(one, jnp.array([12]), jnp.array([True])), "11"),
+    ):
+        with pytest.raises(ScoreError, match=expected):
+            pair_maker(function)(graded)
+
+
+def kept_by(graded, function, size=ANSWERS):
+    keep = per_answer(function, "algorithm.answer_filter", np.bool_)
+    return select_kept(keep, size, size // GROUP, graded)
+
+
+@jax.jit
+def imitation(params, tokens, sizes, mask, shares):
+    """Return Σ −log π of tokens by their shares, one sequence a row, and its gradient."""
+
+    def loss(params):
+        given = Batch(tokens, sizes, {})
+        logprobs = chosen(by_rows(SPEC, params, given), tokens)
+        return -jnp.sum(jnp.where(mask, shares * logprobs, 0.0))
+
+    return jax.value_and_grad(loss)(params)
+
+
+def test_imitating_the_kept_answers_is_supervised_training_on_them(params, graded):
+    """One by one, without packing; the mean is over the kept answers."""
+    (minibatch,), metrics = kept_by(graded, functools.partial(shaping.at_least, threshold=1.0))
+    rows, counts = [1, 3, 4, 5, 6, 7], graded["mask"].sum(1)
+    assert metrics == {"batch/kept_answers": len(rows)}
+    shares = np.zeros(graded["mask"].shape, np.float32)
+    for i in rows:
+        shares[i] = 1 / (len(rows) * counts[i])
+    arrays = graded.tokens, graded.sequence_lengths, graded["mask"], shares
+    loss, gradient = jax.device_get(imitation(params, *arrays))
+    objective = PolicyObjective(loss=losses.negative_log_likelihood)
+    assert len(minibatch.tokens) == 6, "three prompts, twice"
+    got = build(params, objective, sequence_mean_token_mean, width=WIDTH)(minibatch)
+    assert_same(got[0], gradient)
+    assert_allclose(got[1]["loss"], loss, rtol=2e-5)
+
+
+def test_the_best_of_each_group_is_kept(graded):
+    (minibatch,), metrics = kept_by(graded, shaping.best_of_group)
+    assert metrics == {"batch/kept_answers": 2.0}
+    assert_array_equal(minibatch.tokens[:2], graded.tokens[[1, 8]])
+    assert minibatch.sequence_lengths[2] == 0
+    high = functools.partial(shaping.best_of_group, threshold=1.5)
+    (empty,), _ = kept_by(graded, high)
+    assert minibatch["mask"].any() and not empty["mask"].any()
+
+
+def test_mini_batches_are_whole_groups_in_their_order_and_filled_up_to_powers_of_two(graded):
+    cut = [*cut_minibatches(graded, GROUP)]
+    assert len(cut) == 3
+    assert_array_equal(cut[1].tokens, graded.tokens[4:8])
+    assert [len(filled(graded.take(np.arange(n)), 3).tokens) for n in (0, 3, 4, 7)] == [3, 3, 6, 12]

@@ -15,8 +15,9 @@ from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms import preferences
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
+from jaxrl_llm.config.functions import call
 from jaxrl_llm.data.dataset import Preference, preference_batch, rotate_answers
-from jaxrl_llm.data.packing import pack_rows, row_shape
+from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.load import load_params
@@ -112,37 +113,13 @@ def pairs(models):
 dpo = functools.partial(preferences.dpo, beta=BETA)
 
 
-def test_a_pair_is_two_segments_that_begin_at_zero():
-    items = [Preference((5, 6), ((7, 0), (8, 9, 0))), Preference((1,), ((2, 0), (3, 0)))]
-    batch = preference_batch(items, 12)
-    assert batch["second_start"].tolist() == [4, 3]
-    assert batch.tokens[0, :9].tolist() == [5, 6, 7, 0, 5, 6, 8, 9, 0]
-    assert np.flatnonzero(batch["mask"][0]).tolist() == [2, 3, 6, 7, 8]
-    shape, marks = row_shape(16, 16, sequences=2), (batch["mask"], batch["second_start"])
-    rows = pack_rows(batch.tokens, batch.sequence_lengths, [[1, 0]], shape, *marks)
-    assert rows.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0]
-    assert rows.segment_ids[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 0]
-
-
-def test_a_pairs_answers_have_the_log_probs_that_they_have_alone(models, pairs):
-    infer, params = pass_of(models, "policy")
-    together = answer_sums(infer, params, preference_batch(pairs, 2 * MOST))
-    for number, side in enumerate(("chosen", "rejected")):
-        alone = [Preference(p.prompt, (p.answers[number],), {"labels": True}) for p in pairs]
-        sums = answer_sums(infer, params, preference_batch(alone, 2 * MOST))
-        assert_allclose(together[f"{side}_logps"], sums["logps"], rtol=2e-6)
-
-
 @pytest.fixture(scope="module")
 def expected(models, pairs):
     return build(models["policy"], loss=dpo)(preference_batch(pairs, 2 * MOST))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "tokens"), [({}, 2 * MOST), ({"fsdp": 4, "tensor": 2}, 4 * 2 * MOST)]
-)
-def test_cuts_and_meshes_change_nothing(models, pairs, expected, sizes, tokens):
-    run = build(models["policy"], loss=dpo, tokens=tokens, **sizes)
+def test_cuts_and_a_mesh_change_nothing(models, pairs, expected):
+    run = build(models["policy"], loss=dpo, tokens=4 * 2 * MOST, fsdp=4, tensor=2)
     gradient, metrics = run(preference_batch(pairs[::-1], 2 * MOST))
     assert_same(gradient, expected[0])
     for name in ("loss", "rewards/margins", "rewards/accuracies", "grad_norm"):
@@ -226,63 +203,58 @@ TYPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def dpo_trainer():
-    pytest.importorskip("trl", reason="trl is not installed")
-    from trl.trainer import dpo_trainer
-
-    dpo_trainer.disable_gradient_checkpointing = no_context
-    dpo_trainer.is_peft_model = lambda model: False
-    return dpo_trainer.DPOTrainer
-
-
 def no_context(*_):
     return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("sigmoid", "ipo", "apo_down")
-        else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.guards("algorithms/")])
-        for name in TYPES
-    ],
-)
-def test_a_loss_of_pairs_is_trls(models, pairs, dpo_trainer, name):
-    function, keywords = TYPES[name]
-    bound = functools.partial(function, beta=BETA, **keywords)
-    gradient, metrics = build(models["policy"], loss=bound)(preference_batch(pairs, 2 * MOST))
+def test_losses_of_pairs_are_trls(models, pairs, expected, monkeypatch):
+    """The gradient of an update is that of the first one."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl.trainer import dpo_trainer
+
+    monkeypatch.setattr(dpo_trainer, "disable_gradient_checkpointing", no_context)
+    monkeypatch.setattr(dpo_trainer, "is_peft_model", lambda model: False)
     sides = [[(*p.prompt, *p.answers[side]) for p in pairs] for side in (0, 1)]
     inputs = torch_batch(sides[0] + sides[1], [len(p.prompt) for p in pairs] * 2)
+    infer, params = pass_of(models, "policy")
+    batch = preference_batch(pairs, 2 * MOST)
+    fields = batch.fields | answer_sums(infer, params, batch)
+    for number, side in enumerate(("chosen", "rejected")):
+        fields[f"{side}_lengths"] = np.array([len(pair.answers[number]) for pair in pairs])
     theirs = models["policy"].torch
-    theirs.zero_grad()
-    stub = trainer(
-        theirs,
-        models["reference"].torch,
-        ld_alpha=None,
-        f_divergence_type="reverse_kl",
-        loss_types=[name],
-        loss_weights=[1.0],
-        use_weighting=False,
-        label_smoothing=keywords.get("label_smoothing", 0.0),
-    )
-    loss = dpo_trainer._compute_loss(stub, stub.model, inputs, return_outputs=False)
-    loss.backward()
-    assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
-    check_gradients(theirs, gradient)
-    if name != "sigmoid_norm":  # TRL's rewards are of sums there, too
-        for metric in ("chosen", "rejected", "margins", "accuracies"):
-            logged = stub._metrics["train"][f"rewards/{metric}"]
-            assert_allclose(metrics[f"rewards/{metric}"], logged[0], rtol=1e-4)
+    for name, (function, keywords) in TYPES.items():
+        bound = functools.partial(function, beta=BETA, **keywords)
+        ours = call(bound, {key: jnp.asarray(x) for key, x in fields.items() if x.ndim == 1})
+        stub = trainer(
+            theirs,
+            models["reference"].torch,
+            ld_alpha=None,
+            f_divergence_type="reverse_kl",
+            loss_types=[name],
+            loss_weights=[1.0],
+            use_weighting=False,
+            label_smoothing=keywords.get("label_smoothing", 0.0),
+        )
+        theirs.zero_grad()
+        loss = dpo_trainer.DPOTrainer._compute_loss(stub, stub.model, inputs, False)
+        assert_allclose(ours.loss.mean(), loss.item(), rtol=1e-5, err_msg=name)
+        if name != "sigmoid_norm":  # TRL's rewards are of sums there, too
+            for metric in ("chosen", "rejected", "margins", "accuracies"):
+                (logged,) = stub._metrics["train"][f"rewards/{metric}"]
+                own = ours.diagnostics[f"rewards/{metric}"].mean()
+                assert_allclose(own, logged, rtol=1e-4, err_msg=name)
+        if name == "sigmoid":
+            loss.backward()
+            check_gradients(theirs, expected[0])
+            assert_allclose(expected[1]["loss"], loss.item(), rtol=1e-5)
 
 
-def test_kto_is_trls(models):
+def test_kto_is_trls(models, monkeypatch):
     pytest.importorskip("trl", reason="trl is not installed")
     from trl.trainer import kto_trainer
 
-    kto_trainer.disable_gradient_checkpointing = no_context
-    kto_trainer.is_peft_model = lambda model: False
+    monkeypatch.setattr(kto_trainer, "disable_gradient_checkpointing", no_context)
+    monkeypatch.setattr(kto_trainer, "is_peft_model", lambda model: False)
     items, (infer, params) = make_items(pairs=False), pass_of(models, "policy")
     rotated = preference_batch(rotate_answers(items, MOST), 2 * MOST)
     annotated = annotate(items, infer, params, width=2 * MOST, size=PAIRS)
@@ -319,22 +291,14 @@ def test_kto_is_trls(models):
         assert_allclose(metrics[f"rewards/{kind}"], shown, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "tokens"),
-    [
-        ({"fsdp": 2}, 2 * 2 * MOST),
-        pytest.param(*({}, 2 * MOST), marks=[pytest.mark.slow, pytest.mark.guards("algorithms/")]),
-    ],
-    ids=str,
-)
-def test_the_rewards_of_a_kind_are_means_over_its_rows(models, sizes, tokens):
+def test_the_rewards_of_a_kind_are_means_over_its_rows(models):
     """However the rows are cut, and absent where there are none of the kind."""
     infer, params = pass_of(models, "policy")
     items = annotate(make_items(pairs=False), infer, params, width=2 * MOST, size=PAIRS)
     batch, others = preference_batch(items, 2 * MOST), np.linspace(-20, 5, PAIRS)
     rewards = BETA * (batch["ref_logps"] - others)
     loss = functools.partial(preferences.apo_zero_labelled, beta=BETA)
-    run = build(models["policy"], loss=loss, tokens=tokens, **sizes)
+    run = build(models["policy"], loss=loss, tokens=2 * 2 * MOST, fsdp=2)
     for desirable in (0, 1, 5, 6):
         labels = np.arange(PAIRS) < desirable
         _, metrics = run(batch.add(labels=labels, ref_logps=others.astype(np.float32)))

@@ -1,5 +1,6 @@
-"""Updates of process reward models: as torch makes them, and the same for every cut and mesh."""
+"""Process reward models: updates as torch makes them, steps and scores, and what they read."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from numpy.testing import assert_allclose
 from jaxrl_llm.algorithms.advantages import reward_to_go
 from jaxrl_llm.algorithms.preferences import step_cross_entropy
 from jaxrl_llm.config.sections import RewardConfig
-from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.data.chat import ChatTemplate, load_tokenizer
 from jaxrl_llm.data.dataset import (
     Preference,
     Prompt,
@@ -30,8 +31,17 @@ from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
 from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.training.experience import with_scores
-from jaxrl_llm.training.reward_model import step_scores
-from jaxrl_llm.training.update import StepObjective, step_correctness
+from jaxrl_llm.training.reward_model import (
+    Unreadable,
+    answer_input,
+    chat_input,
+    policy_tokens,
+    scorer_batch,
+    step_scores,
+    steps_input,
+)
+from jaxrl_llm.training.update import StepObjective
+from tests.data.real_templates import build
 from tests.training.test_preference import VOCABULARY, torch_model
 from tests.updates import assert_same, learn, mesh_of, place, updated
 
@@ -71,14 +81,9 @@ def update(model, items, *, tokens=4 * WIDTH, **sizes):
     return updated(learner, placed, preference_batch(items, WIDTH).add(answer_share=share))[:2]
 
 
-@pytest.fixture(scope="module")
-def expected(model):
-    return update(model, make_items())
-
-
-def test_loss_and_gradient_are_those_of_torch(model, expected):
+def test_loss_and_gradient_are_those_of_torch_and_the_same_on_a_mesh(model):
     """Each answer alone and unpadded; the mean is over all steps."""
-    gradient, metrics = expected
+    gradient, metrics = update(model, make_items())
     items, theirs = make_items(), model.torch
     theirs.zero_grad()
     logits, labels, answers = [], [], []
@@ -104,27 +109,11 @@ def test_loss_and_gradient_are_those_of_torch(model, expected):
         value = weight.grad.numpy()
         assert_allclose(gradient[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
     assert_allclose(gradient["score"], theirs.score.weight.grad.numpy().T, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tokens"), [({}, WIDTH), ({"fsdp": 2, "context": 2, "tensor": 2}, 2 * WIDTH)]
-)
-def test_cuts_and_meshes_change_nothing(model, expected, sizes, tokens):
-    gradient, metrics = update(model, make_items()[::-1], tokens=tokens, **sizes)
-    assert_same(gradient, expected[0])
+    on = {"fsdp": 2, "context": 2, "tensor": 2}
+    again, more = update(model, make_items()[::-1], tokens=2 * WIDTH, **on)
+    assert_same(again, gradient)
     for name in ("loss", "accuracy/steps", "accuracy/answers", "rewards/steps"):
-        assert_allclose(metrics[name], expected[1][name], rtol=2e-5)
-
-
-def test_an_answer_is_found_by_its_first_wrong_step():
-    labels = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0]]
-    mask = [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-    logits = [[1, -1, 1, 0], [1, 1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0], [-1, 1, 1, 0]]
-    labels, logits = (jnp.array(x, jnp.float32) for x in (labels, logits))
-    mask = jnp.array(mask, bool)
-    steps, answers = step_correctness(logits, labels, mask)
-    assert answers.tolist() == [True, True, False, False, False]
-    assert (steps & mask).sum(1).tolist() == [2, 2, 1, 1, 1]
+        assert_allclose(more[name], metrics[name], rtol=2e-5)
 
 
 TOKENIZER = load_tokenizer("configs/quickstart")
@@ -159,16 +148,9 @@ def test_a_wrong_row_is_refused():
     ):
         with pytest.raises(ValueError, match=named):
             tokenize(good | change)
-
-
-def test_rows_of_several_kinds_are_refused():
-    rows = [
-        {"prompt": "q", "completions": ["a"], "labels": [True]},
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-    ]
-    rows = [normalize_preference_row(row) for row in rows]
+    mixed = [good, {"prompt": "q", "chosen": "a", "rejected": "b"}]
     with pytest.raises(ValueError, match="row 1"):
-        tokenize_preferences(rows, TOKENIZER, max_tokens=30)
+        tokenize_preferences([*map(normalize_preference_row, mixed)], TOKENIZER, max_tokens=30)
 
 
 def test_steps_end_at_the_tokens_that_were_drawn():
@@ -222,3 +204,72 @@ def test_a_score_of_an_answer_from_those_of_its_steps():
         reward = RewardConfig(classifier="some", aggregate=name)
         scores = step_scores([logits], [(0, 1, 2)], {}, reward)
         assert_allclose(scores.values, [value], rtol=1e-6)
+
+
+# ---------------------------------------------------------- what a reward model is given to read
+
+TEMPLATE = ChatTemplate(TOKENIZER)
+USER = {"role": "user", "content": "q"}
+TOOL = {"role": "tool", "content": "7"}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def chat_of(messages=(), *, prompt=(USER,), tools=()):
+    tokens = np.array([5, 6], np.int32)
+    piece = Completion(tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "")
+    episode = Episode((1, 2), (piece,), "stop", 6, messages=tuple(messages))
+    given = Prompt(index=0, tokens=(1, 2), messages=list(prompt), tools=list(tools))
+    return Rollouts([given], [episode], ["an answer"])
+
+
+def test_a_plain_answer_is_the_assistants_message():
+    rollouts = chat_of()
+    read = answer_input(TEMPLATE, rollouts, 0)
+    assert TOKENIZER.decode(read.tokens) == "<|user|>q<|end|><|assistant|>an answer<|end|>"
+    assert policy_tokens(rollouts, 0).tokens == (1, 2, 5, 6)
+
+
+def test_an_episode_is_the_chat_that_it_was():
+    """What an agent gave as tokens is read as text."""
+    chat = [USER | {"as_tokens": True}, said("call"), TOOL, said("end")]
+    read = answer_input(TEMPLATE, chat_of(chat), 0)
+    written = "<|user|>q<|end|><|assistant|>call<|end|><|tool|>7<|end|><|assistant|>end<|end|>"
+    assert TOKENIZER.decode(read.tokens) == written
+
+
+def test_the_tools_of_a_row_are_read_or_the_answer_is_not():
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    rollouts = chat_of(tools=[tool])
+    shows, _ = build("mistral")
+    steps = partial(steps_input, separator="\n", splits_at="\n", decode=shows.decode)
+    for encode in (answer_input, chat_input, steps):
+        assert "look_up" in shows.decode(encode(ChatTemplate(shows), rollouts, 0).tokens)
+    with pytest.raises(Unreadable, match="tools"):
+        answer_input(TEMPLATE, rollouts, 0)
+
+
+def test_reasoning_that_a_reward_models_template_has_no_place_for_stands_in_the_text():
+    chat = [USER, said("4") | {"reasoning_content": "2+2"}]
+    for encode in (answer_input, chat_input):
+        text = TOKENIZER.decode(encode(TEMPLATE, chat_of(chat), 0).tokens)
+        assert text.endswith("<|assistant|><think>\n2+2\n</think>\n\n4<|end|>")
+
+
+def test_what_can_not_be_read_is_a_failure():
+    """A chat that ends with a tool's message, and a prompt that has tokens alone."""
+    for rollouts in (chat_of([USER, said("call"), TOOL]), chat_of(prompt=())):
+        with pytest.raises(Unreadable):
+            answer_input(TEMPLATE, rollouts, 0)
+        batch, inputs, failures = scorer_batch(rollouts, partial(answer_input, TEMPLATE), width=20)
+        assert list(failures) == [0] and inputs == [None]
+        assert batch.sequence_lengths.tolist() == [1]
+
+
+def test_what_is_too_long_is_a_failure_and_not_cut():
+    encode = partial(answer_input, TEMPLATE)
+    assert scorer_batch(chat_of(), encode, width=14)[-1] == {}
+    (told,) = scorer_batch(chat_of(), encode, width=13)[-1].values()
+    assert "reward.max_tokens" in told

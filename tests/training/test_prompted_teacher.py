@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import reverse_kl
-from jaxrl_llm.config.load import from_tree
+from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.teacher_prompts import (
@@ -143,43 +143,34 @@ def test_what_the_librarys_functions_write():
     told = with_feedback(CHAT, "{4}", {"stderr": "too large"}, name="stderr")
     assert "{4}" in told[1]["content"] and "too large" in told[1]["content"]
     assert with_feedback(CHAT, "4", {"feedback": ""}) is None
-    with pytest.raises(ValueError, match="hwo"):
-        with_demonstration(CHAT, "3", {"how": "is 3"}, column="hwo")
-    with pytest.raises(ValueError, match="demonstration"):
-        with_demonstration(CHAT, "3", {}, template="{prompt} {answer}")
-    with pytest.raises(ValueError, match="system"):
-        with_demonstration(CHAT[:1], "3", {})
+    for chat, extra, keywords in (
+        (CHAT, {"how": "is 3"}, {"column": "hwo"}),
+        (CHAT, {}, {"template": "{prompt} {answer}"}),
+        (CHAT[:1], {}, {}),  # no message of a user
+    ):
+        with pytest.raises(ValueError, match=keywords.get("column", "demonstration|system")):
+            with_demonstration(chat, "3", extra, **keywords)
 
 
-SELF = {"weights": "ema"}
-SHOWN = {"prompt": "with_demonstration"}
-WRONG = [  # of `teacher`, other keys, and the key that is named
-    ({"weights": "live"}, {}, "teacher.weights"),
-    ({"path": "t"} | SELF, {}, "teacher.path"),
-    ({"path": "t", "ema": 0.1}, {}, "teacher.ema"),
-    ({"max_prompt_tokens": 9} | SELF, {}, "teacher.max_prompt_tokens"),
-    (SELF | {"prompt": "with_demonstratoin"}, {}, "teacher.prompt"),
-    (SELF | {"prompt": {"fn": "with_feedback", "nam": "x"}}, {}, "teacher.prompt"),
-    (SELF | {"prompt": "jaxrl_llm.data.chat:load_tokenizer"}, {}, "teacher.prompt"),
-    (SELF | SHOWN, {"rollout": {"tools": ["python"]}}, "teacher.prompt"),
-    (
-        SELF | SHOWN | {"max_prompt_tokens": 200},
-        {"batch": {"max_tokens_per_device": 128}, "data": {"train": "t", "max_prompt_tokens": 8}},
-        "batch.max_tokens_per_device",
-    ),
-    (SHOWN | {"weights": "live"}, {"offload": {"teacher": True}}, "offload.teacher"),
-    (
-        SELF,
-        {"algorithm": {"advantage": "reverse_kl", "distillation": "forward_kl_divergence"}},
-        "teacher.weights",
-    ),
-    (SELF, {"mesh": {"teacher": {}}, "model": {"path": "m", "lora": {}}}, "mesh.teacher"),
+SELF = {"teacher.weights": "ema"}
+SHOWN = {"teacher.prompt": "with_demonstration"}
+WRONG = [
+    ({"teacher.weights": "live"}, "teacher.weights"),
+    ({"teacher.path": "t"} | SELF, "teacher.path"),
+    ({"teacher.path": "t", "teacher.ema": 0.1}, "teacher.ema"),
+    ({"teacher.max_prompt_tokens": 9} | SELF, "teacher.max_prompt_tokens"),
+    (SELF | {"teacher.prompt": "with_demonstratoin"}, "teacher.prompt"),
+    (SELF | {"teacher.prompt": {"fn": "with_feedback", "nam": "x"}}, "teacher.prompt"),
+    (SELF | SHOWN | {"rollout.tools": ["python"]}, "teacher.prompt"),
+    (SELF | SHOWN | {"teacher.max_prompt_tokens": 10**6}, "batch.max_tokens_per_device"),
+    (SHOWN | {"teacher.weights": "live", "offload.teacher": True}, "offload.teacher"),
+    (SELF | {"algorithm.distillation": "forward_kl_divergence"}, "teacher.weights"),
+    (SELF | {"mesh.teacher": {}, "model.lora": {}}, "mesh.teacher"),
 ]
 
 
-def test_what_contradicts_itself_names_its_key():
-    base = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
-    base |= {"rollout": {"max_new_tokens": 16}, "algorithm": {"advantage": "reverse_kl"}}
-    for teacher, tree, key in WRONG:
-        with refuses(key):
-            resolve_functions(from_tree(TrainConfig, base | {"teacher": teacher} | tree))
+def test_what_contradicts_itself_names_its_key(subtests):
+    for keys, key in WRONG:
+        given = {"algorithm.advantage": "reverse_kl", "model.warm_start": None, **keys}
+        with subtests.test(str(keys)), refuses(key):
+            resolve_functions(load(TrainConfig, "quickstart", given))

@@ -1,8 +1,7 @@
-"""Files made on demand, models and optimizers from a config."""
+"""Files made on demand, models, meshes and optimizers from a config."""
 
 import dataclasses
-import functools
-import json
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -14,9 +13,9 @@ import pytest
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.load import PACKAGED, from_tree
-from jaxrl_llm.config.programs import SftConfig
+from jaxrl_llm.config.programs import SftConfig, TrainConfig
 from jaxrl_llm.config.sections import (
-    LoraConfig,
+    DataConfig,
     MeshConfig,
     MeshSizes,
     OptimConfig,
@@ -26,35 +25,23 @@ from jaxrl_llm.config.sections import (
 from jaxrl_llm.models.arrays import declarer
 from jaxrl_llm.models.attention import attend
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.hf.config import make_config
-from jaxrl_llm.models.moe.routing import SigmoidRouter
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.rope import LongRopeScaling
+from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.runs.directory import build_once, prepare_files, recipe_of
 from jaxrl_llm.sharding.layout import DEFAULT_RULES, make_mesh
+from jaxrl_llm.training import compile
 from jaxrl_llm.training.forward import ForwardConfig
 from jaxrl_llm.training.load_model import (
-    LoadedModel,
-    adapted_spec,
     open_layout,
     open_layouts,
     open_model,
-    open_scorer,
     own_rules,
     packed_shape,
     takes_long_rows,
 )
 from jaxrl_llm.training.optimizer import make_optimizer
+from jaxrl_llm.training.run import warm_start
 from tests.refusals import refuses
 from tests.specs import TINY as SPEC
-
-
-def refusal(function, *args, **more):
-    """Return the message of a ConfigError, which must be one line."""
-    with pytest.raises(ConfigError) as caught:
-        function(*args, **more)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_directory_is_made_once_by_one_recipe(tmp_path):
@@ -72,10 +59,11 @@ def test_a_directory_is_made_once_by_one_recipe(tmp_path):
         build_once(folder, {"steps": 1}, fail)  # and what failed half way is made again
     for _ in range(3):
         build_once(folder, {"steps": 1}, make)
-    message = refusal(build_once, folder, {"steps": 2, "seed": 1}, make)
-    assert "steps: 1 -> 2" in message and "seed: its default -> 1" in message
+    with pytest.raises(ConfigError, match=r"seed: its default -> 1; steps: 1 -> 2"):
+        build_once(folder, {"steps": 2, "seed": 1}, make)
     (tmp_path / "base.made_by").write_text("5d41402abc")
-    assert str(folder) in refusal(build_once, folder, {"steps": 1}, make)
+    with pytest.raises(ConfigError, match=str(folder)):
+        build_once(folder, {"steps": 1}, make)
     (tmp_path / "own").mkdir()
     build_once(tmp_path / "own", {"steps": 1}, make)
     assert calls == [1]
@@ -87,7 +75,8 @@ def sft_config(**more):
     return from_tree(SftConfig, tree | more)
 
 
-def test_a_recipe_has_what_decides_the_weights_and_no_defaults():
+def test_a_recipe_has_what_decides_the_weights_and_no_defaults(tmp_path, monkeypatch):
+    """A user's function by its source, and a model of the package the same from everywhere."""
     plain = {"model.path": "m", "data.train": ["t.parquet"], "data.max_tokens": 8}
     assert recipe_of(sft_config()) == plain
     written = {"log": {"trackers": []}, "checkpoint": {"every": 3}, "stall_timeout_s": None}
@@ -95,27 +84,16 @@ def test_a_recipe_has_what_decides_the_weights_and_no_defaults():
     assert recipe_of(sft_config(steps=5)) == plain | {"steps": 5}
     lora = {"path": "m", "lora": {}}
     assert recipe_of(sft_config(model=lora)) == plain | {"model.lora": {}}
-
-
-def test_a_recipe_names_a_model_of_the_package_the_same_from_everywhere(monkeypatch):
-    monkeypatch.chdir(PACKAGED.parent)  # where a clone has its configs, too
-    recipes = [
-        recipe_of(sft_config(model={"path": path}))
-        for path in ("configs/quickstart", str(PACKAGED / "quickstart"))
-    ]
-    assert recipes[0] == recipes[1]
-    assert recipes[0]["model.path"] == "configs/quickstart"
-
-
-def test_a_recipe_has_the_sources_of_users_functions(tmp_path):
-    path = tmp_path / "mine.py"
-
-    def recipe(scale):
+    path, recipes = tmp_path / "mine.py", []
+    for scale in (0.1, 0.2):
         path.write_text(f"import optax\n\ndef mine():\n    return optax.sgd({scale})\n")
-        return recipe_of(sft_config(optim={"optimizer": f"{path}:mine"}))
-
-    one, other = recipe(0.1), recipe(0.2)
-    assert {key for key in one if one[key] != other[key]} == {"optim.optimizer: source"}
+        recipes.append(recipe_of(sft_config(optim={"optimizer": f"{path}:mine"})))
+    changed = {key for key in recipes[0] if recipes[0][key] != recipes[1][key]}
+    assert changed == {"optim.optimizer: source"}
+    monkeypatch.chdir(PACKAGED.parent)  # where a clone has its configs, too
+    for path in ("configs/quickstart", str(PACKAGED / "quickstart")):
+        recipe = recipe_of(sft_config(model={"path": path}))
+        assert recipe["model.path"] == "configs/quickstart"
 
 
 PREPARATION = """
@@ -142,16 +120,16 @@ def test_files_are_prepared_when_one_is_missing_and_only_then(tmp_path):
     assert (tmp_path / "d" / "a.txt").read_text() == "x"
     prepare_files(None, ("not/there",))  # the reader will say so
     arithmetic = {"out": str(tmp_path / "e"), "digits": 0}
-    for wrong, expected, named in (
-        (spec(rows=2), one, "keywords"),  # written with others
-        (spec(), other, other),  # which it does not write
-        (spec(fail=True), "not/there", "a bad number"),
-        (FunctionSpec("arithmetic", arithmetic), str(tmp_path / "e/train.parquet"), "digits=0"),
-        (FunctionSpec("arithmetic"), "not/there", "out"),
-        (FunctionSpec("arithmetics"), "not/there", "'arithmetic'"),
+    for wrong, expected in (
+        (spec(rows=2), one),  # written with other keywords
+        (spec(), other),  # which it does not write
+        (spec(fail=True), "not/there"),
+        (FunctionSpec("arithmetic", arithmetic), str(tmp_path / "e/train.parquet")),
+        (FunctionSpec("arithmetic"), "not/there"),  # it asks for more
+        (FunctionSpec("arithmetics"), "not/there"),
     ):
-        message = refusal(prepare_files, wrong, (expected,))
-        assert message.startswith("data.prepare: ") and named in message, message
+        with refuses("data.prepare"):
+            prepare_files(wrong, (expected,))
 
 
 def optim(optimizer="adamw", schedule=None, **more):
@@ -195,77 +173,51 @@ def fast_and_slow(learning_rate):
     return optax.lookahead(optax.sgd(learning_rate), sync_period=5, slow_step_size=0.5)
 
 
-def test_optimizers_and_schedules_that_do_not_work_name_their_key():
-    for spec, key in (
-        (FunctionSpec("adamww"), "optim.optimizer"),
-        (FunctionSpec("adamw", {"weigth_decay": 0.1}), "optim.optimizer"),
-        (FunctionSpec("adamw", {"learning_rate": 0.1}), "optim.optimizer"),
-        (FunctionSpec("adamw", {"nesterov": 1}), "optim.optimizer.nesterov"),
-        (FunctionSpec("adamw", {"b1": "x"}), "optim.optimizer"),
-        (FunctionSpec("adamw", {"mu_dtype": "float31"}), "optim.optimizer"),
-        (FunctionSpec("clip", {"max_delta": 1.0}), "optim.optimizer"),
-        (FunctionSpec("scale_by_learning_rate", {"flip_sign": 3}), "optim.optimizer.flip_sign"),
-        (FunctionSpec("builtins:dict"), "optim.optimizer"),
-        (FunctionSpec("lbfgs"), "optim.optimizer"),
-        (FunctionSpec("optax.contrib:schedule_free_adamw"), "optim.optimizer"),
-        (FunctionSpec("own", given=adversarial), "optim.optimizer"),
-        (FunctionSpec("own", given=fast_and_slow), "optim.optimizer"),
-        (FunctionSpec("no_package.mod:f"), "optim.optimizer"),
-    ):
-        with refuses(key):
+WRONG_OPTIMIZERS = [
+    FunctionSpec("adamww"),
+    FunctionSpec("adamw", {"weigth_decay": 0.1}),
+    FunctionSpec("adamw", {"learning_rate": 0.1}),
+    FunctionSpec("adamw", {"b1": "x"}),
+    FunctionSpec("adamw", {"mu_dtype": "float31"}),
+    FunctionSpec("clip", {"max_delta": 1.0}),
+    FunctionSpec("builtins:dict"),
+    FunctionSpec("lbfgs"),
+    FunctionSpec("optax.contrib:schedule_free_adamw"),
+    FunctionSpec("own", given=adversarial),
+    FunctionSpec("own", given=fast_and_slow),
+]
+WARM = {"init_value": 0.0, "peak_value": 1.0}
+WRONG_SCHEDULES = [
+    FunctionSpec("constant_scedule", {"value": 1.0}),
+    FunctionSpec("constant_schedule"),
+    *(FunctionSpec("constant_schedule", {"value": value}) for value in ("fast", [1.0, 2.0], None)),
+    FunctionSpec("builtins:dict"),
+    FunctionSpec("adamw", {"learning_rate": 0.1}),
+    FunctionSpec("warmup_cosine_decay_schedule", WARM | {"warmup_steps": 10, "decay_steps": 5}),
+]
+
+
+def test_optimizers_and_schedules_that_do_not_work_name_their_key(subtests):
+    for spec in WRONG_OPTIMIZERS:
+        with subtests.test(str(spec)), refuses("optim.optimizer"):
             make_optimizer(optim(spec))
-    warm = {"init_value": 0.0, "peak_value": 1.0}
-    for spec, key in (
-        (FunctionSpec("constant_scedule", {"value": 1.0}), "optim.schedule"),
-        (FunctionSpec("constant_schedule"), "optim.schedule"),
-        (FunctionSpec("constant_schedule", {"value": "fast"}), "optim.schedule"),
-        (FunctionSpec("constant_schedule", {"value": [1.0, 2.0]}), "optim.schedule"),
-        (FunctionSpec("constant_schedule", {"value": None}), "optim.schedule"),
-        (FunctionSpec("constant_schedule", {"vlaue": 1.0}), "optim.schedule"),
-        (FunctionSpec("builtins:dict"), "optim.schedule"),
-        (FunctionSpec("adamw", {"learning_rate": 0.1}), "optim.schedule"),
-        (
-            FunctionSpec(
-                "warmup_cosine_decay_schedule", warm | {"warmup_steps": 10, "decay_steps": 5}
-            ),
-            "optim.schedule",
-        ),
-        (
-            FunctionSpec("warmup_constant_schedule", warm | {"warmup_steps": 1.5}),
-            "optim.schedule.warmup_steps",
-        ),
-    ):
-        with refuses(key):
+    for spec in WRONG_SCHEDULES:
+        with subtests.test(str(spec)), refuses("optim.schedule"):
             make_optimizer(optim(schedule=spec))
-
-
-def test_each_key_of_an_adapter_reaches_the_model():
-    plain = adapted_spec(SPEC, LoraConfig(), None)
-    for key, value, expected in (
-        ("rank", 3, 3),
-        ("alpha", 5.0, 5.0),
-        ("targets", ("q_proj",), ("query",)),
-        ("rslora", True, True),
-    ):
-        changed = adapted_spec(SPEC, LoraConfig(**{key: value}), None)
-        assert getattr(changed.lora, key) == expected != getattr(plain.lora, key)
+    with refuses("optim.optimizer.nesterov"):
+        make_optimizer(optim(FunctionSpec("adamw", {"nesterov": 1})))
 
 
 def sizes_of(layout):
     return {axis: n for axis, n in layout.mesh.shape.items() if n > 1}
 
 
-def test_by_default_training_splits_parameters_and_the_engine_copies_them():
+def test_every_model_has_its_own_mesh_and_devices():
+    """By default training splits parameters, and the engine copies them."""
     layouts = open_layouts(MeshConfig())
-    assert sizes_of(layouts.train) == {"fsdp": 8}
-    assert sizes_of(layouts.rollout) == {"data": 8}
+    assert sizes_of(layouts.train) == {"fsdp": 8} and sizes_of(layouts.rollout) == {"data": 8}
     assert layouts.critic is layouts.reference is layouts.reward_model is layouts.train
     assert layouts.of("actor") is layouts.of("implicit_reward_model") is layouts.train
-    assert layouts.train.context == "heads"
-    assert layouts.train.rules == DEFAULT_RULES
-
-
-def test_every_model_has_its_own_mesh_and_devices():
     layouts = open_layouts(
         MeshConfig(
             train=MeshSizes(fsdp=2, tensor=-1, devices=4),
@@ -295,7 +247,6 @@ def test_every_model_has_its_own_mesh_and_devices():
 def test_devices_and_rules_that_make_up_no_mesh_name_their_key():
     for sizes in (
         MeshSizes(data=3),
-        MeshSizes(fsdp=4),
         MeshSizes(fsdp=4, devices=6),
         MeshSizes(first_device=8),
         MeshSizes(first_device=4, devices=5),
@@ -305,7 +256,6 @@ def test_devices_and_rules_that_make_up_no_mesh_name_their_key():
     for rules, key in (
         ({"head": None}, "mesh.rules.head"),
         ({"heads": "tenser"}, "mesh.rules.heads"),
-        ({"heads": {"tensor": 2}}, "mesh.rules.heads"),
         ({"heads": ["tensor", 2]}, "mesh.rules.heads"),
     ):
         with refuses(key):
@@ -333,45 +283,15 @@ def test_a_row_that_devices_share_is_as_long_as_they_can_cut_evenly():
 
 
 def test_rows_may_be_longer_than_sequences_where_attention_is_cheap():
-    for mesh, changed, longest, expected in (
-        ({}, {}, 8, True),
-        ({}, {}, 800, False),  # two keys for every token cost more than they save
-        ({"data": 2, "fsdp": 1, "context": 4}, {}, 8, False),  # devices share a row
-        ({}, {"window": 4, "windowed_layers": (True, False), "layers": 2}, 8, True),
-    ):
-        layout = open_layout(MeshConfig(), "train", MeshSizes(**mesh))
-        spec = dataclasses.replace(SPEC, ff_width=256, **changed)
-        forward = ForwardConfig(model=Decoder(spec))
-        assert takes_long_rows(forward, layout, longest) is expected
-        kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
-        assert not takes_long_rows(kernel, layout, longest)
-
-
-def test_a_head_that_can_not_be_saved_is_refused_before_weights_are_read(tmp_path):
-    router = SigmoidRouter(groups=1, top_groups=1, normalize=True, scale=1.0)
-    experts = MoeSpec(experts=4, experts_per_token=2, ff_width=8, router=router, dense_layers=0)
-    glm = dataclasses.replace(SPEC, hidden_size=8, head_dim=4, moe=experts, qkv_bias=True)
-    glm = dataclasses.replace(glm, rotary_fraction=0.5)
-    (tmp_path / "config.json").write_text(json.dumps(make_config(glm)))
-    layout = open_layouts(MeshConfig()).train
-    for of_steps in (False, True):
-        load = functools.partial(open_scorer, of_steps=of_steps)
-        assert "Glm4Moe" in refusal(load, PolicyConfig(path=str(tmp_path)), layout, seed=0)
-
-
-def test_longrope_is_chosen_by_the_longest_sequence():
-    scaling = LongRopeScaling(
-        short_factors=(1.0,) * (SPEC.head_dim // 2),
-        long_factors=(4.0,) * (SPEC.head_dim // 2),
-        original_positions=32,
-        attention_factor=1.1,
-    )
-    spec = dataclasses.replace(SPEC, rope_scaling=scaling)
-    loaded = LoadedModel(Decoder(spec), params=None, like=None)
-    assert loaded.for_length(32).model == loaded.model
-    assert loaded.for_length(33).spec.rope_scaling.long
-    plain = LoadedModel(Decoder(SPEC), params=None, like=None)
-    assert plain.for_length(1000).model == plain.model
+    spec = dataclasses.replace(SPEC, ff_width=256)
+    forward = ForwardConfig(model=Decoder(spec))
+    layout = open_layout(MeshConfig(), "train", MeshSizes())
+    shared = open_layout(MeshConfig(), "train", MeshSizes(data=2, fsdp=1, context=4))
+    assert takes_long_rows(forward, layout, 8)
+    assert not takes_long_rows(forward, layout, 800)  # two keys for each token cost too much
+    assert not takes_long_rows(forward, shared, 8)  # devices share a row
+    kernel = dataclasses.replace(forward, kernel=attend)  # which has limits of its own
+    assert not takes_long_rows(kernel, layout, 8)
 
 
 def test_a_model_that_can_not_be_read_names_its_key(tmp_path):
@@ -380,3 +300,38 @@ def test_a_model_that_can_not_be_read_names_its_key(tmp_path):
     for model in (missing, PolicyConfig(path=str(tmp_path))):
         with refuses("model.path"):
             open_model(model, layout, seed=0)
+    model = PolicyConfig(path="m", warm_start="not_there.yaml")
+    with refuses("model.warm_start"):
+        warm_start(TrainConfig(run_dir="r", model=model, data=DataConfig(train=("t",))))
+
+
+def test_steps_of_a_new_run_of_a_large_model_are_compiled_ahead(
+    tmp_path, monkeypatch, compiles_alone, caplog
+):
+    """While its weights are read, and where what is compiled is kept for the first step."""
+    shutil.copytree(PACKAGED / "quickstart", tmp_path / "model")  # it has no weights
+    model, data = PolicyConfig(path=str(tmp_path / "model")), DataConfig(train=("t.parquet",))
+    config, asked = TrainConfig(run_dir=str(tmp_path), model=model, data=data), []
+    monkeypatch.setattr(compile, "compiles_ahead", lambda devices: False)  # as GPUs
+    monkeypatch.setattr(compile, "LARGE", 1)
+
+    def go(config=config):
+        before = len(asked)
+        with compile.compiling_ahead(config, tmp_path) as wait:
+            wait()
+        return len(asked) > before
+
+    with use_compilation_cache():
+        go(dataclasses.replace(config, mesh=MeshConfig(train=MeshSizes(fsdp=3, data=3))))
+        assert "mesh.train" in caplog.text, "what can not be compiled ahead is told"
+        monkeypatch.setattr(compile, "compile_steps", lambda config, stopped: asked.append(config))
+        drawn = dataclasses.replace(config.model, random_init=True)
+        assert not go(dataclasses.replace(config, model=drawn)), "nothing is read"
+        assert go()
+        (tmp_path / "checkpoints").mkdir()
+        assert not go(), "not new"
+        (tmp_path / "checkpoints").rmdir()
+        monkeypatch.setattr(compile, "LARGE", 1e12)
+        assert not go(), "small"
+        monkeypatch.setattr(compile, "LARGE", 1)
+    assert not go(), "nothing is kept"

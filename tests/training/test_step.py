@@ -1,7 +1,9 @@
-"""What an update does besides being invariant: skipping, counting, checking, metrics, layout."""
+"""What an update does besides being invariant, of a policy and of other roles."""
 
 import contextlib
 import dataclasses
+import functools
+from unittest.mock import Mock
 
 import chex
 import jax
@@ -10,20 +12,23 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip
+from jaxrl_llm.algorithms.losses import TokenLoss, ppo_clip, select_clip_cov, select_kl_cov
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
-from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, Cost, RowShape, choose_rows, row_shape
+from jaxrl_llm.algorithms.values import clipped_value_loss
+from jaxrl_llm.data.packing import MIN_BUCKET_FLOPS, Cost, RowShape, choose_rows
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.parameters import declare
 from jaxrl_llm.monitoring.clock import CompileCounter
-from jaxrl_llm.sharding.layout import replicated, shardings
-from jaxrl_llm.training import forward
-from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, pack_microbatches, token_fields
+from jaxrl_llm.sharding.layout import shardings
+from jaxrl_llm.training.bind import AlgorithmFunctions
+from jaxrl_llm.training.forward import ForwardConfig, logprob_pass, pack_microbatches, value_pass
+from jaxrl_llm.training.roles import LabelError, Role, check_labels, covariance_marker
 from jaxrl_llm.training.update import (
     Learner,
     PolicyObjective,
     TrainingError,
     TrainState,
+    ValueObjective,
     apply_gradients,
     as_token_loss,
     check_skipped,
@@ -32,7 +37,7 @@ from jaxrl_llm.types import Batch
 from tests.specs import DENSE as SPEC
 from tests.specs import draw
 from tests.specs import make_batch as made
-from tests.updates import learn, mesh_of
+from tests.updates import assert_same, by_rows, learn, mesh_of, place, updated
 
 SHAPE = RowShape(rows=2, length=8, sequences=4)
 SIZES = (8, 3, 5, 6)
@@ -83,34 +88,32 @@ def test_an_update_on_policy_finds_the_old_logprobs():
     chex.assert_trees_all_close(metrics, others, rtol=1e-7, atol=1e-6)
 
 
-LONG = RowShape(1, 21, 4, longest=8)
-
-
-@pytest.mark.parametrize(
-    ("shape", "sizes", "is_long"),
-    [
-        (LONG, [5, 5, 6, 5], True),
-        (RowShape(2, 12, 4, ranks=2, longest=8), [8, 8, 3, 5], False),
-        pytest.param(
-            *(LONG, [8, 8, 3, 5], False),
-            marks=[pytest.mark.slow, pytest.mark.guards("jaxrl_llm/training/forward.py")],
-        ),
-    ],
-)
-def test_rows_longer_than_sequences_change_no_number(shape, sizes, is_long):
+def test_rows_longer_than_sequences_change_no_number():
     """Loss, gradient and log-probs, on one device and on two, also where short rows are chosen."""
-    on = mesh_of(fsdp=shape.ranks)
-    batch, results = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes)), []
-    assert (choose_rows(batch.sequence_lengths, shape).longest is not None) is is_long
-    for rows, where in ((SHAPE, mesh_of()), (shape, on)):
-        weights, model = jax.device_put(PARAMS, replicated(where)), MODEL.over(rows)
-        learner = learner_of(ppo_clip, optax.sgd(1.0), rows, weights, mesh=where)
+
+    def results_of(shape):
+        mesh = mesh_of(fsdp=shape.ranks)
+        params, model = place(PARAMS, SPEC, mesh), MODEL.over(shape)
+        learner = learner_of(ppo_clip, optax.sgd(1.0), shape, params, mesh=mesh)
         learner = dataclasses.replace(learner, model=model)
-        state, metrics = learner.update(learner.init(weights), batch, {})
-        inferred = logprob_pass(model, rows, where)(weights, batch)
-        results.append(jax.device_get((state.params, metrics, inferred)))
-    chex.assert_trees_all_close(*results, rtol=2e-5, atol=2e-6)
-    assert np.abs(results[0][2]["logprobs"]).max() > 1
+        infer = logprob_pass(model, shape, mesh)
+
+        def results(batch):
+            state, metrics = learner.update(learner.init(params), batch, {})
+            return jax.device_get((state.params, metrics, infer(params, batch)))
+
+        return results
+
+    plain = results_of(SHAPE)
+    for shape, sizes, is_long in (
+        (RowShape(1, 21, 4, longest=8), [5, 5, 6, 5], True),
+        (RowShape(2, 12, 4, ranks=2, longest=8), [8, 8, 3, 5], False),
+    ):
+        batch = dataclasses.replace(make_batch(), sequence_lengths=np.array(sizes))
+        assert (choose_rows(batch.sequence_lengths, shape).longest is not None) is is_long
+        expected = plain(batch)
+        chex.assert_trees_all_close(expected, results_of(shape)(batch), rtol=2e-5, atol=2e-6)
+        assert np.abs(expected[2]["logprobs"]).max() > 1
 
 
 # --------------------------------------------------------------------------------- skipped updates
@@ -163,10 +166,8 @@ def test_too_many_skipped_updates_are_an_error():
 def test_a_loss_that_returns_something_else_is_named():
     logprobs, taken = jnp.zeros((4, 8)), []
     wrong = {
-        "not_an_array": 3.0,
         "a_pair": (logprobs, {}),
         "nothing": None,
-        "a_scalar": logprobs.sum(),
         "one_per_sequence": logprobs.sum(1),
         "integers": (logprobs > 0).astype(jnp.int32),
         "a_diagnostic": TokenLoss(logprobs, {"fine": logprobs, "clipfrac": logprobs > 0}),
@@ -183,89 +184,55 @@ def test_a_loss_that_returns_something_else_is_named():
         except TypeError as error:
             assert name in str(error) and ("clipfrac" in str(error)) == (name == "a_diagnostic")
     assert not taken
-    bare = as_token_loss(jnp.ones((2, 3), jnp.bfloat16), loss, (2, 3))
-    assert bare.diagnostics == {} and bare.loss.dtype == jnp.bfloat16
-    learner = learner_of(lambda logprobs: logprobs.sum(1))
-    with pytest.raises(TypeError, match="lambda"):
-        learner.update(learner.init(PARAMS), make_batch(), {})
 
 
-def test_diagnostics_are_means_over_tokens(learner):
+def test_diagnostics_are_means_over_tokens_and_rows_are_wide_enough(learner):
     """Whatever the reduction: here token_mean of what is logged, sequence means of the loss."""
     batch = make_batch()
     _, metrics = learner.update(learner.init(PARAMS), batch, {})
     expected = batch["advantages"][batch["mask"]].mean()
     np.testing.assert_allclose(metrics["seen"], expected, atol=1e-6)
     assert {"loss", "pg_loss", "grad_norm", "skipped", "seen"} == set(metrics)
+    wide = Batch(np.ones((4, 9), np.int32), np.full(4, 5, np.int32), {})
+    with pytest.raises(ValueError, match="9"):
+        list(pack_microbatches(wide, set(), SHAPE, mesh_of()))
 
 
-def test_what_users_functions_return_off_the_mask_is_not_read(learner):
+def test_what_users_functions_return_off_the_mask_is_not_read():
     """Loss, metrics and parameters are those without the poison.
 
-    It is a factor, so that the gradient there is 0 times it; one answer has no token on the mask.
+    It is a factor, so that the gradient there is 0 times it; one answer has no token on the mask,
+    so that its means and its weights are NaN.
     """
+
+    def loss(logprobs, entropy, old_logprobs, advantages, mask, poison):
+        means = (logprobs * advantages + 0.1 * entropy).sum(1, where=mask) / mask.sum(1)
+        ratio = jnp.exp(logprobs - old_logprobs) * poison
+        terms = -ratio * advantages - entropy * ratio + means[:, None]
+        return TokenLoss(terms, {"seen": entropy * poison})
+
+    objective = PolicyObjective(
+        loss=loss,
+        kl=lambda logprobs, entropy, poison: logprobs * entropy * poison,
+        entropy=True,
+        corrected=True,
+    )
+
+    def weigh(mask):
+        return jnp.where(mask, sequence_mean_token_mean(mask), jnp.nan)
+
+    learner = learner_of(objective, optax.sgd(0.1), reduce=weigh)
     batch = make_batch()
     batch["mask"][1] = False
-    off = np.where(batch["mask"], batch["advantages"], np.nan).astype(np.float32)
-    clean, poisoned = (
-        learner.update(learner.init(PARAMS), given, {})
-        for given in (batch, batch.add(advantages=off))
-    )
-    assert bits(clean) == bits(poisoned) and int(clean[1]["skipped"]) == 0
-
-    def updated(factor, least):
-        def off(mask):
-            return jnp.where(mask, 1.0, factor)
-
-        def loss(logprobs, entropy, old_logprobs, advantages, mask):
-            means = (logprobs * advantages + 0.1 * entropy).sum(1, where=mask)
-            means /= jnp.maximum(mask.sum(1), least)
-            ratio = jnp.exp(logprobs - old_logprobs) * off(mask)
-            terms = -ratio * advantages - entropy * ratio + means[:, None]
-            return TokenLoss(terms, {"seen": entropy * off(mask)})
-
-        objective = PolicyObjective(
-            loss=loss,
-            kl=lambda logprobs, entropy, mask: logprobs * entropy * off(mask),
-            entropy=True,
-            corrected=True,
-        )
-        learner = learner_of(
-            objective,
-            optax.sgd(0.1),
-            reduce=lambda mask: sequence_mean_token_mean(mask) * off(mask),
-        )
-        given = batch.add(correction=np.where(batch["mask"], 0.5, factor).astype(np.float32))
+    results = []
+    for factor in (1.0, np.nan):
+        poison = np.where(batch["mask"], 1.0, factor).astype(np.float32)
+        given = batch.add(correction=poison / 2, poison=poison)
         coefs = {"kl_coef": 0.1, "entropy_coef": 0.1}
         state, metrics = learner.update(learner.init(PARAMS), given, coefs)
-        return jax.device_get(metrics), jax.device_get(state.params)
-
-    clean, poisoned = updated(1.0, 1), updated(np.nan, 0)
-    assert all(map(np.isfinite, clean[0].values())) and clean[0]["grad_norm"] > 0.01
-    chex.assert_trees_all_close(poisoned, clean, rtol=1e-5, atol=1e-7)
-
-
-def test_micro_batches_hold_every_sequence_once_and_the_fields_that_are_asked_for():
-    batch, seen = make_batch(number=np.arange(4, dtype=np.int32) + 1), []
-    for indices, micro in pack_microbatches(batch, {"mask", "number"}, SHAPE, mesh_of()):
-        rows = jax.device_get(micro.rows)
-        assert rows.tokens.shape == (2, 8) and set(micro.fields) == {"mask", "number"}
-        for slot, index in enumerate(indices):
-            n, start, row = rows.size[slot], rows.start[slot], rows.row[slot]
-            assert n == batch.sequence_lengths[index]
-            inside = slice(start, start + n)
-            np.testing.assert_array_equal(rows.tokens[row, inside], batch.tokens[index, :n])
-            np.testing.assert_array_equal(rows.positions[row, inside], np.arange(n))
-            assert len(set(rows.segment_ids[row, inside])) == 1
-            np.testing.assert_array_equal(micro.fields["mask"][slot], batch["mask"][index])
-            assert micro.fields["number"][slot] == batch["number"][index]
-        assert not np.any(micro.fields["mask"][len(indices) :])
-        assert not np.any(rows.size[len(indices) :])
-        seen += indices.tolist()
-    assert sorted(seen) == [0, 1, 2, 3]
-    wide = Batch(np.ones((4, 17), np.int32), np.full(4, 5, np.int32), {})
-    with pytest.raises(ValueError, match="17"):
-        list(pack_microbatches(wide, set(), row_shape(64, 16, sequences=4), mesh_of()))
+        results.append(jax.device_get((metrics, state.params)))
+    assert all(map(np.isfinite, results[0][0].values())) and results[0][0]["grad_norm"] > 0.01
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------- state and layout
@@ -291,23 +258,8 @@ def test_nothing_compiles_after_the_first_update(learner):
 
 
 def test_every_bucket_is_compiled_with_the_first_update(compile_rest, monkeypatch):
-    """Later ones have other lengths, and so other shapes; the sum of gradients takes memory last.
-
-    GPUs' compiler measures kernels in what memory is left.
-    """
-    monkeypatch.setattr(forward, "compiles_ahead", lambda devices: False)
-    labels, compile_all, zeros = [], forward.compile_all, Learner.zeros
-
-    def compiled(programs):
-        labels.extend(program.label for program in programs)
-        compile_all(programs)
-
-    def begun(learner, *inputs):
-        labels.append("zeros")
-        return zeros(learner, *inputs)
-
-    monkeypatch.setattr(forward, "compile_all", compiled)
-    monkeypatch.setattr(Learner, "zeros", begun)
+    """Later ones have other lengths, and so other shapes."""
+    monkeypatch.setattr("jaxrl_llm.training.forward.compiles_ahead", lambda devices: False)
     assert [bucket[:2] for bucket in BUCKETS.buckets] == [(1, 8), (2, 8)]
     infer, plain = (logprob_pass(MODEL, s, mesh_of(), ("logprobs",)) for s in (BUCKETS, SHAPE))
     learner = learner_of(scaled, optax.sgd(0.0), BUCKETS)
@@ -322,36 +274,16 @@ def test_every_bucket_is_compiled_with_the_first_update(compile_rest, monkeypatc
         counter.take()
     counter.close()
     assert counts[0] > 0 and counts[1:] == [0, 0]
-    updates = [label for label in labels if "update" in label or label == "zeros"]
-    assert updates[:3] == ["update 1 x 8", "update 2 x 8", "zeros"]
-
-
-def like(mesh):
-    declared = declare(SPEC)
-    placed = shardings(declared, mesh)
-    return jax.tree.map(
-        lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s), declared, placed
-    )
 
 
 def test_moments_lie_where_their_parameters_do():
     mesh = mesh_of(fsdp=4, tensor=2)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    placed = learner_of(scaled, optimizer, params=like(mesh), mesh=mesh).state_shardings
+    params = place(PARAMS, SPEC, mesh)
+    placed = learner_of(scaled, optimizer, params=params, mesh=mesh).state_shardings
     adam = placed.opt_state[1][0]
     assert placed.params == adam.mu == adam.nu == shardings(declare(SPEC), mesh)
     assert adam.count.is_fully_replicated and placed.updates.is_fully_replicated
-
-
-def test_fsdp_gathers_weights_and_keeps_activations_where_they_are():
-    """Rows stay split over the devices: no device ever holds the hidden states of all rows."""
-    mesh = mesh_of(fsdp=8)
-    batch = Batch(np.zeros((8, 8), np.int32), np.full(8, 8, np.int32), {})
-    (_, micro) = next(iter(pack_microbatches(batch, set(), RowShape(8, 8, 8), mesh)))
-    run = jax.jit(lambda p, r: token_fields(p, r, MODEL, mesh))
-    text = run.lower(like(mesh), micro.rows).compile().as_text()
-    assert "f32[1,8,16]" in text, "one row for each device"
-    assert "f32[8,8,16]" not in text, "the residual stream of all rows"
 
 
 def test_an_optimizer_for_some_of_the_parameters():
@@ -361,6 +293,122 @@ def test_an_optimizer_for_some_of_the_parameters():
         {"embedding": optax.adam(1e-2), "rest": optax.sgd(0.0)}, labels
     )
     learner = learner_of(scaled, optimizer)
-    state, _ = learner.update(learner.init(PARAMS), make_batch(), {})
+    state, _ = learner.apply(learner.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS), None)
     moved = {name for name in PARAMS if bits(state.params[name]) != bits(PARAMS[name])}
     assert moved == {"embed"}
+
+
+# ----------------------------------------------------------------------------------- other roles
+
+CRITIC, LONG, CLIP = dataclasses.replace(SPEC, value_head=True), RowShape(1, 24, 3), 0.7
+
+
+def values_batch():
+    old, returns = np.random.default_rng(2).normal(size=(2, 4, 8)).astype(np.float32)
+    batch = make_batch(old_values=old, returns=returns)
+    batch["mask"][0, 4] = False
+    return batch
+
+
+def values_of(params):
+    """The values [B T], one sequence a row: before its first token there is no state."""
+    batch, places = values_batch(), np.broadcast_to(np.arange(8), (4, 8))
+    real = (places < batch.sequence_lengths[:, None]).astype(np.int32)
+    rows = map(jnp.asarray, (batch.tokens, places, real))
+    hidden, _ = Decoder(CRITIC).hidden_states(params, *rows)
+    after = hidden @ params["score"][:, 0] + params["score_bias"][0]
+    return jnp.pad(after, ((0, 0), (1, 0)))[:, :-1]
+
+
+def critic_loss(params):
+    """PPO's clipped value loss, mean over tokens, and the values."""
+    batch, values = values_batch(), values_of(params)
+    mask, old, returns = (batch[name] for name in ("mask", "old_values", "returns"))
+    held = jnp.clip(values, old - CLIP, old + CLIP)
+    worst = jnp.maximum((values - returns) ** 2, (held - returns) ** 2) / 2
+    return jnp.sum(jnp.where(mask, worst, 0.0)) / mask.sum(), values
+
+
+def test_the_critics_update_and_values_are_those_of_one_sequence_a_row():
+    params, batch = draw(CRITIC), values_batch()
+    by_hand = jax.jit(jax.value_and_grad(critic_loss, has_aux=True))
+    (loss, wanted), slope = jax.device_get(by_hand(params))
+    objective = ValueObjective(loss=functools.partial(clipped_value_loss, clip=CLIP))
+    gradient, metrics, _ = updated(learn(CRITIC, params, objective, LONG), params, batch)
+    np.testing.assert_allclose(metrics["vf_loss"], loss, rtol=1e-5)
+    assert_same(gradient, slope)
+    infer = value_pass(ForwardConfig(model=Decoder(CRITIC)), LONG, mesh_of())
+    values = infer(params, batch)["values"]
+    np.testing.assert_allclose(metrics["vpred_mean"], values[batch["mask"]].mean(), rtol=1e-4)
+    real = np.arange(8) < batch.sequence_lengths[:, None]
+    np.testing.assert_allclose(values, np.where(real, wanted, 0.0), atol=1e-5)
+
+
+def test_a_correction_weighs_the_loss_and_not_the_kl():
+    """L = Σ w (c · loss + β · kl): the parts of the metrics say which was weighed."""
+    params, batch = PARAMS, values_batch()
+    correction = np.random.default_rng(2).uniform(0.5, 2.0, (4, 8)).astype(np.float32)
+    objective = PolicyObjective(
+        loss=lambda logprobs, advantages: advantages + 0 * logprobs,
+        kl=lambda logprobs: 0 * logprobs + 3.0,
+        corrected=True,
+    )
+    learner = learn(SPEC, params, objective, SHAPE)
+    _, metrics, _ = updated(learner, params, batch.add(correction=correction), {"kl_coef": 0.5})
+    weighed = (batch["advantages"] * correction)[batch["mask"]].mean()
+    np.testing.assert_allclose(metrics["pg_loss"], weighed, rtol=1e-5)
+    np.testing.assert_allclose(metrics["kl_loss"], 3.0, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], weighed + 1.5, rtol=1e-5)
+
+
+def test_the_sum_of_squared_probabilities():
+    params, batch, names = PARAMS, values_batch(), ("logprobs", "sum_pi_squared")
+    infer = logprob_pass(MODEL, SHAPE, mesh_of(), names)
+    inferred = infer(params, batch)
+    assert set(inferred) == set(names)
+    whole = np.exp(jax.jit(functools.partial(by_rows, SPEC, batch=batch))(params))
+    expected = np.where(batch["mask"], np.square(whole).sum(-1), 0.0)
+    np.testing.assert_allclose(inferred["sum_pi_squared"], expected, rtol=1e-5)
+
+
+def test_tokens_of_high_covariance_are_drawn_by_seed_and_update():
+    """Of a mini-batch, by the log-probs of the parameters that are being updated."""
+    current = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    batch, seen = values_batch(), []
+
+    def infer(params, batch):
+        seen.append(params)
+        return {"logprobs": current}
+
+    def marked(seed, updates, select):
+        functions = Mock(spec=AlgorithmFunctions, select_covariant=select)
+        role = Role(
+            name="actor",
+            learner=Mock(spec=Learner),
+            infer=infer,
+            learning_rate=Mock(),
+            max_skipped=0,
+            mark_covariant=covariance_marker(functions),
+            seed=seed,
+        )
+        state = TrainState({"a": 1}, None, jnp.asarray(updates), jnp.asarray(0))
+        return role.annotate(state, batch)["high_covariance"]
+
+    select = functools.partial(select_clip_cov, ratio=0.2, low=-9.0, high=9.0)
+    first, again, *others = (marked(*at, select) for at in ((0, 0), (0, 0), (1, 0), (0, 1)))
+    np.testing.assert_array_equal(first, again)
+    assert any(np.any(first != other) for other in others)
+    assert all(each.sum() == first.sum() > 0 for each in others)
+    mask, advantages = batch["mask"], batch["advantages"]
+    products = (current - current[mask].mean()) * (advantages - advantages[mask].mean())
+    highest = np.where(mask, products, -np.inf).argmax()
+    assert np.flatnonzero(marked(0, 0, functools.partial(select_kl_cov, ratio=1e-6))) == [highest]
+    assert seen == [{"a": 1}] * 5
+
+
+def test_scores_that_are_no_labels_are_refused():
+    batch = Batch(np.zeros((2, 4), np.int32), np.full(2, 4, np.int32), {})
+    check_labels(batch.add(raw_scores=np.array([0.0, 1.0], np.float32)))
+    for scores in ([0.0, 1.5], [-0.1, 1.0]):
+        with pytest.raises(LabelError):
+            check_labels(batch.add(raw_scores=np.array(scores, np.float32)))

@@ -31,6 +31,7 @@ from jaxrl_llm.training.buffer import (
 )
 from jaxrl_llm.training.experience import ScoreError
 from jaxrl_llm.training.update import TrainingError
+from tests.waiting import wait_until
 
 PROMPTS = [Prompt(i, (1, 2 + i), "test", str(i)) for i in range(17)]
 SIZE, SAMPLES, LONGEST = 3, 2, 12
@@ -200,31 +201,6 @@ def test_every_kept_prompt_is_trained_once_in_order_and_no_token_is_too_old(
     assert [[t for t, _ in step] for step in drawn(taken)] == [[t for t, _ in s] for s in plain]
 
 
-@pytest.mark.parametrize(("at", "refused"), [(1, None), (2, {0, 3, 5, 8, 13}), (4, None)])
-def test_a_window_goes_on_from_its_state(at, refused):
-    keep = keeping(refused)
-
-    def begin():
-        engine = Turns(4, 6.0)
-        return engine, open_window(engine, staleness=2, keep=keep)
-
-    engine, window = begin()
-    expected = train(window, engine, 1, 5)
-    engine, window = begin()
-    train(window, engine, 1, at)
-    state = json.loads(json.dumps([window.prompt_batches.get_state(), window.get_state()]))
-    engine, resumed = begin()
-    resumed.prompt_batches.set_state(state[0])
-    resumed.set_state(state[1])
-    for (a, scores, metrics), (b, *rest) in zip(
-        train(resumed, engine, at + 1, 5), expected[at:], strict=True
-    ):
-        assert [scores, metrics] == rest and a.prompts == b.prompts
-        for one, other in zip(a.episodes, b.episodes, strict=True):
-            for name in ("tokens", "logprobs", "versions"):
-                np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-
-
 def test_turns_decide_what_is_drawn_and_not_time():
     dice = random.Random(0)
 
@@ -265,7 +241,8 @@ def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
     def begin(done=0):
         engine = Turns(4, 1.0)
         schedule = schedule_of(engine, tmp_path, done=done)
-        return engine, open_window(engine, staleness=2, overlaps=True, schedule=schedule)
+        how = {"keep": keeping({0, 3, 5, 8, 13}), "schedule": schedule}
+        return engine, open_window(engine, staleness=2, overlaps=True, **how)
 
     def pause():
         time.sleep(random.uniform(0, 0.003))
@@ -288,16 +265,22 @@ def test_a_run_that_was_killed_follows_its_own_schedule(tmp_path):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_groups_are_scored_before_the_sampling_ends(overlaps):
-    """While one is scored, others wait, and are scored together after it."""
-    engine, window = Turns(2, 1.0), None
+    """While one is scored, others wait, and are scored together after it; an error ends a step."""
+    engine = Turns(2, 1.0)
     calls, open_ones, first = [], [], Future()
+
+    def finish(scores):
+        try:
+            wait_until(lambda: sum(g.scores is not None for g in window._groups) >= SIZE)
+        finally:
+            first.set_result(scores)
 
     def start(rollouts, clock):
         scores = [Score(float(len(e.tokens)), {}, None) for e in rollouts.episodes]
         calls.append(len(scores))
         open_ones.append(sum(s.episode is None for g in window._groups for s in g.states))
         if len(calls) == 1:
-            EXECUTOR_OF_SCORES.submit(lambda: (time.sleep(0.05), first.set_result(scores)))
+            EXECUTOR_OF_SCORES.submit(finish, scores)
             return first
         return done(scores)
 
@@ -308,17 +291,13 @@ def test_groups_are_scored_before_the_sampling_ends(overlaps):
     for rollouts, scores, _ in taken:
         assert [s.score for s in scores] == [len(e.tokens) for e in rollouts.episodes]
 
-
-def test_a_reward_function_that_fails_ends_the_step():
-    engine = Turns(2, 1.0)
-    window = open_window(engine, staleness=2)
-
-    def start(rollouts, clock):
+    def fail(rollouts, clock):
         raise ScoreError("no score")
 
-    window._scores = GroupScores(start, window.sampler.gather)
+    window = open_window(Turns(2, 1.0), staleness=2, overlaps=overlaps)
+    window._scores = GroupScores(fail, window.sampler.gather)
     with pytest.raises(ScoreError, match="no score"):
-        train(window, engine, 1, 1)
+        train(window, window.sampler.engine, 1, 1)
 
 
 def test_a_schedule_that_does_not_fit_is_told(tmp_path):
