@@ -15,8 +15,6 @@ from jaxrl_llm.data.packing import (
     imbalance,
     karmarkar_karp,
     model_cost,
-    plan_microbatches,
-    row_shape,
 )
 from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.delta import DeltaSpec
@@ -43,13 +41,6 @@ def brute_force(costs, parts, sizes=None):
                 totals[part] += cost
             best = min(best, max(totals))
     return best
-
-
-def test_the_example_of_wikipedia():
-    """8, 7, 6, 5, 4: the method leaves a difference of 2, where 0 is possible."""
-    costs = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
-    assert sorted(sums(costs, karmarkar_karp(costs, 2))) == [14, 16]
-    assert sorted(sums(costs, karmarkar_karp(costs, 3))) == [8, 11, 11]
 
 
 @given(NUMBERS, st.integers(1, 4))
@@ -146,6 +137,7 @@ def test_layers_with_a_delta_net_cost_by_the_token():
 
 
 def test_the_metrics_of_a_plan_by_hand():
+    assert imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)["perf/imbalance"] == 1
     sizes = np.array([6, 2, 2, 4, 1])
     metrics = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, Cost(4.0))
     slowest = (6 + 9) + (4 + 4 + 1 + 0.25)
@@ -158,13 +150,3 @@ def test_the_metrics_of_a_plan_by_hand():
         "global_seqlen/balanced_max": 9.0,
         "global_seqlen/mean": 7.5,
     }
-
-
-def test_a_plan_balances_what_the_order_did_not():
-    sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
-    shape = row_shape(1024, 128, sequences=64, multiple_of=8)
-    metrics = imbalance(sizes, plan_microbatches(sizes, shape), shape.ranks, VERL_COST)
-    left = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
-    assert metrics["global_seqlen/minmax_diff"] > 5 * left
-    assert 1 <= metrics["perf/imbalance"] < 1.2
-    assert imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)["perf/imbalance"] == 1

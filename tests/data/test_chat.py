@@ -46,14 +46,11 @@ def test_stop_ids_join_both_sources(tokenizer, tmp_path):
         assert stop_ids(tokenizer, tmp_path) == expected
 
 
-@pytest.mark.parametrize("generation", [None, {}])
-def test_stop_ids_without_generation_config(tokenizer, tmp_path, generation):
+def test_stop_ids_without_generation_config(tokenizer, tmp_path):
     """As transformers, which makes a model's generation config of its config then."""
     import transformers
 
     assert stop_ids(tokenizer, tmp_path) == (EOS,)
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     text = {"model_type": "gemma3_text", "eos_token_id": [1, 106]}
     for config in (
         {"model_type": "llama", "eos_token_id": [2, 3]},

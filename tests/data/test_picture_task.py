@@ -1,5 +1,4 @@
 import io
-import re
 from collections import Counter
 
 import numpy as np
@@ -9,7 +8,6 @@ from scipy import ndimage
 
 from jaxrl_llm.configs.tasks import pictures as task
 from jaxrl_llm.configs.tasks.pictures import GREY, SHAPES, digit_of, pictures
-from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
 
@@ -68,10 +66,8 @@ def read_shapes(ink):
 READERS = {"dots": read_dots, "digits": read_digits, "shapes": read_shapes}
 
 
-@pytest.mark.parametrize("side", [16, 32])
-def test_answers_are_what_is_drawn(tmp_path, side):
-    splits = write(tmp_path, side=side)
-    assert [len(splits[split]) for split in FILES] == [60, 30, 60]
+def test_answers_are_what_is_drawn(tmp_path):
+    write(tmp_path)
     answers = Counter()
     for split in ("train", "validation"):
         for index, row in enumerate(verl_rows([str(tmp_path / f"{split}.parquet")])):
@@ -80,27 +76,14 @@ def test_answers_are_what_is_drawn(tmp_path, side):
             assert row["data_source"] == f"pictures/{kind}"
             assert row["reward_model"]["ground_truth"] == answer
             assert row["extra_info"] == {"split": split, "index": index}
-            assert re.fullmatch(r"<image>[A-Za-z ]+\?", row["prompt"][0]["content"])
             for reply, score in ((answer, 1.0), (f"{answer}1", 0.0)):
                 assert by_source(row["data_source"], reply, answer, {})["score"] == score
             answers[answer] += 1
     assert len(answers) > 25 and set(SHAPES) < set(answers)
     for index, row in enumerate(sft_rows([str(tmp_path / "sft.parquet")])):
         assert row["response"] == tuple(READERS.values())[index % 3](drawn(row))
-
-
-def test_a_teacher_makes_the_mistakes_that_the_docs_name(tmp_path):
-    one_too_low = str.maketrans("0123456789", "9012345678")
-    next_name = {"square": "disc", "disc": "cross", "cross": "wedge", "wedge": "square"}
-    wrong = {
-        "dots": lambda ink: str(int(read_dots(ink)) - 1),
-        "digits": lambda ink: read_digits(ink).translate(one_too_low),
-        "shapes": lambda ink: next_name[read_shapes(ink)],
-    }
-    write(tmp_path, mistakes=1.0)
-    for index, row in enumerate(sft_rows([str(tmp_path / "sft.parquet")])):
-        kind, ink = tuple(READERS)[index % 3], drawn(row)
-        assert row["response"] == wrong[kind](ink) != READERS[kind](ink)
+    for index, row in enumerate(write(tmp_path, mistakes=1.0)["sft"]):
+        assert row["response"] != tuple(READERS.values())[index % 3](drawn(row))
 
 
 def test_blank_pictures_belong_to_the_same_rows(tmp_path):
@@ -124,19 +107,8 @@ def test_what_is_held_out_occurs_nowhere_else(tmp_path, monkeypatch):
     assert not files["validation"] & (files["train"] | files["sft"])
 
 
-def test_the_command_line_takes_kinds(tmp_path, capsys):
-    main(["pictures", "--out", str(tmp_path), "--kinds", "[dots]", "--train-rows", "2"])
-    assert f"{tmp_path}/train.parquet: 2 rows" in capsys.readouterr().out
-    assert {r["data_source"] for r in read_rows(tmp_path / "train.parquet")} == {"pictures/dots"}
-    assert "sft" not in write(tmp_path / "two", sft_rows=0)
-
-
 def test_other_settings_are_refused(tmp_path, subtests):
-    for name, values in {
-        "kinds": (["cats"], "dots", []),
-        **{"side": (15,), "train_rows": (0,), "mistakes": (1.5,)},
-    }.items():
-        for value in values:
-            with subtests.test(f"{name}={value}"), pytest.raises(ValueError, match=name):
-                write(tmp_path / "out", **{name: value})
+    for name, value in {"kinds": ["cats"], "side": 15, "train_rows": 0, "mistakes": 1.5}.items():
+        with subtests.test(name), pytest.raises(ValueError, match=name):
+            write(tmp_path / "out", **{name: value})
     assert not (tmp_path / "out").exists()

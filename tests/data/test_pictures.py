@@ -90,10 +90,8 @@ def test_formats_and_modes_become_rgb_as_in_transformers():
 
 def test_a_transparent_color_becomes_white():
     palette = Image.fromarray(PIXELS).quantize(4)
-    data = encoded(palette, transparency=2)
-    read = np.asarray(read_picture(data))
+    read = np.asarray(read_picture(encoded(palette, transparency=2)))
     assert (read[np.asarray(palette) == 2] == 255).all()
-    assert (read == rgb_of_transformers(Image.open(io.BytesIO(data)))).all()
 
 
 def test_of_16_bits_the_upper_ones_count():
@@ -116,18 +114,11 @@ def forms_of_orientation(n):
     """Return ways in which writers have an orientation: the type, how many, and the bytes."""
     return {
         "SHORT": (3, 1, struct.pack("<H", n)),
-        "LONG": (4, 1, struct.pack("<I", n)),
         "BYTE": (1, 1, bytes([n % 256])),
-        "two BYTE": (1, 2, bytes([n % 256] * 2)),
-        "SBYTE": (6, 1, struct.pack("<b", n % 128)),
-        "UNDEFINED": (7, 1, bytes([n % 256])),
         "ASCII": (2, 2, b"%d\0" % (n % 10)),
         "two SHORT": (3, 2, struct.pack("<HH", n, n)),
-        "SSHORT": (8, 1, struct.pack("<h", -n)),
-        "SLONG": (9, 1, struct.pack("<i", n)),
         "RATIONAL": (5, 1, struct.pack("<II", 3 * n, 3)),
         "by zero": (5, 1, struct.pack("<II", n, 0)),
-        "FLOAT": (11, 1, struct.pack("<f", n)),
         "half": (12, 1, struct.pack("<d", n + 0.5)),
     }
 
@@ -136,7 +127,7 @@ def forms_of_orientation(n):
 def test_pictures_stand_upright_as_in_transformers():
     """transformers' `load_image` calls `exif_transpose`."""
     wrong, kinds = [], ("PNG", "JPEG", "WEBP")
-    for kind, n in itertools.product(kinds, (0, *range(1, 9), 9, 300)):
+    for kind, n in itertools.product(kinds, (*range(10), 300)):
         for name, form in forms_of_orientation(n).items():
             data = turned(kind, *form)
             expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
@@ -156,34 +147,26 @@ def test_xmp_turns_a_picture_as_in_pillow():
         assert read_size(data) == expected.size == (6, 9)
 
 
-def photos():
-    """Return JPEG files with something behind the picture, by what it is."""
-    first, second = Image.fromarray(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8))), WHITE
-    both = encoded(first, "MPO", save_all=True, append_images=[second])
-    alone = encoded(first, "JPEG")
-    entry = both.index(b"0100") + both[both.index(b"0100") :].index(struct.pack("<L", 0x030000))
-    stale = both[: entry + 24] + struct.pack("<L", 2**31) + both[entry + 28 :]
-    preview = (
-        alone[:2] + b"\xff\xe1" + struct.pack(">H", len(second_jpeg := encoded(second, "JPEG")) + 2)
-    )
-    return {
-        "a second picture": both,
-        "a second picture that was cut off": both[: both.rindex(b"\xff\xd8")],
-        "a second picture that moved": stale,
-        "a preview inside": preview + second_jpeg + alone[2:],
-        "a video behind it": alone + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 500,
-        "nothing": alone,
-    }
-
-
-WHITE = Image.new("RGB", (32, 24), "white")
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_photo_is_its_first_picture_as_in_transformers(tmp_path, subtests):
     from transformers.image_utils import load_image
 
-    for name, data in photos().items():
+    first = Image.fromarray(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8)))
+    white = Image.new("RGB", (32, 24), "white")
+    both, alone = (
+        encoded(first, "MPO", save_all=True, append_images=[white]),
+        encoded(first, "JPEG"),
+    )
+    preview = encoded(white, "JPEG")
+    for name, data in {
+        "a second picture": both,
+        "a second picture that was cut off": both[: both.rindex(b"\xff\xd8")],
+        "a preview": b"\xff\xd8\xff\xe1"
+        + struct.pack(">H", len(preview) + 2)
+        + preview
+        + alone[2:],
+        "a video behind it": alone + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 500,
+    }.items():
         (tmp_path / "a.jpg").write_bytes(data)
         expected = load_image(Image.open(io.BytesIO(data)))
         with subtests.test(name):

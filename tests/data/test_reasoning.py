@@ -3,15 +3,11 @@ import sys
 import pytest
 
 from jaxrl_llm.configs.tasks.reasoning_gym import reasoning_gym, task_dataset
-from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
 from jaxrl_llm.rewards.functions import by_source
 from jaxrl_llm.rewards.functions import reasoning_gym as score
 
-MANY = ["aiw", "acre", "basic_arithmetic", "bitwise_arithmetic", "chain_sum", "circuit_logic"]
-MANY += ["countdown", "family_relationships", "gsm_symbolic", "knights_knaves", "leg_counting"]
-MANY += ["letter_counting", "mini_sudoku", "rearc", "rotten_oranges", "spell_backward"]
-MANY += ["syllogism", "word_sorting", "zebra_puzzles"]
+MANY = ["acre", "chain_sum", "countdown", "knights_knaves", "mini_sudoku", "spell_backward"]
 SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "max_digits": 2}}
 
 
@@ -34,12 +30,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 def test_wrong_keywords_are_refused(tmp_path, subtests):
     for key, changes in {
-        "tasks": {"tasks": {}},
+        **{"tasks": {"tasks": {}}, "seed": {"seed": 10**6}, "template": {"template": "Calculate"}},
         r"tasks\.chain_sum\.weight": {"tasks": {"chain_sum": {"weight": 0}}},
-        "seed": {"seed": 10**6},
-        "template": {"template": "Calculate"},
-        "response": {"sft_rows": 1, "response": "12"},
-        "train_rows": {"train_rows": 0},
+        **{"response": {"sft_rows": 1, "response": "12"}, "train_rows": {"train_rows": 0}},
     }.items():
         with subtests.test(key), pytest.raises(ValueError, match=f"^{key}:"):
             reasoning_gym(tmp_path, **{"tasks": SUMS, **changes})
@@ -77,11 +70,12 @@ class TestWithThePackage:
 
     def test_weights_divide_the_rows_and_a_seed_decides_which(self, tmp_path):
         tasks = {"aiw": {"weight": 3}, "chain_sum": {"max_digits": 1}}
+        made = []
         for name, seed in (("a", 0), ("b", 0), ("c", 1)):
             reasoning_gym(tmp_path / name, tasks=tasks, train_rows=20, validation_rows=4, seed=seed)
-        a, b, c = (verl_rows([str(tmp_path / n / "train.parquet")]) for n in "abc")
-        assert a == b and a != c
-        counts = [sum(row["data_source"].endswith(task) for row in a) for task in tasks]
+            made.append(verl_rows([str(tmp_path / name / "train.parquet")]))
+        assert made[0] == made[1] != made[2]
+        counts = [sum(row["data_source"].endswith(task) for row in made[0]) for task in tasks]
         assert counts == [15, 5]
 
     def test_a_prompt_is_as_the_user_sets_it(self, tmp_path):
@@ -118,5 +112,3 @@ class TestWithThePackage:
         }.items():
             with subtests.test(named), pytest.raises(ValueError, match=named):
                 reasoning_gym(tmp_path, tasks=tasks, train_rows=400, validation_rows=1)
-        with pytest.raises(SystemExit, match=r"^error: [^\n]*sums[^\n]*$"):
-            main(["reasoning_gym", "--out", str(tmp_path), "--tasks", "{sums: {}}"])
