@@ -1,7 +1,6 @@
 import contextlib
 import io
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
 from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits
-from jaxrl_llm.data.chat import load_tokenizer
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.agents.environments import grid, guess_number
 from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
@@ -118,23 +116,6 @@ def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
     assert len(TOLD_OF_A_BROKEN_PROGRAM) == limits.observation_tokens  # a letter is a token
 
 
-def test_episodes_are_short_and_their_texts_are_stable():
-    tokenizer = load_tokenizer("configs/agents/model")
-    most = {"look_up": 34, "calculator": 30, "guess_number": 34, "grid": 59}
-    most |= {"code": 400, "search": 70}
-    for task, limit in most.items():
-        for row, chat in episodes(task, 60):
-            texts = tokenizer.apply_chat_template([*chat], tokenize=False)
-            opening = tokenizer.apply_chat_template(
-                row["prompt"], tokenize=False, add_generation_prompt=True
-            )
-            assert texts.startswith(opening)
-            tokens, start = (tokenizer(t)["input_ids"] for t in (texts, opening))
-            assert tokens[: len(start)] == start
-            assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
-            assert len(tokens) - len(start) <= limit, task
-
-
 def test_guesses_are_told_and_cost_and_what_is_no_number_tells_nothing():
     game = guess_number("3", guesses=3)
     next(game)
@@ -148,18 +129,7 @@ def test_guesses_are_told_and_cost_and_what_is_no_number_tells_nothing():
         assert stop.value.value == 0.0, said
 
 
-def test_moves_slip_to_their_sides():
-    went = Counter()
-    for seed in range(1000):
-        walk = grid({"map": "abcdefghijklmnopqrstuvwxY", "start": "m"}, random.Random(seed))
-        next(walk)
-        told = walk.send("U")
-        went[told.text] += 1
-        assert told.reward == -0.05
-    assert set(went) == {"h", "l", "n"} and abs(went["h"] / 1000 - 0.8) < 0.05
-
-
-def test_walls_and_edges_hold():
+def test_walls_and_edges_hold_and_moves_slip_to_their_sides():
     for moves, told, score in [
         ("RR", "b", 1.0),
         ("LUR", "aab", 0.0),  # edges hold; three steps may be made
@@ -172,3 +142,7 @@ def test_walls_and_edges_hold():
         with pytest.raises(StopIteration) as stop:
             walk.send(moves[-1])
         assert stop.value.value == score
+    about = {"map": "abcdefghijklmnopqrstuvwxY", "start": "m"}
+    walks = [grid(about, random.Random(seed)) for seed in range(99)]
+    went = {next(walk) and walk.send("U").text for walk in walks}
+    assert went == {"h", "l", "n"}

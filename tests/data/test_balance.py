@@ -19,12 +19,9 @@ from jaxrl_llm.data.packing import (
 from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import active_parameters
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.parameters import init_params
 from tests.decoders import forward, head_matrix
 from tests.specs import DENSE
-
-NUMBERS = st.lists(st.integers(0, 40), max_size=7)
 
 
 def sums(costs, parts):
@@ -43,27 +40,20 @@ def brute_force(costs, parts, sizes=None):
     return best
 
 
-@given(NUMBERS, st.integers(1, 4))
-def test_every_number_is_in_one_part_and_the_bound_holds(numbers, parts):
-    costs = np.array(numbers, float)
-    divided = karmarkar_karp(costs, parts)
+@given(st.lists(st.integers(0, 40), max_size=7), st.integers(1, 4), st.booleans())
+def test_every_number_is_in_one_part_and_the_bound_holds(numbers, parts, equal):
+    size = len(numbers) // parts if equal else None
+    numbers = numbers[: size * parts] if equal else numbers
+    divided = karmarkar_karp(np.array(numbers, float), parts, equal_size=equal)
     assert len(divided) == parts
     assert sorted(i for part in divided for i in part) == [*range(len(numbers))]
-    best = brute_force(numbers, parts)
-    assert best <= max(sums(costs, divided)) <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
-    if len(numbers) <= max(parts + 2, 4):  # then it is optimal
-        assert max(sums(costs, divided)) == best
-
-
-@given(st.integers(1, 3), st.integers(0, 3), st.data())
-def test_parts_of_equal_size(parts, size, data):
-    n = parts * size
-    numbers = data.draw(st.lists(st.integers(0, 40), min_size=n, max_size=n))
-    costs = np.array(numbers, float)
-    divided = karmarkar_karp(costs, parts, equal_size=True)
-    assert [len(part) for part in divided] == [size] * parts
-    assert sorted(i for part in divided for i in part) == [*range(n)]
-    assert max(sums(costs, divided)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
+    most, best = max(sums(numbers, divided)), brute_force(numbers, parts, size)
+    if equal:
+        assert [len(part) for part in divided] == [size] * parts
+        assert most <= (2 - 1 / parts) * best + 1e-9
+    else:
+        assert best <= most <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+        assert most == best or len(numbers) > max(parts + 2, 4)  # then it is optimal
 
 
 def test_impossible_parts():
@@ -95,21 +85,6 @@ def test_the_breakeven_is_what_xla_counts(tied):
     counted = np.array([flops(int(n)) for n in lengths])
     linear, square = np.linalg.lstsq(np.stack([lengths, lengths**2], 1), counted, rcond=None)[0]
     np.testing.assert_allclose(model_cost(spec).breakeven, 2 * linear / square, rtol=0.1)
-
-
-def test_a_model_of_7b_by_hand():
-    """Verl's 12·D² parameters a layer; it counts all n² pairs, so its breakeven is half."""
-    shape = dict(hidden_size=4096, heads=32, kv_heads=32, head_dim=128, ff_width=8 * 4096 // 3)
-    spec = dataclasses.replace(SPEC, layers=32, **shape, vocab_size=1, tied_embeddings=True)
-    np.testing.assert_allclose(model_cost(spec).breakeven / 2, VERL_COST.breakeven, rtol=1e-3)
-
-
-def test_only_the_experts_that_a_token_is_sent_to_count():
-    moe = MoeSpec(experts=8, experts_per_token=2, ff_width=64)
-    spec = dataclasses.replace(SPEC, moe=moe)
-    leaves = jax.tree.leaves(declare(spec), is_leaf=lambda leaf: hasattr(leaf, "hf_name"))
-    embed, expert, whole = 512 * 128, 3 * 128 * 64, sum(np.prod(a.shape) for a in leaves)
-    assert model_cost(spec).breakeven * 2 * 128 == whole - embed - 2 * 6 * expert
 
 
 def test_layers_with_a_window_do_not_grow_with_the_square():

@@ -97,12 +97,6 @@ class Lazy:
 def broken(paths):
     return [ROW, {"prompt": "no list"}]
 
-class Raising(list):
-    def __init__(self, paths):
-        super().__init__([1, 2])
-    def __getitem__(self, number):
-        return {}["prompt"]
-
 def generator(paths):
     yield ROW
 
@@ -116,9 +110,8 @@ def test_functions_and_classes_give_rows(custom):
 
 
 def test_functions_that_give_no_rows_are_refused(custom):
-    for name, rows in (("broken", (1,)), ("Raising", (0, 1))):
-        with refuses(rows=rows):
-            custom(name)
+    with refuses(rows=(1,)):
+        custom("broken")
     with pytest.raises(ValueError, match="generator"):
         custom("generator")
     for keywords in ({"tims": 3}, {"paths": ["x"]}):

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageOps
 
 from jaxrl_llm.data.visuals import pictures
 from jaxrl_llm.data.visuals.pictures import PictureError, open_video, read_picture, read_size
@@ -30,11 +30,6 @@ def png_header(width, height):
         struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + body
-
-
-def webp_header(width, height):
-    bits = struct.pack("<IBI", 14, 0x2F, (width - 1) | (height - 1) << 14)
-    return b"RIFF" + struct.pack("<I", 26) + b"WEBPVP8L" + bits + b"\0" * 9
 
 
 def animated(kind, count=3, **options):
@@ -137,34 +132,19 @@ def test_pictures_stand_upright_as_in_transformers():
     assert not wrong
 
 
-def test_xmp_turns_a_picture_as_in_pillow():
-    text = '<rdf:Description tiff:Orientation="6"/>'
-    info = PngImagePlugin.PngInfo()
-    info.add_itxt("XML:com.adobe.xmp", text)
-    for data in (encoded(PIXELS, pnginfo=info), encoded(PIXELS, "JPEG", xmp=text.encode())):
-        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        assert read_picture(data).tobytes() == expected.tobytes()
-        assert read_size(data) == expected.size == (6, 9)
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_photo_is_its_first_picture_as_in_transformers(tmp_path, subtests):
     from transformers.image_utils import load_image
 
     first = Image.fromarray(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8)))
     white = Image.new("RGB", (32, 24), "white")
-    both, alone = (
-        encoded(first, "MPO", save_all=True, append_images=[white]),
-        encoded(first, "JPEG"),
-    )
-    preview = encoded(white, "JPEG")
+    both = encoded(first, "MPO", save_all=True, append_images=[white])
+    alone, preview = encoded(first, "JPEG"), encoded(white, "JPEG")
+    preview = b"\xff\xd8\xff\xe1" + struct.pack(">H", len(preview) + 2) + preview
     for name, data in {
         "a second picture": both,
         "a second picture that was cut off": both[: both.rindex(b"\xff\xd8")],
-        "a preview": b"\xff\xd8\xff\xe1"
-        + struct.pack(">H", len(preview) + 2)
-        + preview
-        + alone[2:],
+        "a preview": preview + alone[2:],
         "a video behind it": alone + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 500,
     }.items():
         (tmp_path / "a.jpg").write_bytes(data)
@@ -208,7 +188,6 @@ REFUSED = {
 TOO_MANY_PIXELS = {
     "a large PNG": png_header(9_000, 9_000),
     "a bomb": png_header(60_000, 60_000),
-    "a large WebP": webp_header(16_383, 16_383),
     "100,000 scans": PASSES[:-2] + LAST_PASS * 100_000 + PASSES[-2:],
 }
 

@@ -17,7 +17,7 @@ from jaxrl_llm.configs.tasks.math import math
 from jaxrl_llm.configs.tasks.retool_sft import retool_sft
 from jaxrl_llm.configs.tasks.search_r1 import search_r1
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows, write_rows
+from jaxrl_llm.data.rows import sft_rows, verl_rows, write_rows
 from jaxrl_llm.data.turns import FORMATS, TurnTemplate
 from jaxrl_llm.rewards.functions import by_source
 from jaxrl_llm.rollout.tools.builtin import python
@@ -200,14 +200,6 @@ def test_a_copy_of_geometry3k_keeps_its_files(tmp_path):
     }
 
 
-def test_pictures_that_the_reader_has_opened_become_files(tmp_path, monkeypatch):
-    opened = FIGURE | {"images": [DRAWING]}
-    monkeypatch.setattr(_sources, "source_rows", lambda *_: [opened])
-    (path, _) = geo3k(tmp_path)
-    with Image.open(io.BytesIO(read_rows(path)[0]["images"][0]["bytes"])) as again:
-        assert (again.size, again.getpixel((8, 6))) == ((9, 7), (10, 200, 30))
-
-
 def asked(count):
     """Return questions as Search-R1 has them, with the columns that matter and two that do not."""
     return [
@@ -259,10 +251,3 @@ def test_a_row_of_another_form_is_named(tmp_path, subtests):
                 prepare(tmp_path / str(number))
             assert caught.value.rows == (1,)
     assert not list(tmp_path.iterdir())
-
-
-def test_sources_that_can_not_be_found(tmp_path):
-    train = saved(tmp_path / "source/train.jsonl", [GSM8K])
-    for source, named in ((str(tmp_path / "source"), r"test\*"), (train, "TRAIN,TEST")):
-        with pytest.raises(ValueError, match=named):
-            gsm8k(tmp_path / "out", source=source)

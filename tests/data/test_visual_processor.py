@@ -108,8 +108,7 @@ def test_sizes_are_those_of_transformers(processors):
         assert shape.grid == (-(-count // 2), expected[0] // 16, expected[1] // 16)
 
 
-@pytest.mark.parametrize("count", [4, 5])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("family", "count"), [("qwen2_5_vl", 4), ("qwen3_vl", 5)])
 def test_a_video_is_cut_into_patches(family, count, processors):
     """Against frames that are resized one by one as images are, and the order of the formula."""
     processor, frames = processors[family], noise(count, 64, 96, 3)
@@ -128,15 +127,11 @@ def test_a_video_is_cut_into_patches(family, count, processors):
 
 
 def test_a_key_tells_pictures_apart(processors):
-    picture = noise(64, 64, 3)
-    other = picture.copy()
+    picture, wide = noise(64, 64, 3), np.zeros((32, 64, 3), np.uint8)
+    other, tall = picture.copy(), wide.swapaxes(0, 1)
     other[0, 0, 0] ^= 1
-    made = [processors["qwen3_5"].image(p) for p in (picture, picture, other, picture[::-1])]
-    a, b, c, d = made
-    assert a.key == b.key and len({a.key, c.key, d.key}) == 3
-    wide = processors["qwen3_5"].image(np.zeros((32, 64, 3), np.uint8))
-    tall = processors["qwen3_5"].image(np.zeros((64, 32, 3), np.uint8))
-    assert (wide.patches == tall.patches).all() and wide.key != tall.key
+    made = [processors["qwen3_5"].image(p).key for p in (picture, other, wide, tall)]
+    assert len({*made}) == 4 and processors["qwen3_5"].image(picture).key == made[0]
 
 
 def test_bounds_of_a_run(tmp_path, tokenizers):
@@ -182,16 +177,12 @@ def test_files_of_a_checkpoint(tmp_path, tokenizers, processors):
     (folder / "processor_config.json").unlink()
     with pytest.raises(ValueError, match=r"preprocessor_config.json"):
         VisualProcessor.from_directory(folder)
-    named = json.loads((folder / "config.json").read_text())
-    for missing in ("video_token_id", "vision_start_token_id"):
-        ids = json.dumps({name: value for name, value in named.items() if name != missing})
-        (folder / "config.json").write_text(ids)
-        with pytest.raises(ValueError, match=missing):
-            Placeholders.from_directory(folder)
-    for text, named in (("[]", "config.json"), ('{"model_type": "qwen3"}', "images")):
+    ids = json.loads((folder / "config.json").read_text())
+    del ids["video_token_id"]
+    for text, named in ((json.dumps(ids), "video_token_id"), ('{"model_type": "qwen3"}', "images")):
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=named):
-            VisualProcessor.from_directory(folder)
+            Placeholders.from_directory(folder)
 
 
 def chat(*parts):
@@ -218,12 +209,9 @@ def test_tokens_are_those_of_transformers(family, processors, tokenizers, whole_
         assert expanded.count(stand_for) == sum(processor.image(p).tokens for p in pictures)
 
 
-@pytest.mark.parametrize("count", [4, 7])
-def test_tokens_of_videos_are_those_of_transformers(
-    count, processors, tokenizers, whole_processors
-):
+def test_tokens_of_videos_are_those_of_transformers(processors, tokenizers, whole_processors):
     """Each pair of frames of Qwen3-VL has its time before it; of Qwen2.5-VL a video is one run."""
-    messages = chat("see:", "video", "and", "image", "?")
+    messages, count = chat("see:", "video", "and", "image", "?"), 7
     video = {"frames": list(noise(count, 64, 96, 3)), "fps": 3.0}
     for family in ("qwen3_vl", "qwen2_5_vl"):
         processor, tokenizer = processors[family], tokenizers[family]
