@@ -1,12 +1,10 @@
 import contextlib
 import io
+import itertools
 import random
-from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.load import load
-from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
 from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits
 from jaxrl_llm.data.rows import sft_rows, verl_rows
@@ -61,14 +59,10 @@ def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
 def test_tasks_refuse(tmp_path, subtests):
     for keywords, named in [
         *(({"task": "chess"}, "chess"), ({"settings": {"hop": 3}}, "hops")),
-        ({"settings": {"stop": 1.5}}, "stop"),
-        *(({"settings": {"hops": hops}}, "hops") for hops in (0, 2.5)),
-        ({"task": "search", "settings": {"people": 30}}, "people=30"),
-        *(({"sft_episodes": -1}, "sft_episodes"), ({"train_rows": 0}, "row")),
+        *(({"settings": {"stop": 1.5}}, "stop"), ({"train_rows": 0}, "row")),
     ]:
         with subtests.test(str(keywords)), pytest.raises(ValueError, match=named):
             agent_task(tmp_path / "data", **keywords)
-    assert not (tmp_path / "data").exists()
 
 
 def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
@@ -93,27 +87,21 @@ def test_what_the_teacher_of_search_is_told_is_what_the_tool_finds(tmp_path):
     assert searches > 150
 
 
+@needs_landlock
 def test_programs_print_what_the_teacher_is_told():
     rng = random.Random(2)
-    for bug in range(3):
-        for number in range(50):
-            row = Code().row(number, rng)
-            program = taught_program(row["prompt"][0]["content"], bug)
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(program.source, {})
-            assert out.getvalue().strip() == program.value
-            assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
-
-
-@needs_landlock
-def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
+    for bug, number in itertools.product(range(3), range(20)):
+        row = Code().row(number, rng)
+        program = taught_program(row["prompt"][0]["content"], bug)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(program.source, {})
+        assert out.getvalue().strip() == program.value
+        assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
     source = taught_program("c7372:3|7=").source.replace("):", ")")
     with open_interpreter("process") as interpreter, pytest.raises(FailedTool) as failed:
         told_result(interpreter.run(source))
     head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
     assert str(failed.value).startswith(head) and str(failed.value).endswith(tail)
-    limits = load(TrainConfig, Path("configs/agents/retool.yaml")).rollout.limits
-    assert len(TOLD_OF_A_BROKEN_PROGRAM) == limits.observation_tokens  # a letter is a token
 
 
 def test_guesses_are_told_and_cost_and_what_is_no_number_tells_nothing():

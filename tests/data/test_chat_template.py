@@ -282,24 +282,20 @@ def test_an_episode_and_the_same_conversation_are_the_same_tokens():
 def test_examples_of_conversations():
     talk = {"messages": [USER, ANSWER, MORE, LAST]}
     last = {"prompt": [USER, ANSWER, MORE], "response": "A two"}
-    tokenizer, _ = build("qwen2_5")
 
-    def answers(row, **keywords):
+    def answers(row, name="qwen2_5", **keywords):
+        tokenizer, _ = build(name)
         examples, _ = tokenize_examples([row], tokenizer, max_tokens=500, **keywords)
-        return [
-            tokenizer.decode([t for t, m in zip(e.tokens, e.mask, strict=True) if m])
-            for e in examples
-        ]
+        pairs = (zip(e.tokens, e.mask, strict=True) for e in examples)
+        return [tokenizer.decode([t for t, m in pair if m]) for pair in pairs]
 
     assert answers(talk) == ["A one<|im_end|>A two<|im_end|>"]
     assert answers(talk, train_on="last") == answers(last) == ["A two<|im_end|>"]
     for row in ({"messages": [USER]}, {"messages": [USER, ANSWER, MORE]}):
         with refuses(rows=(0,)):
             answers(row)
-    qwen3, _ = build("qwen3")
-    examples, _ = tokenize_examples([talk], qwen3, max_tokens=500)
-    texts = [qwen3.decode(e.tokens) for e in examples]
-    assert len(texts) == 2 and "A one" in texts[1] and texts[1].count("<think>") == 1
+    first, second = answers(talk, "qwen3")  # which drops the first answer's empty thought later
+    assert "A one" in first and "A two" in second
 
 
 def test_tools_of_rows_reach_the_template():

@@ -68,25 +68,13 @@ def test_files_that_can_not_be_read_are_named(tmp_path, subtests):
             verl_rows(paths)
 
 
-@pytest.fixture
-def custom(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(f"ROW = {row()!r}\n{CUSTOM}")
-
-    def load(name, **keywords):
-        spec = FunctionSpec(f"{path}:{name}", keywords)
-        return load_rows(spec, ["p", "q"], normalize=normalize_prompt_row)
-
-    return load
-
-
 CUSTOM = """
 def doubled(paths, *, times=2):
     return [dict(ROW, extra_info={"path": path}) for path in paths for _ in range(times)]
 
 class Lazy:
     def __init__(self, paths, *, size):
-        self.paths, self.size = paths, size
+        self.size = size
     def __len__(self):
         return self.size
     def __getitem__(self, index):
@@ -99,17 +87,18 @@ def broken(paths):
 
 def generator(paths):
     yield ROW
-
 """
 
 
-def test_functions_and_classes_give_rows(custom):
+def test_functions_and_classes_give_rows(tmp_path):
+    (tmp_path / "mine.py").write_text(f"ROW = {row()!r}\n{CUSTOM}")
+
+    def custom(name, **keywords):
+        spec = FunctionSpec(f"{tmp_path}/mine.py:{name}", keywords)
+        return load_rows(spec, ["p", "q"], normalize=normalize_prompt_row)
+
     assert [r["extra_info"]["path"] for r in custom("doubled")] == ["p", "p", "q", "q"]
-    assert len(custom("doubled", times=1)) == 2
     assert [r["extra_info"]["index"] for r in custom("Lazy", size=3)] == [0, 1, 2]
-
-
-def test_functions_that_give_no_rows_are_refused(custom):
     with refuses(rows=(1,)):
         custom("broken")
     with pytest.raises(ValueError, match="generator"):

@@ -56,16 +56,6 @@ class TestWithThePackage:
             given = row["data_source"], answer, answer, row["extra_info"]
             assert by_source(*given)["score"] == 1.0, task
 
-    def test_weights_divide_the_rows_and_a_seed_decides_which(self, tmp_path):
-        tasks = {"aiw": {"weight": 3}, "chain_sum": {"max_digits": 1}}
-        made = []
-        for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-            reasoning_gym(tmp_path / name, tasks=tasks, train_rows=20, validation_rows=4, seed=seed)
-            made.append(verl_rows([str(tmp_path / name / "train.parquet")]))
-        assert made[0] == made[1] != made[2]
-        counts = [sum(row["data_source"].endswith(task) for row in made[0]) for task in tasks]
-        assert counts == [15, 5]
-
     def test_a_prompt_is_as_the_user_sets_it(self, tmp_path):
         reasoning_gym(
             tmp_path,

@@ -226,11 +226,6 @@ PATHS = {
         lambda text: normalize_preference_row({**PAIR, "rejected": text + "?"}),
         max_tokens=99,
     ),
-    "steps": of_each(
-        tokenize_preferences,
-        lambda text: {"prompt": [USER], "completions": [text], "labels": [1.0]},
-        max_tokens=99,
-    ),
     "texts given in Python": as_prompts,
 }
 THROWN = [KeyError("content"), AttributeError(), jinja2.TemplateError("no tools here")]

@@ -125,10 +125,7 @@ def test_each_problem_of_dapo_is_there_once(tmp_path):
     train = saved(tmp_path / "many.parquet", [PROBLEM, other, PROBLEM] * 3)
     validation = saved(tmp_path / "few.parquet", [other] * 4)
     written = dapo_math(tmp_path / "out", source=train, validation_source=validation)
-    assert {path.name: n for path, n in written.items()} == {
-        "train.parquet": 2,
-        "validation.parquet": 1,
-    }
+    assert [*written.values()] == [2, 1]
     first, second = verl_rows([str(tmp_path / "out/train.parquet")])
     assert first["prompt"] == PROBLEM["prompt"]
     assert first["reward_model"]["ground_truth"] == "34"
