@@ -92,22 +92,6 @@ def test_the_readmes_loss_runs_from_the_readmes_config(tmp_path, monkeypatch):
     assert (token_loss.diagnostics["correction"] == 3.0).all(), "e^2 is cut to 3"
 
 
-ADDITIONS = {
-    *("a loss", "a config key", "a model family", "a reward function", "an engine", "a metric"),
-    *("a tracker", "a program", "a model of another kind", "a tool"),
-}
-
-
-def test_additions_take_three_files_at_most():
-    section = read("CONTRIBUTING.md").partition("## Where to add things")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| (an? [a-z ]+) \| (.+) \|$", section, flags=re.MULTILINE))
-    assert rows.keys() == ADDITIONS
-    for addition, files in rows.items():
-        paths = re.findall(r"`([\w./]+)`", files)
-        assert 1 <= len(paths) <= 3, addition
-        assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
 def test_links_and_paths_lead_somewhere():
     folders = "tests|configs|docs|algorithms|models|sharding|benchmarks|notebooks|jaxrl_llm"
     missing = []
