@@ -228,12 +228,3 @@ def test_tokens_of_videos_are_those_of_transformers(processors, tokenizers, whol
         expanded = processor.placeholders.expand(tokens, visuals, tokenizer)
         assert list(expanded) == expected
         assert expanded.count(processor.placeholders.video_id) == visuals[0].tokens
-
-
-def test_placeholders_and_visuals_must_agree(processors, tokenizers):
-    processor, tokenizer = processors["qwen3_vl"], tokenizers["qwen3_vl"]
-    shape = processor.image_shape(noise(9, 9, 3))
-    tokens = tokenizer.apply_chat_template(chat("image", "image"), return_dict=False)
-    for shapes in ([shape], [shape] * 3, [shape, shape._replace(seconds=(0.0,))], []):
-        with pytest.raises(ValueError, match="placeholders"):
-            processor.placeholders.expand(tokens, shapes, tokenizer)
