@@ -50,15 +50,6 @@ MISTRAL = (
 )
 """As Mistral's third: tools stand before the last question, ids have nine letters or digits."""
 
-MISTRAL_NAMED = MISTRAL.replace("'[TOOL_CALLS] ['", "''").replace("']' + eos_token", "eos_token")
-MISTRAL_NAMED = re.sub(
-    r"\{\{ \(call\['function'\] .*?loop\.last \}\}",
-    "{{ '[TOOL_CALLS]' + call['function']['name'] + '[ARGS]' }}"
-    "{{ call['function']['arguments'] | tojson }}",
-    MISTRAL_NAMED,
-)
-"""As Mistral's newer ones: the name, then the arguments."""
-
 DEEPSEEK_V31 = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
@@ -74,7 +65,7 @@ DEEPSEEK_V31 = (
     "{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1]['role'] == 'user' %}"
     "{{ '<｜Assistant｜></think>' }}{% endif %}"
 )
-WRITTEN = {"mistral": MISTRAL, "mistral_named": MISTRAL_NAMED, "deepseekv31": DEEPSEEK_V31}
+WRITTEN = {"mistral": MISTRAL, "deepseekv31": DEEPSEEK_V31}
 MARKER = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<\|?[a-z_]+\|?>|</[a-z_]+>|\[/?[A-Z_]+\]")
 
 

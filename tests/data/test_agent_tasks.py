@@ -1,16 +1,12 @@
 import contextlib
 import io
+import itertools
 import random
-from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config.load import load
-from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
-from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits, distances
-from jaxrl_llm.data.chat import load_tokenizer
+from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.agents.environments import grid, guess_number
 from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
@@ -27,13 +23,6 @@ def episodes(task, count, **settings):
     for number in range(count):
         row = drawn.row(number, rng)
         yield row, drawn.chat(row, rng)
-
-
-def test_the_grids_teacher_takes_a_shortest_way():
-    for row, chat in episodes("grid", 100, slip=0.0, careful=1.0):
-        about = row["extra_info"]
-        moves = sum(message["role"] == "assistant" for message in chat)
-        assert moves == distances(about["map"])[about["start"]]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -54,9 +43,7 @@ def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
     ]
     assert splits[0] == splits[1] and splits[0]["sft"] != splits[2]["sft"]
     if task == "guess_number":
-        numbers = Counter(row["reward_model"]["ground_truth"] for row in train)
-        assert len(numbers) == 31
-        assert max(numbers.values()) - min(numbers.values()) <= 1
+        assert len({row["reward_model"]["ground_truth"] for row in train}) == 31
         return
 
     def known(row):
@@ -72,14 +59,10 @@ def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
 def test_tasks_refuse(tmp_path, subtests):
     for keywords, named in [
         *(({"task": "chess"}, "chess"), ({"settings": {"hop": 3}}, "hops")),
-        ({"settings": {"stop": 1.5}}, "stop"),
-        *(({"settings": {"hops": hops}}, "hops") for hops in (0, 2.5)),
-        ({"task": "search", "settings": {"people": 30}}, "people=30"),
-        *(({"sft_episodes": -1}, "sft_episodes"), ({"train_rows": 0}, "row")),
+        *(({"settings": {"stop": 1.5}}, "stop"), ({"train_rows": 0}, "row")),
     ]:
         with subtests.test(str(keywords)), pytest.raises(ValueError, match=named):
             agent_task(tmp_path / "data", **keywords)
-    assert not (tmp_path / "data").exists()
 
 
 def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
@@ -90,87 +73,41 @@ def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
             assert said["content"] == f"[look_up(letter='{letter}')]"
             letter = look_up(letter, about)
             assert told == {"role": "tool", "content": letter}
-        table = row["extra_info"]["table"]
-        seen, at = set(), "a"
-        while at not in seen:
-            seen.add(at)
-            at = table["abcdefghijklmnopqrstuvwxyz".index(at)]
-        assert len(seen) == 26
 
 
 def test_what_the_teacher_of_search_is_told_is_what_the_tool_finds(tmp_path):
     agent_task(tmp_path, task="search", train_rows=1, validation_rows=1, sft_episodes=0)
-    kinds = Counter()
+    searches = 0
     for _, chat in episodes("search", 150, guess=0.0, stop=0.2):
         for said, told in zip(chat[1:-1:2], chat[2:-1:2], strict=True):
             query = said["content"].removeprefix("[search(query='").removesuffix("')]")
             found = search(query, corpus=str(tmp_path / "corpus"), k=1, passage="{contents}")
             assert told == {"role": "tool", "content": found}
-            kinds[len(query.split()), found.split()[0]] += 1
-    # a search for a person, for a city and `land`, and for a city alone
-    assert kinds.keys() == {(1, "city"), (2, "land")}
-    assert kinds[1, "city"] > 150 + 10 and kinds[2, "land"] > 10
-
-
-def test_programs_print_what_the_teacher_is_told():
-    rng = random.Random(2)
-    for bug in range(3):
-        for number in range(50):
-            row = Code().row(number, rng)
-            program = taught_program(row["prompt"][0]["content"], bug)
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(program.source, {})
-            assert out.getvalue().strip() == program.value
-            assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
+            searches += 1
+    assert searches > 150
 
 
 @needs_landlock
-def test_the_teacher_of_code_is_told_of_a_failure_what_the_tool_says():
+def test_programs_print_what_the_teacher_is_told():
+    rng = random.Random(2)
+    for bug, number in itertools.product(range(3), range(20)):
+        row = Code().row(number, rng)
+        program = taught_program(row["prompt"][0]["content"], bug)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(program.source, {})
+        assert out.getvalue().strip() == program.value
+        assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
     source = taught_program("c7372:3|7=").source.replace("):", ")")
     with open_interpreter("process") as interpreter, pytest.raises(FailedTool) as failed:
         told_result(interpreter.run(source))
     head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
     assert str(failed.value).startswith(head) and str(failed.value).endswith(tail)
-    limits = load(TrainConfig, Path("configs/agents/retool.yaml")).rollout.limits
-    assert len(TOLD_OF_A_BROKEN_PROGRAM) == limits.observation_tokens  # a letter is a token
 
 
-def test_episodes_are_short_and_their_texts_are_stable():
-    tokenizer = load_tokenizer("configs/agents/model")
-    most = {"look_up": 34, "calculator": 30, "guess_number": 34, "grid": 59}
-    most |= {"code": 400, "search": 70}
-    for task, limit in most.items():
-        for row, chat in episodes(task, 60):
-            texts = tokenizer.apply_chat_template([*chat], tokenize=False)
-            opening = tokenizer.apply_chat_template(
-                row["prompt"], tokenize=False, add_generation_prompt=True
-            )
-            assert texts.startswith(opening)
-            tokens, start = (tokenizer(t)["input_ids"] for t in (texts, opening))
-            assert tokens[: len(start)] == start
-            assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
-            assert len(tokens) - len(start) <= limit, task
-
-
-def test_bisection_is_the_best_way_to_guess():
-    """129 guesses for the 31 numbers, and each but the last costs 0.1."""
-    total = 0.0
-    for secret in range(1, 32):
-        game, low, high = guess_number(str(secret)), 1, 31
-        next(game)
-        try:
-            while True:
-                middle = (low + high) // 2
-                told, reward, end = game.send(f"{middle:02}")
-                total += reward
-                assert not end
-                low, high = (low, middle - 1) if told == "<" else (middle + 1, high)
-        except StopIteration as stop:
-            total += stop.value
-    assert total == pytest.approx(31 - 0.1 * (129 - 31))
-
-
-def test_what_is_no_number_is_a_guess_that_tells_nothing():
+def test_guesses_are_told_and_cost_and_what_is_no_number_tells_nothing():
+    game = guess_number("3", guesses=3)
+    next(game)
+    assert [game.send("16")[:2], game.send("02").text] == [("<", -0.1), ">"]
     for said in ("", "x", "0", "32", "-3", "9" * 400, "٣", "1\n2"):
         game = guess_number("3", guesses=3)
         next(game)
@@ -180,20 +117,7 @@ def test_what_is_no_number_is_a_guess_that_tells_nothing():
         assert stop.value.value == 0.0, said
 
 
-def test_moves_slip_to_their_sides():
-    cells, went = "abcdefghijklmnopqrstuvwxY", Counter()
-    for seed in range(4000):
-        walk = grid({"map": cells, "start": "m"}, random.Random(seed))
-        next(walk)
-        told = walk.send("U")
-        went[told.text] += 1
-        assert told.reward == -0.05
-    assert set(went) == {"h", "l", "n"}
-    assert abs(went["l"] / 4000 - 0.1) < 0.02
-    assert abs(went["n"] / 4000 - 0.1) < 0.02
-
-
-def test_walls_and_edges_hold():
+def test_walls_and_edges_hold_and_moves_slip_to_their_sides():
     for moves, told, score in [
         ("RR", "b", 1.0),
         ("LUR", "aab", 0.0),  # edges hold; three steps may be made
@@ -206,3 +130,7 @@ def test_walls_and_edges_hold():
         with pytest.raises(StopIteration) as stop:
             walk.send(moves[-1])
         assert stop.value.value == score
+    about = {"map": "abcdefghijklmnopqrstuvwxY", "start": "m"}
+    walks = [grid(about, random.Random(seed)) for seed in range(99)]
+    went = {next(walk) and walk.send("U").text for walk in walks}
+    assert went == {"h", "l", "n"}

@@ -15,18 +15,13 @@ from jaxrl_llm.data.packing import (
     imbalance,
     karmarkar_karp,
     model_cost,
-    plan_microbatches,
-    row_shape,
 )
 from jaxrl_llm.models.attention import LEAST_BLOCK
 from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.flops import active_parameters
-from jaxrl_llm.models.moe.spec import MoeSpec
-from jaxrl_llm.models.parameters import declare, init_params
+from jaxrl_llm.models.parameters import init_params
 from tests.decoders import forward, head_matrix
 from tests.specs import DENSE
-
-NUMBERS = st.lists(st.integers(0, 40), max_size=7)
 
 
 def sums(costs, parts):
@@ -45,34 +40,20 @@ def brute_force(costs, parts, sizes=None):
     return best
 
 
-def test_the_example_of_wikipedia():
-    """8, 7, 6, 5, 4: the method leaves a difference of 2, where 0 is possible."""
-    costs = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
-    assert sorted(sums(costs, karmarkar_karp(costs, 2))) == [14, 16]
-    assert sorted(sums(costs, karmarkar_karp(costs, 3))) == [8, 11, 11]
-
-
-@given(NUMBERS, st.integers(1, 4))
-def test_every_number_is_in_one_part_and_the_bound_holds(numbers, parts):
-    costs = np.array(numbers, float)
-    divided = karmarkar_karp(costs, parts)
+@given(st.lists(st.integers(0, 40), max_size=7), st.integers(1, 4), st.booleans())
+def test_every_number_is_in_one_part_and_the_bound_holds(numbers, parts, equal):
+    size = len(numbers) // parts if equal else None
+    numbers = numbers[: size * parts] if equal else numbers
+    divided = karmarkar_karp(np.array(numbers, float), parts, equal_size=equal)
     assert len(divided) == parts
     assert sorted(i for part in divided for i in part) == [*range(len(numbers))]
-    best = brute_force(numbers, parts)
-    assert best <= max(sums(costs, divided)) <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
-    if len(numbers) <= max(parts + 2, 4):  # then it is optimal
-        assert max(sums(costs, divided)) == best
-
-
-@given(st.integers(1, 3), st.integers(0, 3), st.data())
-def test_parts_of_equal_size(parts, size, data):
-    n = parts * size
-    numbers = data.draw(st.lists(st.integers(0, 40), min_size=n, max_size=n))
-    costs = np.array(numbers, float)
-    divided = karmarkar_karp(costs, parts, equal_size=True)
-    assert [len(part) for part in divided] == [size] * parts
-    assert sorted(i for part in divided for i in part) == [*range(n)]
-    assert max(sums(costs, divided)) <= (2 - 1 / parts) * brute_force(numbers, parts, size) + 1e-9
+    most, best = max(sums(numbers, divided)), brute_force(numbers, parts, size)
+    if equal:
+        assert [len(part) for part in divided] == [size] * parts
+        assert most <= (2 - 1 / parts) * best + 1e-9
+    else:
+        assert best <= most <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+        assert most == best or len(numbers) > max(parts + 2, 4)  # then it is optimal
 
 
 def test_impossible_parts():
@@ -85,10 +66,9 @@ SIZES = dict(vocab_size=512, hidden_size=128, heads=4, kv_heads=4, head_dim=32, 
 SPEC = dataclasses.replace(DENSE, **SIZES, max_positions=4096)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_breakeven_is_what_xla_counts(tied):
+def test_the_breakeven_is_what_xla_counts():
     """Fit a·n + b·n² to three lengths: half of b is causal, so breakeven = 2a/b."""
-    spec = dataclasses.replace(SPEC, tied_embeddings=tied)
+    spec = dataclasses.replace(SPEC, tied_embeddings=False)
     lengths = np.array([128.0, 256.0, 2 * LEAST_BLOCK - 1])
     assert lengths[-1] % 2, "in one block attention computes all n² pairs"
 
@@ -106,28 +86,11 @@ def test_the_breakeven_is_what_xla_counts(tied):
     np.testing.assert_allclose(model_cost(spec).breakeven, 2 * linear / square, rtol=0.1)
 
 
-def test_a_model_of_7b_by_hand():
-    """Verl's 12·D² parameters a layer; it counts all n² pairs, so its breakeven is half."""
-    shape = dict(hidden_size=4096, heads=32, kv_heads=32, head_dim=128, ff_width=8 * 4096 // 3)
-    spec = dataclasses.replace(SPEC, layers=32, **shape, vocab_size=1, tied_embeddings=True)
-    np.testing.assert_allclose(model_cost(spec).breakeven / 2, VERL_COST.breakeven, rtol=1e-3)
-
-
-def test_only_the_experts_that_a_token_is_sent_to_count():
-    moe = MoeSpec(experts=8, experts_per_token=2, ff_width=64)
-    spec = dataclasses.replace(SPEC, moe=moe)
-    leaves = jax.tree.leaves(declare(spec), is_leaf=lambda leaf: hasattr(leaf, "hf_name"))
-    embed, expert, whole = 512 * 128, 3 * 128 * 64, sum(np.prod(a.shape) for a in leaves)
-    assert model_cost(spec).breakeven * 2 * 128 == whole - embed - 2 * 6 * expert
-
-
 def test_layers_with_a_window_do_not_grow_with_the_square():
     windowed = dataclasses.replace(SPEC, window=16)
     mixed = dataclasses.replace(windowed, windowed_layers=(True, False))
     assert model_cost(mixed).breakeven == 2 * model_cost(SPEC).breakeven
     assert model_cost(windowed)(np.array([3, 4000])).tolist() == [3, 4000]
-    # nor does the square of a long sequence overflow
-    assert Cost(1.0)(np.array([100_000], np.int32)).tolist() == [1e5 + 1e10]
 
 
 def test_layers_with_a_delta_net_cost_by_the_token():
@@ -146,6 +109,7 @@ def test_layers_with_a_delta_net_cost_by_the_token():
 
 
 def test_the_metrics_of_a_plan_by_hand():
+    assert imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)["perf/imbalance"] == 1
     sizes = np.array([6, 2, 2, 4, 1])
     metrics = imbalance(sizes, [[[0], [1, 2]], [[], [3, 4]]], 2, Cost(4.0))
     slowest = (6 + 9) + (4 + 4 + 1 + 0.25)
@@ -158,13 +122,3 @@ def test_the_metrics_of_a_plan_by_hand():
         "global_seqlen/balanced_max": 9.0,
         "global_seqlen/mean": 7.5,
     }
-
-
-def test_a_plan_balances_what_the_order_did_not():
-    sizes = np.sort(np.random.default_rng(0).integers(1, 100, 64))
-    shape = row_shape(1024, 128, sequences=64, multiple_of=8)
-    metrics = imbalance(sizes, plan_microbatches(sizes, shape), shape.ranks, VERL_COST)
-    left = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
-    assert metrics["global_seqlen/minmax_diff"] > 5 * left
-    assert 1 <= metrics["perf/imbalance"] < 1.2
-    assert imbalance(np.array([3, 4]), [[[0]], [[1]]], 1, VERL_COST)["perf/imbalance"] == 1

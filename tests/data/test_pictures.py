@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageOps
 
 from jaxrl_llm.data.visuals import pictures
 from jaxrl_llm.data.visuals.pictures import PictureError, open_video, read_picture, read_size
@@ -30,11 +30,6 @@ def png_header(width, height):
         struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + body
-
-
-def webp_header(width, height):
-    bits = struct.pack("<IBI", 14, 0x2F, (width - 1) | (height - 1) << 14)
-    return b"RIFF" + struct.pack("<I", 26) + b"WEBPVP8L" + bits + b"\0" * 9
 
 
 def animated(kind, count=3, **options):
@@ -90,10 +85,8 @@ def test_formats_and_modes_become_rgb_as_in_transformers():
 
 def test_a_transparent_color_becomes_white():
     palette = Image.fromarray(PIXELS).quantize(4)
-    data = encoded(palette, transparency=2)
-    read = np.asarray(read_picture(data))
+    read = np.asarray(read_picture(encoded(palette, transparency=2)))
     assert (read[np.asarray(palette) == 2] == 255).all()
-    assert (read == rgb_of_transformers(Image.open(io.BytesIO(data)))).all()
 
 
 def test_of_16_bits_the_upper_ones_count():
@@ -116,18 +109,11 @@ def forms_of_orientation(n):
     """Return ways in which writers have an orientation: the type, how many, and the bytes."""
     return {
         "SHORT": (3, 1, struct.pack("<H", n)),
-        "LONG": (4, 1, struct.pack("<I", n)),
         "BYTE": (1, 1, bytes([n % 256])),
-        "two BYTE": (1, 2, bytes([n % 256] * 2)),
-        "SBYTE": (6, 1, struct.pack("<b", n % 128)),
-        "UNDEFINED": (7, 1, bytes([n % 256])),
         "ASCII": (2, 2, b"%d\0" % (n % 10)),
         "two SHORT": (3, 2, struct.pack("<HH", n, n)),
-        "SSHORT": (8, 1, struct.pack("<h", -n)),
-        "SLONG": (9, 1, struct.pack("<i", n)),
         "RATIONAL": (5, 1, struct.pack("<II", 3 * n, 3)),
         "by zero": (5, 1, struct.pack("<II", n, 0)),
-        "FLOAT": (11, 1, struct.pack("<f", n)),
         "half": (12, 1, struct.pack("<d", n + 0.5)),
     }
 
@@ -136,7 +122,7 @@ def forms_of_orientation(n):
 def test_pictures_stand_upright_as_in_transformers():
     """transformers' `load_image` calls `exif_transpose`."""
     wrong, kinds = [], ("PNG", "JPEG", "WEBP")
-    for kind, n in itertools.product(kinds, (0, *range(1, 9), 9, 300)):
+    for kind, n in itertools.product(kinds, (*range(10), 300)):
         for name, form in forms_of_orientation(n).items():
             data = turned(kind, *form)
             expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
@@ -146,44 +132,21 @@ def test_pictures_stand_upright_as_in_transformers():
     assert not wrong
 
 
-def test_xmp_turns_a_picture_as_in_pillow():
-    text = '<rdf:Description tiff:Orientation="6"/>'
-    info = PngImagePlugin.PngInfo()
-    info.add_itxt("XML:com.adobe.xmp", text)
-    for data in (encoded(PIXELS, pnginfo=info), encoded(PIXELS, "JPEG", xmp=text.encode())):
-        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        assert read_picture(data).tobytes() == expected.tobytes()
-        assert read_size(data) == expected.size == (6, 9)
-
-
-def photos():
-    """Return JPEG files with something behind the picture, by what it is."""
-    first, second = Image.fromarray(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8))), WHITE
-    both = encoded(first, "MPO", save_all=True, append_images=[second])
-    alone = encoded(first, "JPEG")
-    entry = both.index(b"0100") + both[both.index(b"0100") :].index(struct.pack("<L", 0x030000))
-    stale = both[: entry + 24] + struct.pack("<L", 2**31) + both[entry + 28 :]
-    preview = (
-        alone[:2] + b"\xff\xe1" + struct.pack(">H", len(second_jpeg := encoded(second, "JPEG")) + 2)
-    )
-    return {
-        "a second picture": both,
-        "a second picture that was cut off": both[: both.rindex(b"\xff\xd8")],
-        "a second picture that moved": stale,
-        "a preview inside": preview + second_jpeg + alone[2:],
-        "a video behind it": alone + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 500,
-        "nothing": alone,
-    }
-
-
-WHITE = Image.new("RGB", (32, 24), "white")
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_photo_is_its_first_picture_as_in_transformers(tmp_path, subtests):
     from transformers.image_utils import load_image
 
-    for name, data in photos().items():
+    first = Image.fromarray(np.kron(PIXELS, np.ones((8, 8, 1), np.uint8)))
+    white = Image.new("RGB", (32, 24), "white")
+    both = encoded(first, "MPO", save_all=True, append_images=[white])
+    alone, preview = encoded(first, "JPEG"), encoded(white, "JPEG")
+    preview = b"\xff\xd8\xff\xe1" + struct.pack(">H", len(preview) + 2) + preview
+    for name, data in {
+        "a second picture": both,
+        "a second picture that was cut off": both[: both.rindex(b"\xff\xd8")],
+        "a preview": preview + alone[2:],
+        "a video behind it": alone + b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 500,
+    }.items():
         (tmp_path / "a.jpg").write_bytes(data)
         expected = load_image(Image.open(io.BytesIO(data)))
         with subtests.test(name):
@@ -202,30 +165,20 @@ REFUSED = {
     **{"nothing": None, "a number": 3, "no bytes": b"", "text": b"hello world"},
     "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
     "TIFF": encoded(PIXELS, "TIFF"),
-    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-    "half a header": WHOLE[:20],
-    "half a PNG": WHOLE[: len(WHOLE) // 2],
-    "half a JPEG": JPEG[: len(JPEG) // 2],
-    "other bits": WHOLE[:60] + b"\xff" * 40 + WHOLE[100:],
-    "a thin one": np.zeros((2, 402, 3), np.uint8),
-    "no pixels": np.zeros((0, 5, 3), np.uint8),
-    "no width": png_header(0, 5),
-    "an empty image": Image.new("RGB", (0, 4)),
-    "floats": np.zeros((5, 5, 3)),
-    "channels first": np.zeros((3, 5, 5), np.uint8),
+    **{"half a header": WHOLE[:20], "half a PNG": WHOLE[: len(WHOLE) // 2]},
+    **{"half a JPEG": JPEG[: len(JPEG) // 2], "no width": png_header(0, 5)},
+    **{"a thin one": np.zeros((2, 402, 3), np.uint8), "no pixels": np.zeros((0, 5, 3), np.uint8)},
+    **{"floats": np.zeros((5, 5, 3)), "channels first": np.zeros((3, 5, 5), np.uint8)},
     "32 bits": Image.new("I", (4, 4)),
     **{f"an animated {kind}": animated(kind) for kind in ("GIF", "WEBP", "PNG")},
     **{"an address": "https://example.com/a.png", "no file": "gone.png", "a folder": "."},
-    "base64 alone": "iVBORw0K" * 99,
-    "a URL of text": "data:text/plain;base64,AAAA",
-    "a URL without base64": "data:image/png,AAAA",
+    **{"base64 alone": "iVBORw0K" * 99, "a URL of text": "data:text/plain;base64,AAAA"},
     "wrong base64": "data:image/png;base64,A?A",
     **{"an empty object": {}, "empty columns": {"bytes": None, "path": None}},
 }
 TOO_MANY_PIXELS = {
     "a large PNG": png_header(9_000, 9_000),
     "a bomb": png_header(60_000, 60_000),
-    "a large WebP": webp_header(16_383, 16_383),
     "100,000 scans": PASSES[:-2] + LAST_PASS * 100_000 + PASSES[-2:],
 }
 
@@ -283,17 +236,16 @@ def test_an_animated_picture_is_a_video():
         assert [frame.getpixel((0, 0))[0] for frame in video.frames()] == [0, 40, 80], kind
 
 
-def test_what_is_refused_of_videos(tmp_path, monkeypatch, subtests):
+def test_what_is_refused_of_videos(monkeypatch, subtests):
     for name, source in {
-        **{"one frame": [PIXELS], "no frames": [], "too many": [PIXELS] * 769},
-        **{"two sizes": [PIXELS, PIXELS[:3]], "a still picture": WHOLE, "a file": "a.mp4"},
-        "a damaged frame": [WHOLE, WHOLE[:40]],
+        **{"one frame": [PIXELS], "too many": [PIXELS] * 769, "a still picture": WHOLE},
+        **{"two sizes": [PIXELS, PIXELS[:3]], "a damaged frame": [WHOLE, WHOLE[:40]]},
         **{"no rate": {"frames": [PIXELS] * 2, "fps": 0}, "a rate alone": {"fps": 2}},
         "no rate of its own": {"video": animated("GIF"), "fps": 2},
         "large frames": [Image.new("1", (8000, 8000))] * 17,
     }.items():
         with subtests.test(name), pytest.raises(PictureError):
-            open_video(source, folder=tmp_path)
+            open_video(source)
     data = animated("GIF", 6)
     with pytest.raises(PictureError):
         [*open_video(data[: len(data) // 2]).frames()]

@@ -1,17 +1,11 @@
 import re
 
-import datasets.config
 import pytest
-from huggingface_hub import constants
 
 from jaxrl_llm.configs.tasks.arithmetic import arithmetic
 from jaxrl_llm.configs.tasks.gsm8k import gsm8k
 from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
-
-
-def texts(path):
-    return [row["prompt"][0]["content"] for row in read_rows(path)]
 
 
 def drawn(out, **changes):
@@ -25,6 +19,9 @@ def question(row):
 
 
 def test_arithmetic_files_fit_the_schema_and_are_right(tmp_path):
+    *_, shown = drawn(tmp_path, operators="+", zero_pad=True, mistakes=1.0, shown=True)["sft"]
+    first, second, answer = map(int, re.findall(r"\d+", question(shown)))
+    assert answer == first + second and shown["response"] == f"{answer:03}"
     files = drawn(tmp_path, terms=3)
     assert {name: len(rows) for name, rows in files.items()} == {
         **{"train": 60, "validation": 20, "sft": 30}
@@ -41,36 +38,18 @@ def test_arithmetic_files_fit_the_schema_and_are_right(tmp_path):
         assert row["reward_model"]["ground_truth"] == str(eval(question(row)))
 
 
-def test_problems_with_their_answers_shown_follow_those_without(tmp_path):
-    rows = drawn(tmp_path, operators="+", zero_pad=True, mistakes=1.0, shown=True)["sft"]
-    assert len(rows) == 60
-    for plain, shown in zip(rows[:30], rows[30:], strict=True):
-        first, second = re.findall(r"\d+", question(plain))
-        right = f"{int(first) + int(second):03}"
-        assert shown["prompt"][0]["content"] == f"{question(plain)}={right};"
-        assert shown["response"] == right
-    assert any(a["response"] != b["response"] for a, b in zip(rows[:30], rows[30:], strict=True))
-
-
 def test_validation_problems_occur_nowhere_else_and_the_seed_decides(tmp_path):
-    """There are 200 problems, so that chance alone would let some meet."""
+    """All 200 problems are used, so that chance alone would let some meet."""
     made = []
     for name, seed in (("a", 0), ("b", 1), ("again", 1)):
         sizes = {"train_rows": 120, "validation_rows": 80, "sft_rows": 120}
         files = drawn(tmp_path / name, digits=1, seed=seed, **sizes)
         train, validation, sft = ([*map(question, rows)] for rows in files.values())
-        assert not set(validation) & (set(train) | set(sft))
+        every = {f"{a}{op}{b}" for a in range(10) for b in range(10) for op in "+-"}
+        assert {*train, *validation} == {*sft, *validation} == every
         assert [len(set(part)) for part in (train, validation, sft)] == [120, 80, 120]
         made.append((train, validation, sft))
     assert made[0] != made[1] == made[2]
-
-
-def test_all_problems_can_be_used_and_differ(tmp_path):
-    sizes = {"train_rows": 250, "validation_rows": 50, "sft_rows": 0}
-    files = drawn(tmp_path, digits=1, operators="+-*", **sizes)
-    both = {question(row) for rows in files.values() for row in rows}
-    assert both == {f"{a}{op}{b}" for a in range(10) for b in range(10) for op in "+-*"}
-    assert [*files] == ["train", "validation"]
 
 
 def test_arithmetic_refuses(tmp_path, subtests):
@@ -106,15 +85,12 @@ def test_command_line_prints_what_it_wrote(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path / name}.parquet: {rows} rows" for name, rows in expected
     ]
-    assert all("-" in text for text in texts(tmp_path / "train.parquet"))
+    assert all("-" in question(row) for row in read_rows(tmp_path / "train.parquet"))
 
 
 def test_command_line_errors_are_one_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    sizes = ["--train_rows=2", "--validation_rows=2"]
-    for words in (["--out", str(tmp_path), "--digits", "1"], [f"--out={tmp_path}/file", *sizes]):
-        with pytest.raises(SystemExit, match=r"^error: [^\n]*$"):
-            main(["arithmetic", *words])
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*$"):
+        main(["arithmetic", "--out", str(tmp_path), "--digits", "1"])
     for arguments in (["nonsense"], ["arithmetic"], ["arithmetic", "--out", "x", "--train", "3"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -122,16 +98,6 @@ def test_command_line_errors_are_one_line(tmp_path, capsys):
     assert "--train" in capsys.readouterr().err
 
 
-def test_a_hub_that_can_not_be_reached_is_tried_once(tmp_path, monkeypatch, caplog):
-    """Six attempts took half a minute, and each was logged twice."""
+def test_a_hub_that_can_not_be_reached_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"^[^\n]*hub[^\n]*$"):  # offline, as tests are
         gsm8k(tmp_path / "out")
-    for switch in (constants, datasets.config):
-        monkeypatch.setattr(switch, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=":9"):
-        gsm8k(tmp_path / "out", source="openai/no-such-data")
-    assert "Retrying" not in caplog.text
-    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE

@@ -1,12 +1,10 @@
 import json
 import re
 
-import hypothesis.strategies as st
 import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
 
 from jaxrl_llm.config.errors import ConfigError, RowError, RunError
 from jaxrl_llm.config.functions import FunctionSpec
@@ -36,36 +34,17 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 VERL = {"prompt": [USER], "data_source": "sums", "reward_model": {"ground_truth": "3"}}
+
+
 WHOLE = {"a": 1, "s": "x", "opts": {"deep": [1], "flag": True}}
-ARGUMENTS = st.fixed_dictionaries(
-    {}, optional={"a": st.integers(0, 9), "s": st.text("xyz"), "opts": st.just(WHOLE["opts"])}
-)
-CALLED = st.builds(
-    lambda name, arguments, identity: {
-        **({"id": identity} if identity else {}),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    },
-    st.sampled_from(["add", "search"]),
-    ARGUMENTS,
-    st.sampled_from(["", "call00000"]),
-)
-ANSWER = st.builds(
-    lambda content, calls, more: {
-        "role": "assistant",
-        "content": content,
-        **({"tool_calls": calls} if calls else {}),
-        **more,
-    },
-    st.text("ab", min_size=1),
-    st.lists(CALLED, max_size=2),
-    st.fixed_dictionaries({}, optional={"reasoning_content": st.text("cd", min_size=1)}),
-)
-RESULT = {"role": "tool", "content": "7", "name": "add", "tool_call_id": "call00000"}
-CHAT = st.lists(ANSWER, max_size=2).map(lambda said: [USER, *said, *([RESULT] if said else [])])
-FULL = {"role": "assistant", "content": "", "reasoning_content": "b"} | {
-    "tool_calls": [{**CALL, "id": "i", "function": {"name": "add", "arguments": WHOLE}}]
-}
+CALL_OF_ALL = {**CALL, "id": "i", "function": {"name": "add", "arguments": WHOLE}}
+CHATS = [
+    [USER],
+    [USER, {"role": "assistant", "content": "a", "reasoning_content": "b"}],
+    [USER, CALLS, {"role": "tool", "content": "7", "name": "add", "tool_call_id": "call00000"}],
+    [USER, CALLS | {"reasoning_content": "b", "tool_calls": [CALL, CALL_OF_ALL]}],
+]
+"""Messages with other keys each."""
 
 
 def both(folder, rows, read):
@@ -75,26 +54,22 @@ def both(folder, rows, read):
     return read([str(folder / "a.parquet")]), read([str(folder / "a.jsonl")])
 
 
-@given(chats=st.lists(CHAT, min_size=1, max_size=4), answer=ANSWER)
-def test_parquet_adds_nothing_to_rows(chats, answer, tmp_path_factory):
+def test_parquet_adds_nothing_to_rows(tmp_path):
     """Arrow gives each struct the keys of all others; a template would tell a model of them."""
-    folder = tmp_path_factory.mktemp("rows")
-    chats = [*chats, [USER, FULL, RESULT]]
-    prompts, again = both(
-        folder, [{**VERL, "prompt": chat, "tools": [TOOL]} for chat in chats], verl_rows
-    )
-    assert [row["prompt"] for row in prompts] == chats and prompts == again
-    answers = [*[answer] * (len(chats) - 1), FULL]
-    rows = [{"prompt": c, "response": said} for c, said in zip(chats, answers, strict=True)]
-    examples, again = both(folder, rows, sft_rows)
+    rows = [{**VERL, "prompt": chat, "tools": [TOOL]} for chat in CHATS]
+    prompts, again = both(tmp_path, rows, verl_rows)
+    assert [row["prompt"] for row in prompts] == CHATS and prompts == again
+    answers = [CHATS[1][1], CALLS, CHATS[3][1], CALLS]
+    rows = [{"prompt": c, "response": said} for c, said in zip(CHATS, answers, strict=True)]
+    examples, again = both(tmp_path, rows, sft_rows)
     assert examples == again == rows
     other = {"role": "assistant", "content": "other", "name": "b"}
     pairs = [
         {"chosen": [*c, said], "rejected": [*c, other]}
-        for c, said in zip(chats, answers, strict=True)
+        for c, said in zip(CHATS, answers, strict=True)
     ]
-    made, again = both(folder, pairs, preference_rows)
-    assert [(r["prompt"], r["chosen"]) for r in made] == [*zip(chats, answers, strict=True)]
+    made, again = both(tmp_path, pairs, preference_rows)
+    assert [(r["prompt"], r["chosen"]) for r in made] == [*zip(CHATS, answers, strict=True)]
     assert made == again
 
 
@@ -114,16 +89,10 @@ MESSAGES = {
     "null beside calls": (CALLS | {"content": None}, CALLS),
     "nothing beside calls": ({k: v for k, v in CALLS.items() if k != "content"}, CALLS),
     "a bare call": (calling(BARE), CALLS),
-    "a client's dump": (
-        {**CALLS, "refusal": None, "annotations": [], "function_call": None},
-        CALLS,
-    ),
+    "a client's dump": (CALLS | {"refusal": None, "annotations": []}, CALLS),
     "no arguments": (calling({**BARE, "arguments": None}), calling(called({}))),
     "no calls": ({**USER, "tool_calls": [], "name": None, "thinking": ""}, USER),
-    "gpt-oss": (
-        {"role": "assistant", "content": "3", "thinking": "Add."},
-        {"role": "assistant", "content": "3", "reasoning_content": "Add."},
-    ),
+    "gpt-oss": (CALLS | {"thinking": "Add."}, CALLS | {"reasoning_content": "Add."}),
     "vLLM": (calling(BARE, content=None, reasoning="Add."), {**CALLS, "reasoning_content": "Add."}),
     "a null of jsonl": (calling({**BARE, "arguments": {"a": None}}), calling(called({"a": None}))),
 }
@@ -150,12 +119,8 @@ REFUSED = [
     *((calling({**BARE, "arguments": a}), "m.tool_calls[0].arguments") for a in ("1, 2", "[1]")),
     (calling({**BARE, "arguments": {"a": "\udc00"}}), "arguments.a"),
     (calling({**BARE, "name": ""}), "m.tool_calls[0].name"),
-    *(
-        (calling(call), "m.tool_calls[0]")
-        for call in ({**BARE, "output": "3"}, {**CALL, "index": 0})
-    ),
+    (calling({**BARE, "output": "3"}), "m.tool_calls[0]"),
     (calling({**CALL, "type": "custom"}), "m.tool_calls[0].type"),
-    (calling({**CALL, "id": 7}), "m.tool_calls[0].id"),
     ({"role": "assistant", "content": "", "thinking": "a", "reasoning": "b"}, "m"),
 ]
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -168,10 +133,8 @@ ROWS = {
         *(({**VERL, "data_source": source}, "data_source") for source in ("", 7, None)),
         ({k: v for k, v in VERL.items() if k != "data_source"}, "data_source"),
         *(({**VERL, "reward_model": model}, "reward_model") for model in (None, "3")),
-        *(
-            ({**VERL, "reward_model": {"ground_truth": truth}}, "ground_truth")
-            for truth in (None, float("nan"))
-        ),
+        ({**VERL, "reward_model": {"ground_truth": None}}, "ground_truth"),
+        ({**VERL, "reward_model": {"ground_truth": float("nan")}}, "ground_truth"),
         ({**VERL, "extra_info": "x" * 99}, "extra_info"),
         ({**VERL, "tools": "{"}, "tools"),
         ({**VERL, "tools": [{"type": "function"}]}, "tools[0]"),
@@ -221,15 +184,8 @@ def test_answers_that_differ_in_a_call_alone_are_a_pair():
     given = {"prompt": "1+2=", "chosen": [CALLS], "rejected": other, "tools": [TOOL]}
     row = normalize_preference_row(given)
     assert row["chosen"] == CALLS and row["tools"] == [TOOL]
-    assert row["rejected"]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
     with pytest.raises(ValueError, match="same"):
         normalize_preference_row({"prompt": "1+2=", "chosen": CALLS, "rejected": [CALLS]})
-
-
-def test_ground_truths_stay_what_they_are():
-    for truth in (155, 1.5, ["3"], {"inputs": [1]}, True, "", 0):
-        row = normalize_prompt_row({**VERL, "reward_model": {"ground_truth": truth}})
-        assert row["reward_model"]["ground_truth"] is truth
 
 
 class Letters:
@@ -270,18 +226,10 @@ PATHS = {
         lambda text: normalize_preference_row({**PAIR, "rejected": text + "?"}),
         max_tokens=99,
     ),
-    "steps": of_each(
-        tokenize_preferences,
-        lambda text: {"prompt": [USER], "completions": [text], "labels": [1.0]},
-        max_tokens=99,
-    ),
     "texts given in Python": as_prompts,
 }
-THROWN = [
-    *(ValueError("no"), KeyError("content"), AttributeError(), RecursionError("too deep")),
-    UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed"),
-    *(jinja2.TemplateError("no tools here"), AssertionError("several\nlines \ud83d")),
-]
+THROWN = [KeyError("content"), AttributeError(), jinja2.TemplateError("no tools here")]
+THROWN += [AssertionError("several\nlines \ud83d")]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -300,34 +248,20 @@ def test_whatever_a_row_raises_names_it(path):
     assert PATHS[path](["1", "<zz>"], tokenizer, vocab_size=size + 1)
     with refuses(rows=(1,)):  # the model does not have this id
         PATHS[path](["1", "<zz>"], tokenizer, vocab_size=size)
+    with refuses(rows=(1,)):
+        as_prompts([[1], [3, 4]], tokenizer, vocab_size=4)
 
 
-def test_token_ids_given_in_python_are_compared_too():
-    assert [p.tokens for p in as_prompts([[3, 1]], Letters(), vocab_size=4)] == [(3, 1)]
-    for ids in ([3, 4], [-1]):
-        with refuses(rows=(1,)):
-            as_prompts([[1], ids], Letters(), vocab_size=4)
-
-
-@given(
-    count=st.integers(1, 40),
-    bad=st.sets(st.integers(0, 39), min_size=1),
-    error=st.sampled_from(THROWN),
-)
-def test_ten_bad_rows_are_listed_and_the_others_counted(count, bad, error):
-    bad = sorted(number for number in bad if number < count) or [0]
-
+def test_ten_bad_rows_are_listed_and_the_others_counted():
     def use(number, row):
-        if row in bad:
-            raise error
+        if row >= 5:
+            raise ValueError("no")
 
     with pytest.raises(RowError) as caught:
-        map_rows(use, range(count))
-    assert caught.value.rows == tuple(bad)
-    listed = [line for line in caught.value.args if line.startswith("dataset row ")]
-    assert len(listed) == min(len(bad), LISTED)
-    rest = caught.value.args[len(listed) :]
-    assert rest == ((f"and {len(bad) - LISTED} more rows",) if len(bad) > LISTED else ())
+        map_rows(use, range(40))
+    *listed, rest = caught.value.args
+    assert caught.value.rows == tuple(range(5, 40)) and len(listed) == LISTED
+    assert rest == f"and {35 - LISTED} more rows"
 
 
 def test_what_is_about_no_row_stays_what_it_is():

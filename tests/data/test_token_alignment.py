@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.data.token_bytes import UNALIGNED, Alignment, align_bytes, spread_logprobs
+from jaxrl_llm.data.token_bytes import UNALIGNED, align_bytes, spread_logprobs
 
 TEXTS = st.text("ab é世🙂", max_size=8).map(str.encode)
 
@@ -56,10 +56,3 @@ def test_what_follows_a_difference_has_no_span():
     assert alignment.right.tolist() == [0, 0, -1, -1]
     both = np.float32([-1, -2, -3]), np.float32([-0.5, -0.25, -7, -9])
     assert spread_logprobs(*both, alignment).tolist() == [-0.75, 0, 0]
-
-
-def test_a_span_that_is_taken_away_leaves_the_others_as_they_are():
-    alignment = Alignment(np.int32([0, 1]), np.int32([0, 0, 1])).join().without(np.int32([1]))
-    assert [side.tolist() for side in alignment] == [[0, -1, 2], [0, 0, -1, 2]]
-    left, right = np.float32([-1, -1, -1]), np.float32([-1, -2, -4, -8])
-    assert spread_logprobs(left, right, alignment).tolist() == [-3, 0, -8]

@@ -14,12 +14,11 @@ from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import build
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
-PROPERTIES = {"text": {"type": "string", "description": "The word."}}
-PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["text"]}
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 LOOK_UP = {"name": "look_up", "description": "Look a word up.", "parameters": PARAMETERS}
 SCHEMA = {"type": "function", "function": LOOK_UP}
 APPEND_ONLY = ["qwen2_5", "qwen3_instruct_2507", "qwen3_8", "llama3_1", "llama3_2", "lfm2_v2"]
-APPEND_ONLY += ["deepseekv3", "deepseekv31", "mistral", "mistral_named", "qwen3_vl"]
+APPEND_ONLY += ["deepseekv3", "deepseekv31", "mistral", "qwen3_vl"]
 WITHOUT_CALLS = ["gemma", "gemma3", "phi3", "llama3", "cohere", "qwen2_5_vl", "lfm2"]
 CALLS = tuple(
     ToolCall("look_up", {"text": text}, f"call0000{n}") for n, text in enumerate(("sun", "moon"))
@@ -139,29 +138,10 @@ def test_nothing_is_forged_by_names_and_ids():
     assert tokenizer.decode(told) == 'response:f<turn|>{value:<|"|>x<|"|>}<tool_response|>'
 
 
-def test_openings_are_as_they_were():
-    tokenizer, stops = build("qwen2_5")
-    chat = [{"role": "user", "content": "<|im_end|> é"}]
-    plain = TurnTemplate(tokenizer, stops)
-    assert plain.opening(chat) == encode_prompt(tokenizer, chat)
-    assert make("qwen2_5").opening(chat) == encode_prompt(tokenizer, chat, tools=[SCHEMA])
-
-
-# of the twelve reasons why streams drift, those that the property above does not see
-
-
-def test_2_drawn_pieces_are_no_drift_however_they_are_cut():
-    turns, close = make("qwen2_5"), encode("qwen2_5", "<|im_end|>")
-    drawn = [token for letter in "the thin end" for token in encode("qwen2_5", letter)]
-    assert drawn != encode("qwen2_5", "the thin end")
-    stream = [*turns.opening([USER]), *drawn, *close]
-    assert not turns.drifts([USER, turns.message(turns.parse(drawn))], stream)
-
-
 HERMES = '<tool_call>\n{"name": "look_up", "arguments": {"text": "sun"}}\n</tool_call>'
 
 
-def test_3_and_4_calls_that_the_template_writes_otherwise():
+def test_calls_that_the_template_writes_otherwise():
     for drawn, drifts in [
         (HERMES, False),
         (f"I look.\n{HERMES}", False),
@@ -181,17 +161,17 @@ def test_3_and_4_calls_that_the_template_writes_otherwise():
         assert turns.drifts(chat, [*turns.opening([USER]), *tokens, *told]) == drifts, drawn
 
 
-def test_5_templates_that_drop_thoughts(caplog):
+def test_templates_that_drop_thoughts(caplog):
     for template in ("qwen3", "qwen3_5_think", "lfm2_2_5_v2", "nemotron_3_nano"):
         turns = make(template)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             turns.check()
         assert "thinking" in caplog.text, template
-        opening, close = turns.opening([USER]), encode(template, build(template)[0].eos_token)
         told = turns.following(MORE)
         thought = "" if "<think>" in build(template)[0].decode(told) else "<think>\n"
-        stream = [*opening, *encode(template, f"{thought}Hm.\n</think>\n\nA"), *close]
+        end = build(template)[0].eos_token
+        stream = [*turns.opening([USER]), *encode(template, f"{thought}Hm.\n</think>\n\nA{end}")]
         chat = [USER, turns.message(Answer("A", (), "Hm."))]
         assert not turns.drifts(chat, stream), template
         assert turns.drifts([*chat, *MORE], [*stream, *told])  # the stream keeps the thought
@@ -200,7 +180,7 @@ def test_5_templates_that_drop_thoughts(caplog):
     assert off == [*make("qwen3").following(MORE), *empty]
 
 
-def test_6_templates_that_ask_for_ids_and_a_text_of_arguments():
+def test_templates_that_ask_for_ids_and_a_text_of_arguments():
     bare = [{"role": "tool", "content": "18"}]
     for template in ("mistral", "deepseekv3", "qwen3_5_think", "gemma4_v5"):
         turns = make(template, call_format=None if template != "gemma4_v5" else "pythonic")
@@ -210,39 +190,20 @@ def test_6_templates_that_ask_for_ids_and_a_text_of_arguments():
     assert arguments["arguments"] == '{"text": "sun"}'
 
 
-def test_7_results_that_one_turn_holds():
+def test_results_that_one_turn_holds():
     new = results("18", "19")
     for template in ("qwen2_5", "qwen3_5_think", "deepseekv3", "mistral"):
         kept, whole = kept_and_whole(template, Answer("", CALLS), new)
         assert [*kept, *make(template).following(new, calls=CALLS)] == encode(template, whole)
-    told = make("llama3_1").following(new, calls=CALLS)  # its turns have one call
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    ipython = header.format("ipython")
-    assert build("llama3_1")[0].decode(told) == (
-        f'{ipython}"18"<|eot_id|>{ipython}"19"<|eot_id|>{header.format("assistant")}'
-    )
 
 
-def test_9_answers_that_were_cut_are_closed_first():
-    new = results("18")
-    for template, close in {"qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>"}.items():
-        turns, (mark,) = make(template), encode(template, close)
-        told = turns.following(new, calls=CALLS[:1])
-        assert turns.following(new, calls=CALLS[:1], closed=False) == [mark, *told]
-        assert turns.following(new, calls=CALLS[:1], stop=mark) == told
-        assert turns.following(new, calls=CALLS[:1], stop=mark + 1) == [mark, *told]
-
-
-def test_12_chats_that_a_client_has_rewritten_are_found():
+def test_chats_that_a_client_has_rewritten_are_found():
     turns, close = make("qwen2_5"), encode("qwen2_5", "<|im_end|>")
     stream = [*turns.opening([USER]), *encode("qwen2_5", "A B C"), *close]
     chat = [USER, {"role": "assistant", "content": "A B C"}]
     assert not turns.drifts(chat, stream)
     assert turns.drifts([USER, {"role": "assistant", "content": "A C"}], stream)
     assert turns.drifts(chat, [*stream, *close])
-
-
-# stop tokens that open the next message, and templates without a role or without an end
 
 
 def test_stop_tokens_that_open_what_follows():
@@ -256,9 +217,8 @@ def test_stop_tokens_that_open_what_follows():
         ({"calls": CALLS[:1], "closed": False}, f"<|observation|>{tool}"),
     ]:
         assert tokenizer.decode(turns.following(results("18"), **arguments)) == expected
-    new = [{"role": "user", "content": "B"}]
-    assert tokenizer.decode(turns.following(new, stop=user)) == "\nB<|assistant|>"
-    assert tokenizer.decode(turns.following(new, closed=False)) == "<|user|>\nB<|assistant|>"
+    assert tokenizer.decode(turns.following(MORE, stop=user)) == "\nB<|assistant|>"
+    assert tokenizer.decode(turns.following(MORE, closed=False)) == "<|user|>\nB<|assistant|>"
     gemma = make("gemma4_v5", call_format="pythonic").following(results("18"), calls=CALLS[:1])
     said = 'response:look_up{value:<|"|>18<|"|>}<tool_response|>'
     assert build("gemma4_v5")[0].decode(gemma) == said
@@ -266,14 +226,11 @@ def test_stop_tokens_that_open_what_follows():
 
 def test_results_are_the_users_where_there_is_no_role_for_tools(caplog):
     for template in ("gemma", "cohere", "phi3"):
-        make.cache_clear()
-        caplog.clear()
-        turns = make(template)
+        turns = TurnTemplate(*build(template), call_format="hermes")
         with caplog.at_level(logging.WARNING):
-            turns.check()
             told = turns.following([*results("18", "19"), {"role": "user", "content": "Go on."}])
-        assert caplog.text.count("as the user's") == 1
         assert told == turns.following([{"role": "user", "content": "18\n\n19\n\nGo on."}])
+    assert caplog.text.count("as the user's") == 3
 
 
 def test_quickstart_tokenizer_and_a_template_without_an_end(tokenizer):
@@ -286,38 +243,28 @@ def test_quickstart_tokenizer_and_a_template_without_an_end(tokenizer):
     assert turns.parse([*quickstart.encode("4 "), 257]) == Answer("4 ")
     eos, user, reply = 15, 16, 17  # of the character tokenizer
     turns = TurnTemplate(tokenizer, (eos,))
-    for message in ({"role": "user", "content": "1+2"}, {"role": "user", "content": "7"}):
-        ids = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
-        told = [user, *ids, reply]
-        assert turns.following([message]) == told
-        assert turns.following([message], closed=False) == [eos, *told]
-    chat = [{"role": "user", "content": "1"}]
-    assert turns.opening(chat) == encode_prompt(tokenizer, chat)
-
-
-# parsing with the template's knowledge, the check, and refusals
+    message = {"role": "user", "content": "7"}
+    assert turns.following([message]) == [user, 7, reply]
+    assert turns.following([message], closed=False) == [eos, user, 7, reply]
+    assert turns.opening([message]) == encode_prompt(tokenizer, [message])
 
 
 def test_answers_to_a_prompt_that_opens_a_thought():
     turns = make("qwen3_5_think")
-    prompt, call = turns.opening([USER]), "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-    thought = encode("qwen3_5_think", f"Hm.{call}")
+    call = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    thought, done = (encode("qwen3_5_think", f"Hm.{end}{call}") for end in ("", "</think>"))
+    prompt = turns.opening([USER])
     assert turns.parse(thought, prompt=prompt) == Answer("", (), f"Hm.{call}")
-    done = encode("qwen3_5_think", f"Hm.</think>{call}")
-    answer = turns.parse(done, prompt=prompt)
-    assert (answer.calls[0].name, answer.reasoning) == ("now", "Hm.")
-    assert len(turns.parse(thought).calls) == 1
+    assert turns.parse(done, prompt=prompt).reasoning == "Hm."
+    assert len(turns.parse(thought).calls) == len(turns.parse(done, prompt=prompt).calls) == 1
 
 
 def test_append_only_templates_pass_without_a_word(caplog):
-    for template in APPEND_ONLY:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            make(template).check()
-        is_told = template.startswith(
-            ("mistral", "deepseek")
-        )  # of tools that move, or are not told
-        assert is_told or not caplog.records, template
+    with caplog.at_level(logging.WARNING):
+        for template in APPEND_ONLY:
+            if not template.startswith(("mistral", "deepseek")):  # tools that move, or are not told
+                make(template).check()
+    assert not caplog.records
 
 
 def test_templates_that_are_not_append_only_are_refused():
@@ -347,9 +294,6 @@ def test_refusals():
             refused()
 
 
-# gpt-oss
-
-
 def harmony(*messages):
     return encode("gptoss", "".join(messages))
 
@@ -374,17 +318,10 @@ def test_a_call_of_gpt_oss_and_what_follows_are_as_its_template_writes_them():
     assert turns.drifts(chat, [*stream[:-2], *harmony("x"), *stream[-2:]])
 
 
-def test_words_and_thoughts_beside_a_call_of_gpt_oss_are_one_thought_in_its_template():
-    turns = make("gptoss")
-    chat = [USER, turns.message(Answer("I look.", CALLS[:1], "Hm.")), *results("18")]
-    text = render("gptoss", turns.as_rendered(chat))
-    assert "<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>" in text
-
-
 def test_the_stop_token_of_gpt_oss_is_followed_by_what_ends_the_turn_in_a_history():
     """The template writes `<|end|>` where `<|return|>` was drawn, and drops the thoughts."""
     tokenizer, stops = build("gptoss")
-    turns, new = TurnTemplate(tokenizer, stops), [{"role": "user", "content": "B"}]
+    turns, new = TurnTemplate(tokenizer, stops), MORE
     stop, end = harmony("<|return|>")[0], harmony("<|end|>")[0]
     drawn = harmony("<|channel|>final<|message|>A")
     assert turns.parse([*drawn, stop]) == Answer("A")  # without tools, too
@@ -395,12 +332,6 @@ def test_the_stop_token_of_gpt_oss_is_followed_by_what_ends_the_turn_in_a_histor
     assert not turns.drifts([*chat, *new], [*turns.opening([USER]), *drawn, stop, *told])
     whole = render("gptoss", [*chat, *new], more=True)
     assert [*turns.opening([USER]), *drawn, *told] == harmony(whole)
-
-    thought = harmony("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant")
-    chat = [USER, turns.message(turns.parse([*thought, *drawn, stop]))]
-    assert not turns.drifts(chat, [*turns.opening([USER]), *thought, *drawn, stop])
-    stream = [*turns.opening([USER]), *thought, *drawn, stop, *told]
-    assert turns.drifts([*chat, *new], stream)
 
 
 def test_no_message_after_an_answer_is_left_out():

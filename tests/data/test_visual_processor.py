@@ -108,8 +108,7 @@ def test_sizes_are_those_of_transformers(processors):
         assert shape.grid == (-(-count // 2), expected[0] // 16, expected[1] // 16)
 
 
-@pytest.mark.parametrize("count", [4, 5])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("family", "count"), [("qwen2_5_vl", 4), ("qwen3_vl", 5)])
 def test_a_video_is_cut_into_patches(family, count, processors):
     """Against frames that are resized one by one as images are, and the order of the formula."""
     processor, frames = processors[family], noise(count, 64, 96, 3)
@@ -128,29 +127,21 @@ def test_a_video_is_cut_into_patches(family, count, processors):
 
 
 def test_a_key_tells_pictures_apart(processors):
-    picture = noise(64, 64, 3)
-    other = picture.copy()
+    picture, wide = noise(64, 64, 3), np.zeros((32, 64, 3), np.uint8)
+    other, tall = picture.copy(), wide.swapaxes(0, 1)
     other[0, 0, 0] ^= 1
-    made = [processors["qwen3_5"].image(p) for p in (picture, picture, other, picture[::-1])]
-    a, b, c, d = made
-    assert a.key == b.key and len({a.key, c.key, d.key}) == 3
-    wide = processors["qwen3_5"].image(np.zeros((32, 64, 3), np.uint8))
-    tall = processors["qwen3_5"].image(np.zeros((64, 32, 3), np.uint8))
-    assert (wide.patches == tall.patches).all() and wide.key != tall.key
+    made = [processors["qwen3_5"].image(p).key for p in (picture, other, wide, tall)]
+    assert len({*made}) == 4 and processors["qwen3_5"].image(picture).key == made[0]
 
 
 def test_bounds_of_a_run(tmp_path, tokenizers):
     """The tower of a run is compiled for frames of `max_pixels`, so nothing is larger."""
-    folder = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"])
-    most = 64 * 64
-    small = VisualProcessor.from_directory(folder, max_pixels=most, min_pixels=1024)
-    assert small.image(noise(500, 500, 3)).tokens == small.video(noise(2, 500, 500, 3)).tokens == 4
-    assert small.image(noise(20, 20, 3)).tokens == 1
+    folder, most = write_checkpoint(tmp_path, "qwen3_vl", tokenizers["qwen3_vl"]), 64 * 64
     processor = VisualProcessor.from_directory(folder, max_pixels=most)
     for count in range(2, 8):
         _, height, width = processor.video_shape(noise(count, 32, 160, 3)).grid
         assert height * width * 16**2 <= most, count
-    for sides in ((10, 10), (40, 50), (45, 20), (70, 60)):  # the family's least area is larger
+    for sides in ((10, 10), (45, 20), (70, 60)):  # the family's least area is larger
         _, height, width = processor.image_shape(noise(*sides, 3)).grid
         assert most / 2 <= height * width * 16**2 <= most, sides
     with pytest.raises(PictureError, match="max_pixels"):
@@ -182,16 +173,12 @@ def test_files_of_a_checkpoint(tmp_path, tokenizers, processors):
     (folder / "processor_config.json").unlink()
     with pytest.raises(ValueError, match=r"preprocessor_config.json"):
         VisualProcessor.from_directory(folder)
-    named = json.loads((folder / "config.json").read_text())
-    for missing in ("video_token_id", "vision_start_token_id"):
-        ids = json.dumps({name: value for name, value in named.items() if name != missing})
-        (folder / "config.json").write_text(ids)
-        with pytest.raises(ValueError, match=missing):
-            Placeholders.from_directory(folder)
-    for text, named in (("[]", "config.json"), ('{"model_type": "qwen3"}', "images")):
+    ids = json.loads((folder / "config.json").read_text())
+    del ids["video_token_id"]
+    for text, named in ((json.dumps(ids), "video_token_id"), ('{"model_type": "qwen3"}', "images")):
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=named):
-            VisualProcessor.from_directory(folder)
+            Placeholders.from_directory(folder)
 
 
 def chat(*parts):
@@ -218,12 +205,9 @@ def test_tokens_are_those_of_transformers(family, processors, tokenizers, whole_
         assert expanded.count(stand_for) == sum(processor.image(p).tokens for p in pictures)
 
 
-@pytest.mark.parametrize("count", [4, 7])
-def test_tokens_of_videos_are_those_of_transformers(
-    count, processors, tokenizers, whole_processors
-):
+def test_tokens_of_videos_are_those_of_transformers(processors, tokenizers, whole_processors):
     """Each pair of frames of Qwen3-VL has its time before it; of Qwen2.5-VL a video is one run."""
-    messages = chat("see:", "video", "and", "image", "?")
+    messages, count = chat("see:", "video", "and", "image", "?"), 7
     video = {"frames": list(noise(count, 64, 96, 3)), "fps": 3.0}
     for family in ("qwen3_vl", "qwen2_5_vl"):
         processor, tokenizer = processors[family], tokenizers[family]
@@ -244,12 +228,3 @@ def test_tokens_of_videos_are_those_of_transformers(
         expanded = processor.placeholders.expand(tokens, visuals, tokenizer)
         assert list(expanded) == expected
         assert expanded.count(processor.placeholders.video_id) == visuals[0].tokens
-
-
-def test_placeholders_and_visuals_must_agree(processors, tokenizers):
-    processor, tokenizer = processors["qwen3_vl"], tokenizers["qwen3_vl"]
-    shape = processor.image_shape(noise(9, 9, 3))
-    tokens = tokenizer.apply_chat_template(chat("image", "image"), return_dict=False)
-    for shapes in ([shape], [shape] * 3, [shape, shape._replace(seconds=(0.0,))], []):
-        with pytest.raises(ValueError, match="placeholders"):
-            processor.placeholders.expand(tokens, shapes, tokenizer)

@@ -2,47 +2,22 @@
 
 import json
 
-QWEN = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-GEMMA = {
-    "image_token_index": "<image_soft_token>",
-    "boi_token_index": "<start_of_image>",
-    "eoi_token_index": "<end_of_image>",
-}
-CLIP = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
+QWEN = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
+QWEN |= {f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")}
+GEMMA = {"image_token_index": "<image_soft_token>"}
+GEMMA |= {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073]}
+CLIP |= {"image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+PAIRS = {"temporal_patch_size": 2, "merge_size": 2}
 FAMILIES = {
-    "qwen2_5_vl": {
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "min_pixels": 3136,
-        "max_pixels": 100_000,
-        **CLIP,
-    },
-    "qwen3_vl": {
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": 65536, "longest_edge": 200_000},
-        **HALF,
-    },
-    "qwen3_5": {
-        "patch_size": 8,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": 256, "longest_edge": 40_000},
-        **HALF,
-    },
+    "qwen2_5_vl": {"patch_size": 14, "min_pixels": 3136, "max_pixels": 100_000, **PAIRS, **CLIP},
+    "qwen3_vl": {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 200_000}},
+    "qwen3_5": {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 40_000}},
     "gemma3": {"size": {"height": 896, "width": 896}, "resample": 2, **HALF},
 }
+FAMILIES["qwen3_vl"] |= PAIRS | HALF
+FAMILIES["qwen3_5"] |= PAIRS | HALF
 VIDEO = {"size": {"shortest_edge": 4096, "longest_edge": 250_000}}
 """Settings of videos, where a family has its own."""
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl_llm.config.load import load, to_yaml
-from jaxrl_llm.config.programs import SftConfig, TrainConfig
+from jaxrl_llm.config.programs import TrainConfig
 
 
 @functools.cache
@@ -27,21 +27,13 @@ def step_line(step, **more):
     score = 1 - 0.9 * np.exp(-step / 20)
     return {
         "step": step,
-        "critic/score/mean": score,
-        "critic/score/max": 1.0,
-        "critic/score/min": 0.0,
-        "response_length/mean": 12.0 + step % 3,
-        "response_length/max": 20.0,
-        "response_length/min": 4.0,
-        "actor/entropy": 1.0 / step,
-        "actor/grad_norm": 0.5 + 0.1 * (step % 2),
+        **{"critic/score/mean": score, "critic/score/max": 1.0, "critic/score/min": 0.0},
+        **{"response_length/mean": 12.0, "response_length/max": 20.0, "response_length/min": 4.0},
+        **{"actor/entropy": 1.0 / step, "actor/grad_norm": 0.5 + 0.1 * (step % 2)},
         "training/rollout_logprobs_diff_mean": 1e-7,
-        "timing_s/gen": 1.0,
-        "timing_s/reward": 0.25,
-        "timing_s/update_actor": 0.5,
+        **{"timing_s/gen": 1.0, "timing_s/reward": 0.25, "timing_s/update_actor": 0.5},
         "timing_s/step": 2.0,
-        "perf/cpu_memory_used_gb": 1.5,
-        "perf/total_num_tokens": 100.0,
+        **{"perf/cpu_memory_used_gb": 1.5, "perf/total_num_tokens": 100.0},
         **more,
     }
 
@@ -81,15 +73,6 @@ def write_run(folder, lines, *overrides, answers=None):
         (folder / "rollouts").mkdir(exist_ok=True)
         table = pyarrow.Table.from_pylist([{"step": step, **row} for row in rows])
         pyarrow.parquet.write_table(table, folder / "rollouts" / f"step_{step:06d}.parquet")
-    return folder
-
-
-def write_sft_run(folder, lines):
-    """Write the folder of a run of supervised training."""
-    folder.mkdir(parents=True)
-    config = load(SftConfig, "quickstart_sft", [f"export_to={folder / 'out'}"])
-    (folder / "config.yaml").write_text(to_yaml(config))
-    write_lines(folder, lines)
     return folder
 
 

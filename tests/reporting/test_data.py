@@ -1,13 +1,8 @@
-"""What is read of a run for its page: bounded, and true to the files."""
-
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
@@ -30,9 +25,6 @@ from tests.refusals import refuses
 from tests.reporting.folders import byte_tokenizer, kept_answer, step_line, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# ------------------------------------------------------------------------------------ command line
 
 
 def test_the_command_line_and_python_write_the_same_page(tmp_path, capsys):
@@ -60,28 +52,16 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
         jaxrl_llm.write_report([])
 
 
-@pytest.mark.parametrize("line", ["garbage", "[1]", '{"step": null}', '{"step": 1, "a": "b"}'])
-def test_metrics_that_are_damaged_are_named(tmp_path, capsys, line):
+def test_metrics_that_are_damaged_are_named(tmp_path, capsys):
     folder = write_run(tmp_path / "run", [step_line(1)])
     path = folder / "metrics.jsonl"
-    path.write_text(path.read_text() + line + "\n")
-    assert main([str(folder), "--health"]) == 2
-    assert f"{path}: line 2" in capsys.readouterr().err
-    (run,) = Page([folder]).metrics()["runs"]
-    assert run["findings"] is None, "nothing is said to be well"
-    assert any("could not be checked" in problem for problem in run["problems"])
-
-
-def test_writing_a_page_imports_neither_jax_nor_transformers(tmp_path):
-    folder = write_run(tmp_path / "run", [step_line(1)], answers={1: [kept_answer()]})
-    source = f"""if True:
-        import sys, jaxrl_llm
-        jaxrl_llm.write_report({str(folder)!r})
-        print({{"jax", "torch", "transformers"}} & {{*sys.modules}} or "none")
-    """
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "none\n"
+    whole = path.read_text()
+    for line in ("garbage", "[1]", '{"step": null}', '{"step": 1, "a": "b"}'):
+        path.write_text(f"{whole}{line}\n")
+        assert main([str(folder), "--health"]) == 2
+        assert f"{path}: line 2" in capsys.readouterr().err
+        (run,) = Page([folder]).metrics()["runs"]
+        assert run["findings"] is None and run["problems"], "nothing is said to be well"
 
 
 def test_what_looks_wrong_is_on_the_page_and_in_the_terminal(tmp_path, monkeypatch, capsys):
@@ -106,9 +86,6 @@ def test_secrets_of_the_config_are_not_on_the_page(tmp_path):
     assert run["config"]["cluster.env.NCCL_DEBUG"] == "(not published)"
     assert "http://(not published)@host" in run["config"]["log.trackers"]
     assert "hush" not in str(run)
-
-
-# ----------------------------------------------------------------------------------------- metrics
 
 
 @pytest.mark.parametrize("page", metrics.PAGES)
@@ -143,9 +120,6 @@ def test_a_long_curve_keeps_each_parts_extremes():
     np.testing.assert_allclose(curve["mean_y"], [p.mean() for p in parts], rtol=1e-4)
 
 
-# ----------------------------------------------------------------------------------------- answers
-
-
 def test_answers_stay_within_their_budget(tmp_path):
     def asked(number):
         return json.dumps([{"role": "user", "content": f"prompt {number}"}])
@@ -157,75 +131,25 @@ def test_answers_stay_within_their_budget(tmp_path):
     rows[1][3]["prompt"] = rows[60][3]["prompt"] = asked("of two steps")
     run = RunFiles(write_run(tmp_path / "run", [], answers=rows))
     kept = KeptAnswers(run).read(25_000)
-    size = len(json.dumps(kept["rows"]))
-    assert 15_000 < size < 35_000
+    assert 15_000 < len(json.dumps(kept["rows"])) < 35_000
     assert kept["total"] == 240 and len(kept["steps"]) == 60
     shown = kept["shown_steps"]
     assert (shown[0], shown[-1], len(shown)) == (1, 60, 24)
-    assert {int(gap) for gap in np.diff(shown)} <= {2, 3}
     of_ends = [kept["prompts"][r["prompt"]][0][1] for r in kept["rows"] if r["step"] in (1, 60)]
     assert of_ends.count("prompt of two steps") == 2, "those that can be compared come first"
-    reader = KeptAnswers(run)
-    assert len(reader.read(10_000_000)["rows"]) == 240
-    reader.read(25_000)
-    made_ready = [step for step, table in reader._tables.items() if table._ready]
-    assert made_ready == shown, "a server's memory does not grow with what it no longer shows"
+    assert len(KeptAnswers(run).read(10_000_000)["rows"]) == 240
 
 
-def test_a_page_of_very_many_answers_is_small_enough(tmp_path, monkeypatch):
-    empty = len(Page([write_run(tmp_path / "empty", [])]).html())
-    monkeypatch.setattr("jaxrl_llm.reporting.page.MAX_BYTES", empty + 40_000)
-    monkeypatch.setattr("jaxrl_llm.reporting.page.ANSWER_BYTES", 400_000)
-    noise = np.random.default_rng(0)
-    rows = [
-        kept_answer("y" * 300, logprobs=(-noise.random(300)).tolist(), entropies=None)
-        for _ in range(100)
-    ]
-    folder = write_run(tmp_path / "run", [], answers={1: rows, 2: rows})
-    assert empty + 10_000 < len(Page([folder]).html()) < empty + 40_000
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["plain words", "Zürich, naïve, 東京, 🙂🙂", "e\u0301 \u200b\n\n\t x", "\ufffd and \ufffd"],
-)
-def test_texts_of_tokens_are_the_text_of_all(tmp_path, text):
+def test_texts_of_tokens_are_the_text_of_all(tmp_path):
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    ids = theirs.encode(text).ids
-    pieces = TokenTexts(decoder(str(tmp_path)))(ids)
-    assert len(pieces) == len(ids) == len(text.encode())
-    assert "".join(pieces) == theirs.decode(ids) == text
-
-
-def test_tokens_that_are_no_whole_character_are_marked():
-    ids = byte_tokenizer().encode("ü").ids
-    assert TokenTexts(byte_tokenizer().decode)(ids[:1]) == ["\ufffd"]
-
-
-def test_a_model_that_is_not_on_this_machine_is_not_downloaded(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
-    with pytest.raises(ValueError, match="some/model"):
-        decoder("some/model")
-
-
-def test_a_step_whose_file_is_damaged_inside_is_named(tmp_path):
-    rows = [kept_answer("z" * 50, prompt=f'["{number}"]') for number in range(50)]
-    run = RunFiles(write_run(tmp_path / "run", [], answers={1: rows, 2: rows}))
-    path = run.folder / "rollouts" / "step_000001.parquet"
-    content = bytearray(path.read_bytes())
-    with pyarrow.parquet.ParquetFile(path) as file:
-        group = file.metadata.row_group(0)
-        columns = {c.path_in_schema: c for c in map(group.column, range(group.num_columns))}
-    start = columns["answer"].dictionary_page_offset
-    content[start : start + columns["answer"].total_compressed_size] = bytes(
-        columns["answer"].total_compressed_size
-    )
-    path.write_bytes(content)
-    kept = KeptAnswers(run).read(1_000_000)
-    assert kept["shown_steps"] == [2] and len(kept["rows"]) == 50
-    (problem,) = kept["problems"]
-    assert problem.startswith("rollouts/step_000001.parquet can't be read: ")
+    for text in ("plain", "Zürich, 東京, 🙂🙂", "e\u0301 \u200b\n\n\t x", "\ufffd and \ufffd"):
+        ids = theirs.encode(text).ids
+        pieces = TokenTexts(decoder(str(tmp_path)))(ids)
+        assert len(pieces) == len(ids) == len(text.encode())
+        assert "".join(pieces) == theirs.decode(ids) == text
+    half = theirs.encode("ü").ids[:1]
+    assert TokenTexts(byte_tokenizer().decode)(half) == ["\ufffd"]
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):

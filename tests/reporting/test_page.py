@@ -3,15 +3,12 @@
 import json
 import re
 
-import numpy as np
-import pandas
 import pytest
 
 from jaxrl_llm.reporting.page import metric_table
 from tests.reporting.browsing import plot_data, show, until
-from tests.reporting.folders import kept_answer, step_line, write_lines, write_run, write_sft_run
+from tests.reporting.folders import kept_answer, step_line, write_lines, write_run
 
-ENTROPY = "document.querySelector('[data-family=\"actor/entropy\"]')"
 VIEWS = ("overview", "curves", "answers", "time", "config")
 
 
@@ -40,6 +37,9 @@ def test_every_view_of_a_finished_run_has_content(open_runs, whole_run):
     mean, highest, lowest = plot_data(page, "critic/score", 3)
     assert mean["x"] == list(range(1, 41)) and highest["y"][0] == 1 and lowest["y"][0] == 0
     assert "score of a response" in curves.inner_text()
+    page.fill("#curves input[type=search]", "gradient")
+    until(page, "document.querySelectorAll('#curves .plot').length === 1")
+    assert page.inner_text("#curves figcaption code") == "actor/grad_norm", "found by its meaning"
 
     assert show(page, "answers").locator("table.answers tbody tr").count() == 4
     page.wait_for_selector("#answer-body table")
@@ -59,35 +59,6 @@ def test_every_view_of_a_finished_run_has_content(open_runs, whole_run):
     assert "rollout.samples_per_prompt" in config.inner_text()
 
 
-def test_smoothing_axes_and_search(open_runs, whole_run):
-    page = open_runs(whole_run)
-    show(page, "curves")
-    (raw,) = plot_data(page, "actor/entropy")
-    page.evaluate(
-        "slider => { slider.value = 0.8; slider.dispatchEvent(new Event('input')); }",
-        page.query_selector("#smoothing"),
-    )
-    faint, smooth = plot_data(page, "actor/entropy", 2)
-    assert faint["y"] == raw["y"] and (faint["meta"], smooth["meta"]) == ("raw", "smooth")
-    np.testing.assert_allclose(
-        smooth["y"], pandas.Series(raw["y"]).ewm(alpha=0.2).mean(), rtol=1e-9
-    )
-
-    page.click("#curves [data-value=seconds]")
-    until(page, f"{ENTROPY}.layout.xaxis.title.text === 'seconds of steps'")
-    assert plot_data(page, "actor/entropy", 2)[0]["x"] == list(range(2, 82, 2))
-    page.click("#curves [data-value=tokens]")
-    until(page, f"{ENTROPY}.data[0].x[0] === 100")
-    page.click("#curves [data-value=log]")
-    until(page, f"{ENTROPY}.layout.yaxis.type === 'log'")
-
-    page.fill("#curves input[type=search]", "gradient")
-    until(page, "document.querySelectorAll('#curves .plot').length === 1")
-    assert page.inner_text("#curves figcaption code") == "actor/grad_norm", "found by its meaning"
-    page.fill("#curves input[type=search]", "no such thing")
-    page.wait_for_selector("text=No metric has these words")
-
-
 def test_several_runs_lie_over_each_other_and_their_configs_are_compared(open_runs, tmp_path):
     folders = [
         write_run(tmp_path / name, [step_line(step) for step in range(1, last)], f"seed={seed}")
@@ -101,59 +72,7 @@ def test_several_runs_lie_over_each_other_and_their_configs_are_compared(open_ru
     assert [t["name"] for t in plot_data(page, "actor/entropy", 1)] == ["entropy"]
     page.click("#legend >> text=two")
     show(page, "config")
-    keys = page.locator("#config tbody th").all_inner_texts()
-    assert keys == ["model.path", "seed"]
-    page.click("#config >> text=all keys")
-    until(page, "document.querySelectorAll('#config tbody tr').length > 100")
-    assert page.locator("#config tr.differs").count() == 2
-
-
-@pytest.mark.parametrize(
-    ("lines", "torn", "state"),
-    [
-        ([], "", "no step yet"),
-        ([step_line(1)], "", "stopped at step 1 of 150"),
-        ([step_line(n) for n in range(1, 8)], '{"step": 8, "actor/ent', "stopped at step 7 of 150"),
-    ],
-    ids=["empty", "one step", "crashed"],
-)
-def test_a_run_of_few_steps(open_runs, tmp_path, lines, torn, state):
-    folder = write_run(tmp_path / "run", lines)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(torn)
-    page = open_runs(folder)
-    assert state in page.inner_text("#overview")
-    assert ("the last line is not whole" in page.inner_text("#overview")) == bool(torn)
-    for view in VIEWS:
-        assert show(page, view).inner_text().strip()
-    show(page, "answers")
-    page.wait_for_selector("text=No answers are kept")
-    if lines:
-        show(page, "curves")
-        assert len(plot_data(page, "actor/entropy")[0]["x"]) == len(lines)
-
-
-def test_a_long_run_keeps_its_peaks(open_runs, tmp_path):
-    lines = [step_line(step) for step in range(1, 10_001)]
-    lines[7776]["actor/grad_norm"] = 900.0
-    page = open_runs(write_run(tmp_path / "long", lines, "steps=10000"))
-    show(page, "curves")
-    (curve,) = plot_data(page, "actor/grad_norm")
-    assert max(curve["y"]) == 900.0 and curve["x"][curve["y"].index(900.0)] == 7777
-    assert len(curve["x"]) <= 1002 and {curve["x"][0], curve["x"][-1]} == {1, 10_000}
-    assert "the highest point of every 20 steps" in page.inner_text("#curve-note")
-    show(page, "time")
-    until(page, "document.querySelector('#time-plot')?.data?.[0].x.length === 240")
-
-
-def test_values_that_are_not_finite_are_gaps_and_marked(open_runs, tmp_path):
-    lines = [step_line(step) for step in range(1, 11)]
-    lines[4]["actor/grad_norm"] = None
-    page = open_runs(write_run(tmp_path / "nan", lines))
-    show(page, "curves")
-    curve, marks = plot_data(page, "actor/grad_norm", 2)
-    assert curve["y"][4] is None and (marks["meta"], marks["x"]) == ("gaps", [5])
-    assert "not finite" in page.inner_text("#curve-note")
+    assert page.locator("#config tbody th").all_inner_texts() == ["model.path", "seed"]
 
 
 ATTACKS = (
@@ -236,19 +155,6 @@ def test_answers_are_found_sorted_and_coloured(open_runs, whole_run):
     assert "acc" in page.inner_text("#answer") and "Ground truth" in page.inner_text("#answer")
 
 
-def test_the_answers_to_one_prompt_over_steps(open_runs, whole_run):
-    page = open_runs(whole_run)
-    show(page, "answers")
-    page.click("text=same prompt over steps")
-    until(page, "document.querySelector('#prompt-plot')?.data?.length === 2")
-    assert page.evaluate("document.querySelector('#prompt-plot').data[1].y") == [0.5, 0.5]
-    assert page.locator(".step-column h3").all_inner_texts() == ["step 10", "step 20"]
-    page.locator("[aria-label='find a prompt']").press_sequentially("2+2", delay=200)
-    assert page.input_value("[aria-label='find a prompt']") == "2+2"
-    page.locator(".small-answer").first.click()
-    assert "Step 10, answer 1" in page.inner_text("#answer")
-
-
 CALL = '<tool_call>\n{"name": "f"}\n</tool_call>'
 
 
@@ -273,14 +179,11 @@ def test_episodes_show_turns_calls_and_what_was_told(open_runs, tmp_path):
     assert page.locator("#tokens .token").count() == len(turns[0]) + len(turns[2])
 
 
-def test_supervised_training_has_a_page(open_runs, tmp_path):
-    lines = [{"step": n, "train/loss": 1 / n, "timing_s/step": 0.5} for n in range(1, 9)]
-    page = open_runs(write_sft_run(tmp_path / "sft", lines))
-    assert "The loss fell from 1 (step 1) to 0.125 (step 8)." in page.inner_text("#overview")
-    show(page, "curves")
-    assert len(plot_data(page, "train/loss")[0]["x"]) == 8
-    show(page, "answers")
-    page.wait_for_selector("text=Only reinforcement learning samples answers.")
+def test_a_run_without_steps_has_its_views(open_runs, tmp_path):
+    page = open_runs(write_run(tmp_path / "run", []))
+    assert "no step yet" in page.inner_text("#overview")
+    for view in VIEWS:
+        assert show(page, view).inner_text().strip()
 
 
 def test_what_is_damaged_or_missing_is_named(open_runs, tmp_path):
@@ -291,10 +194,13 @@ def test_what_is_damaged_or_missing_is_named(open_runs, tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('what?\n{"loss": 1}\n')
     write_lines(folder, [step_line(2)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "actor/ent')
     page = open_runs(folder)
     for line in (2, 3):
         assert f"metrics.jsonl: line {line} is no step's metrics" in page.inner_text("#overview")
     assert "stopped at step 2" in page.inner_text("#overview")
+    assert "the last line is not whole" in page.inner_text("#overview")
     show(page, "answers")
     page.wait_for_selector("table.answers tbody tr")
     text = page.inner_text("#answers")
@@ -302,15 +208,3 @@ def test_what_is_damaged_or_missing_is_named(open_runs, tmp_path):
     assert "Answers are shown without their tokens: tokenizer: can't load one from" in text
     page.click("table.answers tbody tr")
     assert page.inner_text("#tokens") == "5"
-
-
-@pytest.mark.parametrize("call", ["[f(a='1')]", '{"name": "f", "parameters": {}}'])
-def test_a_turn_that_is_a_call_as_a_whole(open_runs, tmp_path, call):
-    row = kept_answer(f"{call}.7it")
-    ids = [0] * (len(call) + 1) + [-1] + [1, 1]
-    row |= {"turn_ids": ids, "turn_rewards": [0.0, 0.0], "advantages": None, "logprobs": None}
-    page = open_runs(write_run(tmp_path / "run", [step_line(1)], answers={1: [row]}))
-    show(page, "answers")
-    page.click("table.answers tbody tr")
-    assert page.inner_text(".call div").strip() == call
-    assert page.locator(".turn-head").all_inner_texts() == ["turn 1", "turn 2"]

@@ -1,5 +1,3 @@
-"""`--serve`: the page follows a run that is training, and the reader keeps their place."""
-
 import http.client
 import os
 import signal
@@ -45,18 +43,12 @@ def test_the_page_follows_a_run_that_grows(serve, open_address, tmp_path):
         page.fill("#curves input[type=search]", "actor/")
         until(page, "document.querySelectorAll('#curves .plot').length === 2")
         assert len(plot_data(page, "actor/grad_norm")[0]["x"]) == 3
-        page.evaluate("window.scrollTo(0, 120)")
-        place = page.evaluate("[scrollY, document.querySelector('#curves .plot').dataset.family]")
         write_lines(folder, [step_line(n) for n in range(4, 9)])
         until(
             page,
             "document.querySelector('[data-family=\"actor/grad_norm\"]').data[0].x.length === 8",
         )
         assert page.input_value("#curves input[type=search]") == "actor/"
-        assert place == page.evaluate(
-            "[scrollY, document.querySelector('#curves .plot').dataset.family]"
-        )
-
         show(page, "answers")
         page.wait_for_selector("text=No answers are kept")
         other = write_run(tmp_path / "other", [], answers={8: [kept_answer("4")] * 3})

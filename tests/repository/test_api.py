@@ -43,12 +43,7 @@ def test_every_name_exists_where_editors_see_it(name):
     "before", ["", "import jaxrl_llm.train, jaxrl_llm.sft", "from jaxrl_llm.train import main"]
 )
 def test_a_program_does_not_hide_the_function_of_its_name(before):
-    lines = [
-        before,
-        "from jaxrl_llm import sft, train",
-        "import jaxrl_llm",
-        "import jaxrl_llm.train",
-    ]
+    lines = [before, "from jaxrl_llm import sft, train", "import jaxrl_llm, jaxrl_llm.train"]
     lines += ["from jaxrl_llm.train import main, train as own", "print(train.__name__)"]
     lines += ["print(jaxrl_llm.train is train, own is train, main.__module__, callable(sft))"]
     assert run("\n".join(lines)) == ["train", "True", "True", "jaxrl_llm.train", "True"]
@@ -56,14 +51,6 @@ def test_a_program_does_not_hide_the_function_of_its_name(before):
 
 def test_the_page_lists_every_public_name_and_its_signature():
     assert api.page() == api.PAGE.read_text(encoding="utf-8"), "run python -m benchmarks.code.api"
-
-
-def test_a_signature_has_no_types_and_no_texts_of_this_machine():
-    def function(a: int, b: float = 1.5, *rest: str, c=len, d: object = object(), **keys): ...
-
-    assert api.signature(function) == "(a, b=1.5, *rest, c=len, d=…, **keys)"
-    assert next(api.entry("name", function)).startswith("- `name(a, b=1.5")
-    assert list(api.entry("AXES", ("a",))) == ["- `AXES`: a tuple."]
 
 
 PARTS_OF_LOGPROBS = {"TokenChunks"}  # for `distillation`, too

@@ -31,8 +31,7 @@ CORE = ("algorithms/", "models/", "sharding/", "jaxrl_llm/rollout/native/")
 CORE += ("jaxrl_llm/training/update.py", "jaxrl_llm/types.py")
 HEAVY = {"ray", "grain", "vllm", "torch", "transformers", "pandas", "datasets", "pyarrow"}
 HEAVY |= {"wandb", "tensorboardX", "math_verify", "mlflow", "trackio", "swanlab", "comet_ml"}
-ON_RAY = ("jaxrl_llm/cluster/launch.py",)
-ON_RAY += ("jaxrl_llm/rollout/remote.py",)
+ON_RAY = ("jaxrl_llm/cluster/launch.py", "jaxrl_llm/rollout/remote.py")
 OTHERS = {"orbax", "flax", "chex", "rich", "yaml", "jinja2", "tokenizers", "huggingface_hub"}
 FLOORS = (
     ("algorithms", "sharding", "workers"),
@@ -89,18 +88,10 @@ def sources():
     return list_files(ROOT, (*MAY_IMPORT, "configs", "tests", "benchmarks"))
 
 
-def test_all_files_are_walked(sources):
-    assert {
-        "algorithms/losses.py",
-        "models/hf/load.py",
-        "sharding/layout.py",
-        "jaxrl_llm/training/loop.py",
-        "jaxrl_llm/rollout/native/engine.py",
-    } <= set(sources)
-    assert not any(path.startswith("jaxrl_llm/models") for path in sources)
-
-
 def test_imports_point_one_way_and_the_core_needs_few_packages(sources):
+    walked = {path.rpartition("/")[0] for path in sources}
+    assert {"algorithms", "models/hf", "sharding", "jaxrl_llm/rollout/native"} <= walked
+    assert not any(folder.startswith("jaxrl_llm/models") for folder in walked)
     wrong = [text for path, source in sources.items() for text in complaints(path, source)]
     assert wrong == []
 
@@ -132,51 +123,21 @@ def test_programs_are_imported_by_nothing(sources):
     assert importers == set()
 
 
-def test_circles_are_found():
-    lazy = "def f():\n    from jaxrl_llm.b import g"
-    sources = {"jaxrl_llm/a.py": lazy, "jaxrl_llm/b.py": "from . import c", "jaxrl_llm/c.py": ""}
-    assert find_circles(import_graph(sources)) == []
-    sources["jaxrl_llm/c.py"] = "from jaxrl_llm.a import f"
-    assert find_circles(import_graph(sources)) == [["jaxrl_llm.a", "jaxrl_llm.b", "jaxrl_llm.c"]]
-
-
 WRONG = [
-    ("sharding/layout.py", "from jaxrl_llm.sharding import reshard", ""),
     ("sharding/layout.py", "def f():\n    from jaxrl_llm.models.spec import x", "a wrong arrow"),
-    ("models/decoder.py", "from jaxrl_llm.sharding.layout import AXES", ""),
-    ("models/decoder.py", "from jaxrl_llm import algorithms", "a wrong arrow"),
-    ("models/decoder.py", "from jaxrl_llm import types", "a wrong arrow"),
-    ("models/decoder.py", "from . import spec", ""),
     ("models/decoder.py", "from ..algorithms.losses import gspo", "a wrong arrow"),
-    ("algorithms/kl.py", "import jaxrl_llm.types", "a wrong arrow"),
     ("algorithms/kl.py", "import jaxrl_llm", "a wrong arrow"),
-    ("algorithms/__init__.py", "from jaxrl_llm.lazy import attach", ""),
     ("algorithms/kl.py", "def f():\n    import optax", "algorithms use"),
-    ("jaxrl_llm/training/loop.py", "from jaxrl_llm.algorithms import kl", ""),
     ("jaxrl_llm/training/loop.py", "def f():\n    import models.hf", "bare"),
-    ("jaxrl_llm/data/rows.py", "from sharding import mesh", "bare"),
-    ("tests/test_x.py", "import configs", "bare"),
-    ("tests/test_x.py", "import torch", ""),
-    ("jaxrl_llm/training/loop.py", "import rich", ""),
     ("jaxrl_llm/training/update.py", "import rich", "outside a function"),
-    ("jaxrl_llm/training/update.py", "async def f():\n    import rich", ""),
-    ("jaxrl_llm/rollout/native/engine.py", "class A:\n    import yaml", "outside a function"),
     ("jaxrl_llm/training/loop.py", "try:\n    import torch.nn\nexcept Exception: ...", "outside"),
-    ("jaxrl_llm/training/loop.py", "def f():\n    import torch", ""),
-    ("jaxrl_llm/cluster/launch.py", "import ray", ""),
-    ("jaxrl_llm/cluster/actors.py", "import ray", "outside a"),
-    ("models/hf/load.py", "import json, safetensors.numpy, ml_dtypes", ""),
-    (f"{SIDECAR}a.py", "import json, torch, vllm.inputs, jaxrl_temporary", ""),
     (f"{SIDECAR}a.py", "def f():\n    import jaxrl_llm.types", "it has torch, vllm and PIL"),
 ]
 
 
-def test_a_wrong_import_is_found(subtests):
-    for path, source, wrong in WRONG:
-        with subtests.test(f"{path}: {source}"):
-            messages = complaints(path, source)
-            assert len(messages) == bool(wrong)
-            assert wrong in "".join(messages)
+def test_a_wrong_import_is_found():
+    missed = [case for case in WRONG if case[2] not in "".join(complaints(*case[:2]))]
+    assert missed == []
 
 
 def test_the_core_imports_where_nothing_else_is_installed():
@@ -200,24 +161,12 @@ def test_the_core_imports_where_nothing_else_is_installed():
     assert last == "ImportError: torch is blocked", done.stderr
 
 
-def test_without_a_cluster_nothing_of_ray_is_imported():
+def test_workers_import_the_standard_library_alone():
     source = """if True:
         import sys
-        import jaxrl_llm.cluster.actors, jaxrl_llm.training.run, jaxrl_llm.rollout.vllm.engine
-        print([name for name in sys.modules if name.partition(".")[0] == "ray"])
-    """
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize("module", ["rewards.worker", "rollout.tools.tool"])
-def test_workers_import_the_standard_library_alone(module):
-    source = f"""if True:
-        import sys
         before = set(sys.modules)
-        import jaxrl_llm.workers.supervisor, jaxrl_llm.{module}
-        tops = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+        import jaxrl_llm.workers.supervisor, jaxrl_llm.rewards.worker, jaxrl_llm.rollout.tools.tool
+        tops = {name.partition(".")[0] for name in set(sys.modules) - before}
         print(sorted(tops - sys.stdlib_module_names))
     """
     command = [sys.executable, "-c", source]
@@ -245,6 +194,7 @@ def test_a_config_is_checked_before_anything_heavy_is_imported(program, words):
 
 def test_what_not_every_run_needs_is_imported_by_those_that_do():
     source = "import jaxrl_llm.training.run, jaxrl_llm.evaluation.evaluation, jaxrl_llm.sft"
+    source += ", jaxrl_llm.cluster.actors, jaxrl_llm.rollout.vllm.engine"
     assert not imported(source) & {*HEAVY, "scipy", "matplotlib", "IPython"}
 
 

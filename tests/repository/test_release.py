@@ -16,22 +16,14 @@ CHANGELOG = "# Changes\n\n## Unreleased\n\n- New.\n\n## 1.2.0 (2030-01-31)\n\n- 
 CHANGELOG += "- B.\n\n## 1.1.0 (2029-01-31)\n\n- Old.\n"
 
 
-def test_a_release_has_its_own_section_as_notes():
+def test_a_release_has_its_own_section_as_notes(monkeypatch, capsys):
     assert read_notes("v1.2.0", "1.2.0", CHANGELOG) == "- A.\n\n### Fixed\n\n- B.\n"
-    assert read_notes("v1.1.0", "1.1.0", CHANGELOG) == "- Old.\n"
-
-
-def test_another_tag_or_no_section_is_refused():
-    wrong = ("v1.2.1", "1.2.0"), ("1.2.0", "1.2.0"), ("v1.3.0", "1.3.0"), ("v1.2", "1.2")
-    for tag, version in wrong:
+    for tag, version in (("v1.2.1", "1.2.0"), ("v1.3.0", "1.3.0")):  # another tag, or no section
         with pytest.raises(ValueError, match=version):
             read_notes(tag, version, CHANGELOG)
-
-
-def test_the_program_says_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["release", "v0.0.0"])
     assert main() == 1
-    assert capsys.readouterr().err.startswith("error: the tag is v0.0.0, expected v")
+    assert "v0.0.0" in capsys.readouterr().err
 
 
 def test_a_runs_record_has_the_one_version():

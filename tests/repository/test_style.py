@@ -1,13 +1,11 @@
 """The limits of docs/architecture.md on the length of functions and files, and on names."""
 
 import ast
-import doctest
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.code import structure
 from benchmarks.code.structure import (
     LIBRARY,
     MAX_FILE_LINES,
@@ -75,20 +73,3 @@ def test_errors_are_matched_by_a_name_and_not_by_their_words():
         if isinstance(text, ast.Constant) and re.search(r"[a-z],? [a-z]", str(text.value))
     ]
     assert spoken == []
-
-
-def test_what_is_too_long_or_defined_twice_is_found():
-    body = "\n".join(["    x = 1"] * MAX_FUNCTION_LINES)
-    source = f"class A:\n  def f(self, a, /, b, *, c):\n{body}\n"
-    sources = {"models/a.py": source, "models/b.py": "class A: ...\ndef _f(): ...\ndef main(): ..."}
-    long, short, _ = list_functions(sources)
-    assert (long.lines, long.parameters) == (MAX_FUNCTION_LINES + 1, 3)
-    assert (short.lines, short.parameters) == (1, 0)
-    assert find_duplicates(sources) == {"A": ["models/a.py", "models/b.py"]}
-    assert find_duplicates({"a.py": "def _f(): ...", "b.py": "def main(): ..."} | sources) == {
-        "A": ["models/a.py", "models/b.py"]
-    }
-
-
-def test_examples():
-    assert doctest.testmod(structure).failed == 0

@@ -24,21 +24,10 @@ SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(s
 SMALL = ("data.prepare.train_rows=256", "data.prepare.validation_rows=32")
 SMALL += ("data.prepare.sft_rows=256", "log.trackers=[]")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.guards(
-        *(
-            "configs/",
-            "pyproject.toml",
-            "MANIFEST.in",
-            "jaxrl_llm/cli.py",
-            "jaxrl_llm/config/",
-            "jaxrl_llm/reporting/metrics.yaml",
-            "jaxrl_llm/command.py",
-        ),
-        *("jaxrl_llm/version.py", "jaxrl_llm/train.py", "jaxrl_llm/sft.py"),
-    ),
-]
+GUARDED = ("configs/", "pyproject.toml", "MANIFEST.in", "jaxrl_llm/cli.py", "jaxrl_llm/config/")
+GUARDED += ("jaxrl_llm/reporting/metrics.yaml", "jaxrl_llm/command.py", "jaxrl_llm/version.py")
+GUARDED += ("jaxrl_llm/train.py", "jaxrl_llm/sft.py")
+pytestmark = [pytest.mark.slow, pytest.mark.guards(*GUARDED)]
 
 
 def tracked_files(*paths):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
-from jaxrl_llm.rewards.runner import RewardError, RewardPool, Score
+from jaxrl_llm.rewards.runner import RewardPool, Score
 from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import pool as workers_pool
@@ -57,7 +57,6 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
     if word.startswith("big "): return float(len(word))
     if word == "list": memory = []
     while word == "list": memory.append(bytearray(10**6))
-    if word == "array": bytearray(6 * 10**8)
     if word == "malloc": ctypes.memset(ctypes.create_string_buffer(10**9), 1, 10**9)
     if word == "null":
         ctypes.CDLL(None).malloc.restype = ctypes.c_void_p
@@ -69,14 +68,12 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
     if word == "pid":
         return {"score": 1.0, "pid": os.getpid(), "group": open("/proc/self/cgroup").read()}
     if word == "environment": return {"score": 1.0, **os.environ}
-    if word == "stdin": return float(len(sys.stdin.read()))
     if word == "start": starting()
     if word == "start, hang": starting(); time.sleep(600)
-    if word == "start, die": starting(); os._exit(3)
+    if word == "start, kill the group": starting(); os.killpg(0, signal.SIGKILL)
     if word == "start, kill the supervisor":
         starting(); os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
     if word == "kill the supervisor": os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)
-    if word == "start, kill the group": starting(); os.killpg(0, signal.SIGKILL)
     if word == "stop the supervisor": os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)
     if word == "fork, terminate":
         child = os.fork()
@@ -100,8 +97,7 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
         threading.Timer(0.1, os._exit, (4,)).start()
         return 1.0
     if word in ATTACKS: ATTACKS[word](); time.sleep(600)
-    if word == "twice": forge(score=1.0)
-    if word == "report": return {"score": 1.0, "text": "x" * extra_info["size"]}
+    if word == "report": return {"score": 1.0, "text": "x" * 7 * 10**7}
     return 1.0
 
 def drip():
@@ -113,7 +109,6 @@ def flood():
 ATTACKS = {
     "bytes": lambda: write(bytes(range(256)) * 16),
     "pickle": lambda: write(pickle.dumps((1, Bomb())) + b"\\n"),
-    "framed pickle": lambda: write(b"\\0\\0\\0\\x40" + pickle.dumps(Bomb()) + b"\\n"),
     "length": lambda: write((2**62).to_bytes(8)),
     "flood": flood,
     "drip": drip,
@@ -134,8 +129,8 @@ def can_group():
     return group is not None
 
 
-def items(*replies, **extra_info):
-    return [RewardItem("test", reply, "truth", extra_info) for reply in replies]
+def items(*replies):
+    return [RewardItem("test", reply, "truth", {}) for reply in replies]
 
 
 @pytest.fixture
@@ -188,7 +183,7 @@ def grouped(request, monkeypatch):
 def make(functions_file, mark, groups):
     pools = []
 
-    def build(timeout_s=20.0, workers=1, **limits):
+    def build(timeout_s=600.0, workers=1, **limits):
         limits["pass_env"] = ("CONTAINMENT_MARK", "BOMB", *limits.get("pass_env", ()))
         spec = FunctionSpec(f"{functions_file}:act")
         settings = {"workers": workers, "timeout_s": timeout_s, "on_error": -1.0}
@@ -213,65 +208,46 @@ def test_a_group_is_taken_where_there_can_be_one_and_the_mark_is_found(make, mar
 
 def test_a_reward_function_that_eats_memory_costs_its_own_answer(make):
     pool = make(memory_gb=0.5)
-    for reply in ("list", "array", "malloc", "null"):
+    for reply in ("list", "malloc", "null"):
         scores = pool.score(items("1", reply, "2"))
         assert [score.score for score in scores] == [1.0, -1.0, 1.0]
         assert "reward.memory_gb" in scores[1].error or reply == "null"
-    assert (pool.counts["exception"], pool.counts["died"]) == (3, 1)
+    assert (pool.counts["exception"], pool.counts["died"]) == (2, 1)
     assert pool.score(items("limit", "child eats")) == [  # of children, too
         *(Score(0.5e9, {}, None), Score(1.0, {"code": 1}, None))
     ]
 
 
-def test_a_reward_function_that_does_not_fit_is_refused(tmp_path):
-    path = tmp_path / "large.py"
-    path.write_text(
-        f"import os\nif os.getpid() != {os.getpid()}: held = bytearray(10**9)\n"
-        "def act(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
-    )
-    config = ScoringConfig(workers=1, memory_gb=0.5)
-    with (
-        RewardPool(FunctionSpec(f"{path}:act"), config) as pool,
-        pytest.raises(RewardError, match=r"reward\.memory_gb"),
-    ):
-        pool.score(items("1"))
-
-
-def test_a_group_gets_the_limits_whose_controllers_it_has(tmp_path):
+def test_a_group_gets_the_limits_whose_controllers_it_has_and_tells_of_lost_memory(tmp_path):
+    supervisor.set_limits(tmp_path, 10**9, 3)
+    assert list(tmp_path.iterdir()) == []
     for name in ("memory.max", "memory.swap.max", "pids.max"):
         (tmp_path / name).write_text("max")
     supervisor.set_limits(tmp_path, 10**9, 3)
     values = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
     assert values.pop("pids.max") >= 4 * 16
     assert values == {"memory.max": 10**9, "memory.swap.max": 0}
-    for path in tmp_path.iterdir():
-        path.unlink()
-    supervisor.set_limits(tmp_path, 10**9, 3)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_group_that_ran_out_of_memory_is_known(tmp_path):
     assert not supervisor.ran_out_of_memory(tmp_path)
     for kills in (0, 2):
         (tmp_path / "memory.events").write_text(f"low 0\noom 1\noom_kill {kills}\n")
         assert supervisor.ran_out_of_memory(tmp_path) == (kills > 0)
 
 
-@pytest.mark.parametrize("reply", ["many", "bomb"])
-def test_too_many_processes_cost_one_answer(make, mark, grouped, reply):
+def test_too_many_processes_cost_one_answer(make, mark, grouped):
     pool = make(max_processes=12)
-    scores = pool.score(items("1", reply, "2"))
-    assert [score.score for score in scores] == [1.0, -1.0, 1.0]
-    assert "reward.max_processes" in scores[1].error
-    assert pool.counts["died"] == 1 and len(marked(mark)) == EACH
+    for reply in ("many", "bomb"):
+        scores = pool.score(items("1", reply, "2"))
+        assert [score.score for score in scores] == [1.0, -1.0, 1.0]
+        assert "reward.max_processes" in scores[1].error
+    assert pool.counts["died"] == 2 and len(marked(mark)) == EACH
 
 
-@pytest.mark.parametrize(("reply", "kind"), [("start, hang", "timeout"), ("start, die", "died")])
-def test_children_end_with_a_lost_worker_whatever_their_session(make, mark, grouped, reply, kind):
-    pool = make(timeout_s=1.0)
-    assert kinds(pool.score(items("1", reply, "2"))) == [None, kind, None]
-    assert len(marked(mark)) == EACH
-    assert pool.score(items("1")) == [Score(1.0, {}, None)]
+def test_children_end_with_a_lost_worker_whatever_their_session(make, mark, grouped, impatient):
+    pool = make()
+    for reply, kind in (("start, hang", "timeout"), ("start, kill the group", "died")):
+        impatient(lambda pending, kind=kind: kind == "timeout" and pending[0] == 1)
+        assert kinds(pool.score(items("1", reply, "2"))) == [None, kind, None]
+        assert len(marked(mark)) == EACH
 
 
 def test_children_of_good_answers_end_with_the_pool(make, mark, grouped):
@@ -288,17 +264,14 @@ def test_a_reward_function_can_end_its_supervisor_and_dies_with_it(make, mark, g
     wait_until(lambda: len(marked(mark)) == EACH)
 
 
-def test_a_reward_function_that_stops_its_supervisor_is_ended(make, mark, grouped, monkeypatch):
+def test_a_reward_function_that_stops_its_supervisor_is_ended(
+    make, mark, grouped, monkeypatch, impatient
+):
     monkeypatch.setattr(workers_pool, "STOP_TIMEOUT_S", 0.5)
-    scores = make(timeout_s=1.0).score(items("1", "stop the supervisor", "2"))
+    impatient(lambda pending: pending[0] == 1)
+    scores = make().score(items("1", "stop the supervisor", "2"))
     assert kinds(scores) == [None, "timeout", None]
     wait_until(lambda: len(marked(mark)) == EACH)
-
-
-def test_a_reward_function_that_kills_its_process_group_kills_itself_alone(make, mark, monkeypatch):
-    monkeypatch.setattr(workers_pool, "new_group_path", lambda: None)
-    assert kinds(make().score(items("1", "start, kill the group", "2"))) == [None, "died", None]
-    assert len(marked(mark)) == EACH  # its supervisor has ended what it had started
 
 
 PROGRAM = """
@@ -317,8 +290,8 @@ pool.score([RewardItem("", "start, hang", "", {{}})])
 """
 
 
-@pytest.mark.parametrize("children", ["alone", "with its children"])
-def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, grouped, children):
+def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, grouped):
+    """In a group alone; without one, with its children."""
     search = [*sys.path, workers_pool.PACKAGE_ROOT]
     text = PROGRAM.format(search=search, function=f"{functions_file}:act", grouped=grouped)
     trainer = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
@@ -327,7 +300,7 @@ def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, groupe
         group = trainer.stdout.readline().decode().strip()
         assert Path(group).exists() == grouped
         wait_until(lambda: len(marked(mark)) == 1 + EACH + 4 + 4)
-        killed = psutil.Process(trainer.pid).children() if children != "alone" else []
+        killed = [] if grouped else psutil.Process(trainer.pid).children()
         for child in killed:  # as Ray does, when a worker of its own ends
             child.kill()
         trainer.kill()
@@ -335,80 +308,53 @@ def test_everything_ends_when_the_trainer_is_killed(functions_file, mark, groupe
 
 
 def test_the_environment_holds_what_is_usual_and_what_is_named(make, monkeypatch):
-    secrets = (
-        *("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HTTPS_PROXY"),
-        *("JAXRL_LLM_API_KEY", "SSH_AUTH_SOCK", "my_url"),
-    )
-    for name in (*secrets, "OMP_NUM_THREADS", "LC_TIME", "MY_URL", "MY_KEY", "HF_HOME"):
+    secrets = {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "SSH_AUTH_SOCK", "my_url"}
+    shown = {"OMP_NUM_THREADS", "LC_TIME", "MY_URL", "MY_KEY", "HF_HOME"}
+    for name in secrets | shown:
         monkeypatch.setenv(name, "1")
     (score,) = make(pass_env=("MY_*",)).score(items("environment"))
-    assert {"PATH", "OMP_NUM_THREADS", "LC_TIME", "MY_URL", "MY_KEY", "HF_HOME"} <= set(score.extra)
-    assert not {*secrets} & set(score.extra)
-
-
-def test_a_reward_function_reads_nothing_from_our_terminal(make):
-    ours, (reading, writing) = os.dup(0), os.pipe()
-    os.write(writing, b"typed")
-    os.close(writing)
-    os.dup2(reading, 0)
-    try:
-        assert make().score(items("stdin"))[0] == Score(0.0, {}, None)
-    finally:
-        os.dup2(ours, 0)
-        os.close(ours)
-        os.close(reading)
+    assert shown | {"PATH"} <= set(score.extra) and not secrets & set(score.extra)
 
 
 SLOW = ("length", "drip", "half")
-WRONG = ("bytes", "pickle", "framed pickle", "flood", "json list", "deep", "another's")
+WRONG = ("bytes", "pickle", "flood", "json list", "deep", "another's")
 
 
-def test_what_is_no_answer_costs_one(make, tmp_path, monkeypatch):
+def test_what_is_no_answer_costs_one(make, tmp_path, monkeypatch, impatient):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
-    for attacks, kind, timeout_s in ((SLOW, "timeout", 1.0), (WRONG, "invalid", 60.0)):
-        pool = make(timeout_s=timeout_s)
+    pool = make()
+    for attacks, kind, seconds in ((SLOW, "timeout", 0.5), (WRONG, "invalid", 600.0)):
+        impatient(lambda pending: pending[0] == 1, seconds)
         for attack in attacks:
             scores = pool.score(items("0", attack, "2", "3"))
             assert kinds(scores) == [None, kind, None, None], attack
             assert [score.score for score in scores] == [1.0, -1.0, 1.0, 1.0]
-        assert sum(pool.counts.values()) == pool.counts[kind] == len(attacks)
+        assert pool.counts[kind] == len(attacks)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_answer_ends_the_worker(make):
+def test_a_worker_that_errs_while_idle_is_replaced(make):
     pool = make()
-    first = pool.score(items("pid", "twice", "1"))
-    assert [score.score for score in first][:2] == [1.0, 1.0]
-    assert sum(pool.counts.values()) <= 1
-    assert pool.score(items("pid"))[0].extra["pid"] != first[0].extra["pid"]
+    for reply in ("write soon", "die soon"):
+        pool.score(items(reply))
+        (worker,) = pool._worker_pool.workers
+        wait_until(worker.has_activity)
+        assert pool.score(items("1")) == [Score(1.0, {}, None)]
+        assert sum(pool.counts.values()) == 0 and worker not in pool._worker_pool.workers
 
 
-@pytest.mark.parametrize("reply", ["write soon", "die soon"])
-def test_a_worker_that_errs_while_idle_is_replaced(make, reply):
+def test_a_worker_that_does_not_read_runs_into_the_time_limit(make, impatient):
     pool = make()
-    pool.score(items(reply))
-    (worker,) = pool._worker_pool.workers
-    wait_until(worker.has_activity)
-    assert pool.score(items("1")) == [Score(1.0, {}, None)]
-    assert sum(pool.counts.values()) == 0 and worker not in pool._worker_pool.workers
-
-
-def test_a_worker_that_does_not_read_runs_into_the_time_limit(make):
-    pool = make(timeout_s=1.0)
     (score,) = pool.score(items("pid"))
     pool.score(items("stop soon"))
     wait_until(lambda: psutil.Process(score.extra["pid"]).status() == psutil.STATUS_STOPPED)
+    impatient(lambda pending: True)
     assert kinds(pool.score(items("big " * 10**6))) == ["timeout"]
-    assert pool.score(items("1")) == [Score(1.0, {}, None)]
 
 
-def test_reports_of_any_kind_pass_up_to_a_limit(make):
-    pool = make()
-    scores = pool.score(items("report", "report", size=2 * 10**7))
-    assert [len(score.extra["text"]) for score in scores] == [2 * 10**7] * 2
-    (score,) = pool.score(items("report", size=7 * 10**7))
+def test_a_report_that_is_too_long_is_an_error(make):
+    (score,) = make().score(items("report"))
     assert "64000000" in score.error
-    assert pool.counts["invalid"] == 1
 
 
 def test_the_configs_limits_are_the_pools_and_hold(functions_file, make, mark, monkeypatch):
@@ -421,8 +367,7 @@ def test_the_configs_limits_are_the_pools_and_hold(functions_file, make, mark, m
         scores = pool.score(items("limit", "environment", "start"))
         assert scores[0].score == 1.5e9 and scores[1].extra["MY_URL"] == "1"
         wait_until(lambda: len(marked(mark)) == 0)  # four children are more than three
-    wrong = {"memory_gb": (0, math.nan), "max_processes": (0,)}
-    for key, value in ((key, value) for key, values in wrong.items() for value in values):
+    for key, value in (("memory_gb", 0), ("memory_gb", math.nan), ("max_processes", 0)):
         with refuses(key):
             make(**{key: value})
 
@@ -432,17 +377,11 @@ def test_answers_are_read_exactly():
     outcome = Score(0.1 + 0.2, extra, None)
     line = encode_answer(7, outcome)
     assert line.count(b"\n") == 1 and decode_numbered(line, [7]) == (7, outcome)
-    assert decode_numbered(line, [8]) is None
-    answer = json.loads(encode_answer(1, Score(1.0, {}, None)))
-    assert decode_numbered(json.dumps(answer).encode(), [1]) == (1, Score(1.0, {}, None))
-    for changes in [
-        *({"number": 2}, {"number": True}, {"number": 1.0}, {"error": "timeout: 1 s"}),
-        *({"error": ["exception: x"]}, {"error": ""}, {"score": math.nan}, {"score": math.inf}),
-        *({"score": "1"}, {"score": 1}, {"score": None}, {"extra": [1]}, {"more": 1}),
-    ]:
-        assert decode_numbered(json.dumps(answer | changes).encode(), [1]) is None, changes
-    del answer["extra"]
-    assert decode_numbered(json.dumps(answer).encode(), [1]) is None
+    for changes in (
+        *({"number": True}, {"error": ""}, {"score": math.nan}, {"score": 1}, {"score": None}),
+        *({"extra": [1]}, {"more": 1}),
+    ):
+        assert decode_numbered(json.dumps(json.loads(line) | changes).encode(), [7]) is None
 
 
 def test_a_signal_to_all_processes_of_a_job_loses_no_answer(make):

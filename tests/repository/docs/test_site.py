@@ -4,13 +4,12 @@ It needs the extra `docs`. A link that leads nowhere, a heading that is not ther
 not in the navigation are warnings of the build, which fail it.
 """
 
-import doctest
 import importlib
 import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 
 import pytest
 
@@ -39,14 +38,6 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("hook", ["reference", "rendering", "repository"])
-def test_examples_of_the_hooks(hook):
-    spec = spec_from_file_location(f"hooks_{hook}", ROOT / f"docs/hooks/{hook}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert doctest.testmod(module).failed == 0
-
-
 def read(site, page):
     return (site / page / "index.html").read_text(encoding="utf-8")
 
@@ -69,27 +60,12 @@ def test_every_public_name_has_its_entry(site):
             assert f'id="{name.lower() if config else f"{home}.{name}"}"' in text, name
 
 
-def test_docstrings_have_code_and_equations(site):
+def test_pages_have_what_a_forge_shows(site):
     text = read(site, "reference/jaxrl_llm.algorithms")
-    assert "<math" in text
-    assert "arithmatex" not in text
-    assert "&gt;&gt;&gt; " in text
-    assert "<blockquote>" not in text
-
-
-def test_lists_are_nested_as_on_a_forge(site):
-    """The methods of a class are a list below it, which two spaces indent."""
-    assert re.search(r"<ul>\s*<li>(<p>)?<code>\.\w+", read(site, "api"))
-
-
-def test_what_pages_link_outside_of_docs_is_there(site):
-    for page in ("configs/recipes/dapo.yaml", "notebooks/04_grpo_by_hand.ipynb", "CONTRIBUTING"):
+    assert "<math" in text and "&gt;&gt;&gt; " in text and "<blockquote>" not in text
+    assert re.search(r"<ul>\s*<li>(<p>)?<code>\.\w+", read(site, "api")), "no nested lists"
+    for page in ("notebooks/04_grpo_by_hand.ipynb", "CONTRIBUTING"):
         assert read(site, f"repository/{page}")
     assert "clip_high" in read(site, "repository/configs/recipes/dapo.yaml")
     assert 'href="../repository/configs/recipes/dapo.yaml/"' in read(site, "algorithms")
-
-
-def test_every_key_has_its_row(site):
-    text = read(site, "reference/keys_train")
-    assert "<code>rollout.vllm.engine_args</code>" in text
-    assert "<code>algorithm.loss</code>" in text
+    assert "<code>rollout.vllm.engine_args</code>" in read(site, "reference/keys_train")
