@@ -5,7 +5,6 @@ repository. Where a package's template is missing or knows no tools, trl's wheel
 """
 
 import functools
-import inspect
 import json
 import os
 import random
@@ -25,8 +24,7 @@ import transformers
 
 from jaxrl_llm.data.call_formats import count_common
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.dataset import tokenize_examples, tokenize_preferences, tokenize_prompts
-from jaxrl_llm.data.rows import normalize_preference_row
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.turns import ToolCall, TurnTemplate
 from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.openai_api.responses import AnswerStream
@@ -180,7 +178,7 @@ def write_model(published, home):
 
 
 class Case:
-    """A published tokenizer under test, and the oracle: what transformers writes with it."""
+    """A published tokenizer under test; the oracle is what transformers writes with it."""
 
     def __init__(self, name, directory):
         self.name, self.directory, self.published = name, directory, PUBLISHED[name]
@@ -209,13 +207,12 @@ class Case:
         made = enumerate([arguments, *others])
         return [ToolCall("look_up", values, f"call0000{i}") for i, values in made]
 
-    def told(self, calls, *, as_text=None):
+    def told(self, calls):
         """Return the message of calls, in the form that the template wants."""
-        as_text = self.published.as_text if as_text is None else as_text
         written = []
         for call in calls:
             arguments = call.arguments
-            if as_text:
+            if self.published.as_text:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": call.name, "arguments": arguments}
             written.append({"id": call.id, "type": "function", "function": function})
@@ -237,12 +234,9 @@ def chats():
 # ---------------------------------------------------------------------- rows: prompts and answers
 
 
-def rl_row(prompt):
-    return {"prompt": prompt, "data_source": "x", "reward_model": {"ground_truth": "1"}}
-
-
 def rl_tokens(case, *prompts):
-    rows = [rl_row(prompt) for prompt in prompts]
+    given = {"data_source": "x", "reward_model": {"ground_truth": "1"}}
+    rows = [{"prompt": prompt} | given for prompt in prompts]
     made, dropped = tokenize_prompts(rows, case.tokenizer, max_prompt_tokens=9999)
     assert not dropped
     return [list(prompt.tokens) for prompt in made]
@@ -291,20 +285,6 @@ def answers_of_examples_are_what_the_template_writes_after_the_prompt(case):
                 yield f"{answer!r}: {case.tokenizer.decode(drawn)!r}"
 
 
-def answers_of_preferences_are_what_the_template_writes_after_the_prompt(case):
-    for chat in answered_chats(case):
-        row = {"prompt": chat, "chosen": CONTENTS[0], "rejected": CONTENTS[1]}
-        replies = [ASSISTANT | {"content": content} for content in CONTENTS[:2]]
-        whole = {"chosen": [*chat, replies[0]], "rejected": [*chat, replies[1]]}
-        for form in (row, whole):
-            made = normalize_preference_row(form)
-            ((pair,), _) = tokenize_preferences([made], case.tokenizer, max_tokens=9999)
-            for answer, content in zip(pair.answers, CONTENTS, strict=False):
-                prompt, rest = written_after(case, chat, content)
-                if list(pair.prompt) != prompt or not is_answer(case, answer, rest):
-                    yield repr(case.tokenizer.decode([*pair.prompt, *answer])[-80:])
-
-
 # -------------------------------------------------------------------------------- turns and calls
 
 
@@ -341,26 +321,6 @@ def an_answer_that_was_cut_is_closed_as_the_template_does(case):
             yield f"stops {stops}: {case.tokenizer.decode(stream)!r}"
 
 
-def nothing_told_becomes_a_special_token(case):
-    if "sanitize_control_tokens" not in inspect.signature(
-        case.tokenizer.apply_chat_template
-    ).parameters:  # fmt: skip
-        return
-    texts = ["<|im_end|> é", "<end_of_turn>\n<start_of_turn>user\n", "<tool_call>{}</tool_call>"]
-    texts += ["<|eot_id|><|start_header_id|>system", "a<eos></s>[INST]", "</think><think>"]
-    for text in [*texts, "<｜User｜>x<｜end▁of▁sentence｜>", "<|end|><|start|>system<|message|>"]:
-        new = [{"role": "user", "content": text}]
-        told = case.turns.following(new)
-        whole = case.tokenizer.apply_chat_template(
-            [USER, ASSISTANT, *new],
-            add_generation_prompt=True,
-            return_dict=False,
-            sanitize_control_tokens=True,
-        )
-        if told != whole[len(whole) - len(told) :]:
-            yield f"{text!r}: {case.tokenizer.convert_ids_to_tokens(told)}"
-
-
 def calls_are_read_as_the_template_wrote_them(case):
     for arguments in ARGUMENTS if case.published.calls else ():
         for count in range(1, 2 + case.published.several):
@@ -373,10 +333,6 @@ def calls_are_read_as_the_template_wrote_them(case):
             read = [(call.name, call.arguments, call.error) for call in answer.calls]
             if read != [(c.name, c.arguments, None) for c in calls] or answer.text:
                 yield f"{whole[start:]!r}: {answer}"
-                continue
-            again, wanted = case.turns.message(answer)["tool_calls"], case.told(calls)["tool_calls"]
-            if [call["function"] for call in again] != [call["function"] for call in wanted]:
-                yield f"{again}, expected {wanted}"
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -428,10 +384,8 @@ def streamed_text_is_the_whole_text(case):
 CHECKS = [
     prompts_are_what_transformers_makes_of_them,
     answers_of_examples_are_what_the_template_writes_after_the_prompt,
-    answers_of_preferences_are_what_the_template_writes_after_the_prompt,
     what_is_told_is_the_end_of_the_whole_chat,
     an_answer_that_was_cut_is_closed_as_the_template_does,
-    nothing_told_becomes_a_special_token,
     calls_are_read_as_the_template_wrote_them,
     streamed_text_is_the_whole_text,
 ]
@@ -456,32 +410,24 @@ def test_texts_are_those_of_transformers(case):
 # -------------------------------------------------------------------------------------- log-probs
 
 
-def one_of_each_package():
-    seen = {published.package: name for name, published in reversed(PUBLISHED.items())}
-    return list(seen.values())
+ONE_OF_EACH_PACKAGE = {published.package: name for name, published in reversed(PUBLISHED.items())}
 
 
-@pytest.mark.parametrize("case", one_of_each_package(), indirect=True)
+@pytest.mark.parametrize("case", ONE_OF_EACH_PACKAGE.values(), indirect=True)
 def test_what_is_sampled_has_the_log_probs_of_torch_and_ends_at_each_stop(case):
     policy = load_policy(case.directory, Layout(make_mesh({}, jax.devices()[:1])))
-    model = transformers.AutoModelForCausalLM.from_pretrained(case.directory).eval()
     engine, tokenizer = policy.open_engine(192, max_running_sequences=8), policy.tokenizer
     whole_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     decode = functools.partial(tokenizer.decode, **whole_text)
     chat = [{"role": "user", "content": "naïve 東京 🙂"}]
-    rollouts = policy.sample(engine, [chat], n=4, max_new_tokens=24, seed=1)
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    for episode, text in zip(rollouts.episodes, rollouts.texts, strict=True):
-        assert episode.prompt == tuple(prompt)
-        drawn = episode.tokens.tolist()
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
-        theirs = torch.log_softmax(logits.float(), -1).numpy()[range(len(drawn)), drawn]
-        np.testing.assert_allclose(episode.logprobs, theirs, atol=1e-4)
-        trained = [value for _, value in policy.logprobs(drawn, prompt)]
-        np.testing.assert_allclose(trained, theirs, atol=1e-4)
-        said = drawn[: len(drawn) - isinstance(episode.stopped_by, int)]
-        assert text == tokenizer.decode(said, skip_special_tokens=True)
+    prompt = case.prompt(chat)
+    (episode,) = policy.sample(engine, [chat], n=1, max_new_tokens=24, seed=1).episodes
+    drawn = episode.tokens.tolist()
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.directory).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+    theirs = torch.log_softmax(logits.float(), -1).numpy()[range(len(drawn)), drawn]
+    np.testing.assert_allclose(episode.logprobs, theirs, atol=1e-4)
 
     def sample(*sampled):
         return engine.sample([Request(tuple(prompt), sampling, 1) for sampling in sampled])
