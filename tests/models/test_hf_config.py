@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
-from jaxrl_llm.models.hf.families.qwen import DELTA_KEYS, every_nth_attends, read_delta
 
 CRITIC = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "value"}}
 
@@ -82,15 +81,10 @@ REFUSED = [
     ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
     ({"rope_theta": ..., "rope_parameters": ...}, "rope_theta"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-    ({"quantization_config": "fp8"}, "quantization_config"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-    ({"layer_types": 3}, "layer_types"),
     ({"hidden_size": 2.5}, "hidden_size"),
-    ({"num_hidden_layers": "3"}, "num_hidden_layers"),
     (CRITIC | {"id2label": {"0": "a", "1": "b", "2": "c"}}, "3"),
-    (CRITIC | {"id2label": ..., "num_labels": 4}, "4"),
     (CRITIC | {"id2label": ...}, "2"),
-    ({"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3}, "3"),
     (CRITIC | {"token_classification_bias": False}, "token_classification_bias"),
     ({"head_dim": ..., "hidden_size": ...}, "head_dim.*hidden_size"),
 ]
@@ -110,11 +104,3 @@ def test_configs_that_do_not_fit_are_refused(source, subtests):
     (source / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         read_spec(source)
-
-
-def test_sizes_of_a_deltanet_are_whole_numbers():
-    keys = [*DELTA_KEYS, "full_attention_interval"]
-    for key in keys:
-        config = dict.fromkeys(keys, 2) | {"num_hidden_layers": 2} | {key: None}
-        with pytest.raises(ValueError, match=key):
-            read_delta(config | {"layer_types": every_nth_attends(config)})

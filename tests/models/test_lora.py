@@ -153,13 +153,11 @@ FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("Qwen3", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
         ("Qwen2", {"r": 3, "target_modules": "all-linear", "use_rslora": True}),
         ("DeepseekV3", {"r": 3, "target_modules": ["o_proj"], "target_parameters": FUSED[:1]}),
         ("Mixtral", {"r": 3, "target_modules": [], "target_parameters": FUSED[1:]}),
         # gate and up of all experts are one matrix there, whose adapter has twice the rank here
         ("Qwen3Moe", {"r": 3, "target_modules": ["gate_proj", "up_proj", "down_proj", "o_proj"]}),
-        ("Mixtral", {"r": 3, "target_modules": ["w1", "w2", "w3"], "use_rslora": True}),
         (
             "Qwen3",
             {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -186,8 +184,6 @@ def test_an_adapter_of_peft_is_ours(family, options, saved, tmp_path):
 @pytest.mark.parametrize(
     ("family", "targets", "rslora"),
     [
-        ("Qwen3", ["all-linear"], True),
-        ("Qwen3Moe", ["*.experts.*", "o_proj"], True),
         ("DeepseekV3", ["all-linear"], False),
         ("Mixtral", ["expert_up"], False),
         ("Qwen3Next", ["q_proj", "in_proj_*", "shared_expert_gate"], True),
@@ -208,16 +204,14 @@ def test_an_adapter_of_ours_is_pefts(family, targets, rslora, saved, tmp_path):
     assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
     params = combine_params(adapter, frozen)
     close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
-    is_whole = targets == ["all-linear"] or base.moe is None or base.delta is not None
-    if is_whole:  # else read as one that has a pair for gate, too
-        close(our_logits(params, spec), their_logits(theirs))
     again = read_adapter_spec(tmp_path / "ours", base)
     read = load_adapter(tmp_path / "ours", again)
-    if is_whole:
+    if family == "Mixtral":  # read as one that has a pair for gate, too
+        close(our_logits(*merge_adapter(combine_params(read, frozen), again)), their_logits(theirs))
+    else:
+        close(our_logits(params, spec), their_logits(theirs))
         assert again == spec
         chex.assert_trees_all_equal(read, adapter)
-    else:
-        close(our_logits(*merge_adapter(combine_params(read, frozen), again)), their_logits(theirs))
 
 
 def test_a_new_adapter_begins_as_pefts_does(saved):
@@ -260,28 +254,29 @@ def test_adapters_that_do_not_fit_are_refused(saved, tmp_path):
             read_adapter_spec(tmp_path, base)
     config.write_text(json.dumps(written))
 
+    def refused(named, of=base):
+        with pytest.raises(ValueError, match=named):
+            load_adapter(tmp_path, read_adapter_spec(tmp_path, of))
+
     arrays = safetensors.numpy.load_file(path)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-    safetensors.numpy.save_file({k: v for k, v in arrays.items() if k != name}, path)
-    with pytest.raises(ValueError, match=name):
-        load_adapter(tmp_path, read_adapter_spec(tmp_path, base))
     other = name.replace("layers.1", "layers.7")
-    safetensors.numpy.save_file(arrays | {other: arrays[name]}, path)
-    with pytest.raises(ValueError, match=other):
-        read_adapter_spec(tmp_path, base)
-    safetensors.numpy.save_file({}, path)
-    with pytest.raises(ValueError, match="arrays"):
-        read_adapter_spec(tmp_path, base)
+    fused = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+    for stored, named in (
+        ({k: v for k, v in arrays.items() if k != name}, name),
+        (arrays | {other: arrays[name]}, other),
+        ({}, "arrays"),
+    ):
+        safetensors.numpy.save_file(stored, path)
+        refused(named)
+    safetensors.numpy.save_file({fused: np.zeros((6, 24), np.float32)}, path)
+    refused(r"lora_A\.weight", saved("Mixtral")[1])  # of fused experts that can't be split
     path.write_bytes(b"\x08")
     with pytest.raises(ValueError, match="damaged"):
         load_adapter(tmp_path, spec)
     path.unlink()
     with pytest.raises(FileNotFoundError):
         load_adapter(tmp_path, spec)
-    name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
-    safetensors.numpy.save_file({name: np.zeros((6, 24), np.float32)}, path)
-    with pytest.raises(ValueError, match=r"lora_A\.weight"):  # of fused experts that can't be split
-        read_adapter_spec(tmp_path, saved("Mixtral")[1])
 
 
 # ---------------------------------------------------------------------------------------- targets
@@ -292,18 +287,9 @@ JOINED = dataclasses.replace(GPT_OSS, moe=dataclasses.replace(GPT_OSS.moe, hf_jo
 TARGETS = [
     (DENSE, ["all-linear"], "down gate key output query up value"),
     (DENSE, ["q_proj", "v_proj"], "query value"),
-    (DENSE, ["query", "value"], "query value"),
-    (DENSE, ["*_proj"], "down gate key output query up value"),
     (DENSE, ["*.self_attn.*", "down"], "down key output query value"),
     (GATED, ["q_proj"], "attention_gate query"),
-    (GATED, ["query"], "attention_gate query"),
     (LATENT, ["all-linear"], "down gate kv_a kv_b output query up"),
-    (
-        SHARED,
-        ["all-linear"],
-        "down expert_down expert_gate expert_up gate key output query shared_down shared_gate "
-        "shared_up up value",
-    ),
     (JOINED, ["all-linear"], "key output query value"),  # a checkpoint joins its experts
 ]
 
@@ -404,9 +390,6 @@ def test_an_update_is_that_of_the_whole_model_without_the_rest(one_device, on_on
     chex.assert_trees_all_close(on_one_device[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param({"fsdp": 8}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2, "tensor": 2}],
-)
-def test_the_mesh_makes_no_difference(on_one_device, sizes):
-    chex.assert_trees_all_close(updated(make_mesh(sizes)), on_one_device, atol=2e-5, rtol=1e-4)
+def test_the_mesh_makes_no_difference(on_one_device):
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    chex.assert_trees_all_close(updated(mesh), on_one_device, atol=2e-5, rtol=1e-4)

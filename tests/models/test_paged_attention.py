@@ -181,12 +181,3 @@ def test_every_shape(group, dtype):
     ):
         if (group + width // 16 + number) % 3 == 0:
             check(drawn(2 * group, 2, width, dtype), options, blocks=blocks)
-
-
-@pytest.mark.slow
-@pytest.mark.guards("models/", *NATIVE)
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_latent_of_its_published_size(heads):
-    given = drawn(heads, 1, 576, "bfloat16", value_width=512, positions=(0, 16, 95, -1))
-    for blocks in (None, SPLIT):
-        check(given, Attending(scale=192**-0.5), value_width=512, blocks=blocks)

@@ -57,8 +57,8 @@ KEY_HEADS, VALUE_HEADS, DELTA_WIDTH = 16, 32, 128  # of Qwen3.5-4B
 FLOAT = 4  # bytes
 
 
-def delta_tokens(rows, length):
-    one = functools.partial(shape, rows, length, layout=layout_on())
+def delta_tokens(layout, rows, length):
+    one = functools.partial(shape, rows, length, layout=layout)
     keys = one(KEY_HEADS, DELTA_WIDTH, dtype=jnp.bfloat16)
     values = one(VALUE_HEADS, DELTA_WIDTH, dtype=jnp.bfloat16)
     return keys, keys, values, one(VALUE_HEADS), one(VALUE_HEADS), one(dtype=jnp.int32)
@@ -69,7 +69,7 @@ def test_gradients_of_the_delta_rule_need_little_memory_and_no_product_rounds():
         return (gated_delta_rule(q, k, v, log_decay, beta, segment_ids)[0] ** 2).sum()
 
     length = 4096
-    lowered = jax.jit(jax.grad(total, argnums=range(5))).lower(*delta_tokens(1, length))
+    lowered = jax.jit(jax.grad(total, argnums=range(5))).lower(*delta_tokens(layout_on(), 1, length))
     compiled = lowered.compile(compiler_options=OPTIONS)
     numbers = compiled.memory_analysis().temp_size_in_bytes / FLOAT
     assert numbers / length / VALUE_HEADS < 6 * DELTA_WIDTH  # a memory has 128 · 128
@@ -78,9 +78,10 @@ def test_gradients_of_the_delta_rule_need_little_memory_and_no_product_rounds():
 
 
 def test_decoding_by_the_delta_rule_changes_memories_in_place():
-    slots = 64
-    memories = shape(slots, VALUE_HEADS, DELTA_WIDTH, DELTA_WIDTH, layout=layout_on())
-    run = jax.jit(gated_delta_rule, donate_argnums=6).lower(*delta_tokens(slots, 1), memories)
+    slots, layout = 64, layout_on()
+    memories = shape(slots, VALUE_HEADS, DELTA_WIDTH, DELTA_WIDTH, layout=layout)
+    tokens = delta_tokens(layout, slots, 1)
+    run = jax.jit(gated_delta_rule, donate_argnums=6).lower(*tokens, memories)
     sizes = run.compile(compiler_options=OPTIONS).memory_analysis()
     held = slots * VALUE_HEADS * DELTA_WIDTH**2 * FLOAT
     assert sizes.alias_size_in_bytes == held

@@ -16,7 +16,6 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.update import PolicyObjective
 from jaxrl_llm.types import Batch
@@ -153,29 +152,12 @@ def episode_weights(mask):
     return weights
 
 
-def build(
-    params,
-    mesh,
-    *,
-    tokens,
-    length=16,
-    reduce=sequence_mean_token_mean,
-    objective=OBJECTIVE,
-    **settings,
-):
+def build(params, *, tokens, length=16, objective=OBJECTIVE, **settings):
     """Return a function from a batch to gradient, metrics and new parameters."""
-    placed, ranks = place(params, SPEC, mesh), batch_shards(mesh)
-    shape = row_shape(tokens, length, sequences=len(SIZES), multiple_of=ranks)
-    learner = learn(
-        SPEC,
-        placed,
-        objective,
-        shape,
-        mesh=mesh,
-        reduce=reduce,
-        temperature=TEMPERATURE,
-        **settings,
-    )
+    placed = place(params, SPEC, mesh_of())
+    shape = row_shape(tokens, length, sequences=len(SIZES))
+    settings = {"reduce": sequence_mean_token_mean, "temperature": TEMPERATURE} | settings
+    learner = learn(SPEC, placed, objective, shape, **settings)
     return lambda batch: updated(learner, placed, batch, COEFS)
 
 
@@ -201,22 +183,16 @@ def expected(params):
 @pytest.fixture(scope="module")
 def in_pairs(params):
     """An update in micro-batches of two rows, for tests that vary the batch."""
-    return build(params, mesh_of(), tokens=32, remat="full")
+    return build(params, tokens=32, remat="full")
 
 
 def test_one_row_at_a_time(params, expected):
-    check(params, build(params, mesh_of(), tokens=16)(make_batch()), expected)
+    check(params, build(params, tokens=16)(make_batch()), expected)
 
 
 def test_longer_rows_chunks_and_other_weights(params):
-    run = build(params, mesh_of(), tokens=75, length=24, reduce=token_mean, logprob_chunk=7)
+    run = build(params, tokens=75, length=24, reduce=token_mean, logprob_chunk=7)
     check(params, run(make_batch()), reference(params, make_batch(), token_mean))
-
-
-def test_a_mesh_changes_nothing(params, expected):
-    mesh = mesh_of(data=2, fsdp=2, tensor=2)
-    run = build(params, mesh, tokens=16 * batch_shards(mesh))
-    check(params, run(make_batch()), expected)
 
 
 def test_neither_order_nor_padding_nor_company_changes_anything(params, in_pairs, expected):
@@ -266,7 +242,7 @@ def test_micro_batches_change_no_corrected_update(params, name):
     batch = batch.add(rollout_logprobs=rollout, ages=ages)
     objective = PolicyObjective(loss=POLICY_LOSSES[name], corrected=True)
     runs = [
-        build(params, mesh_of(), tokens=tokens, reduce=token_mean, objective=objective)
+        build(params, tokens=tokens, reduce=token_mean, objective=objective)
         for tokens in (16, 16 * len(SIZES))
     ]
     (gradient, metrics, _), (expected, wanted_metrics, _) = (run(batch) for run in runs)

@@ -1,6 +1,5 @@
 """Packing: nothing is lost, nothing overlaps, and what was packed comes back."""
 
-import itertools
 import math
 
 import hypothesis.strategies as st
@@ -194,31 +193,30 @@ def two_peaked(rng, count):
     return np.where(rng.random(count) < 0.5, 512, rng.integers(60, 180, count)).astype(np.int32)
 
 
-@pytest.mark.parametrize("draw", [*map(constant, (0.3, 0.55, 0.9)), lognormal, two_peaked])
-@pytest.mark.parametrize(("ranks", "each"), [(1, 4), (8, 17), (1, 32)])
-def test_long_rows_are_full_whatever_the_lengths(draw, ranks, each):
+@pytest.mark.parametrize(("ranks", "each"), [(1, 4), (8, 17)])
+def test_long_rows_are_full_whatever_the_lengths(ranks, each):
     """Rows no longer than a sequence may be are left nearly half empty by some lengths."""
-    sizes = draw(np.random.default_rng(0), ranks * each * 32)
-    given = {"sequences": len(sizes), "multiple_of": ranks, "cost": LARGE}
-    shapes = [row_shape(ranks * each * 512, 512, long_rows=x, **given) for x in (False, True)]
-    short, long = (padding(sizes, plan_microbatches(sizes, shape), shape) for shape in shapes)
-    assert long < 0.05
-    assert long < short + 0.03
-    if len({*sizes.tolist()}) == 1:
-        assert short > 0.09  # 0.55 of the longest: 0.45
+    for draw in (constant(0.3), constant(0.55), lognormal, two_peaked):
+        sizes = draw(np.random.default_rng(0), ranks * each * 32)
+        given = {"sequences": len(sizes), "multiple_of": ranks, "cost": LARGE}
+        shapes = [row_shape(ranks * each * 512, 512, long_rows=x, **given) for x in (False, True)]
+        short, long = (padding(sizes, plan_microbatches(sizes, s), s) for s in shapes)
+        assert long < 0.05
+        assert long < short + 0.03
+        if len({*sizes.tolist()}) == 1:
+            assert short > 0.09  # 0.55 of the longest: 0.45
 
 
 @pytest.mark.parametrize(
     ("draw", "is_long"), [(constant(0.95), False), (constant(0.55), True), (lognormal, False)]
 )
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_rows_are_long_where_that_saves_more_than_it_costs(draw, is_long, ranks):
+def test_rows_are_long_where_that_saves_more_than_it_costs(draw, is_long):
     """Where two sequences fit into no short row, and a token's scores cost a fifth of the rest."""
+    ranks = 8
     sizes = draw(np.random.default_rng(0), ranks * 64)
     cost = Cost(breakeven=2 * 512 * XLA_ATTENTION / 0.2, flops=LARGE.flops)
-    shape = row_shape(
-        ranks * 8 * 512, 512, sequences=len(sizes), multiple_of=ranks, cost=cost, long_rows=True
-    )
+    given = {"sequences": len(sizes), "multiple_of": ranks, "cost": cost, "long_rows": True}
+    shape = row_shape(ranks * 8 * 512, 512, **given)
     chosen = choose_rows(sizes, shape)
     assert (chosen.longest is not None) is is_long
     assert chosen in (shape, shape.in_short_rows)
@@ -262,28 +260,6 @@ def test_the_rank_beside_a_long_sequence_gets_as_much():
     shape = RowShape(rows=2, length=16, sequences=32, ranks=2, cost=Cost(16.0))
     plan = plan_microbatches(sizes, shape)
     assert [[int(sizes[row].sum()) for row in batch] for batch in plan] == [[16, 16], [8, 8]]
-
-
-def test_sequences_of_many_sizes_need_fewer_microbatches_than_best_fit():
-    """Where they have one shape: its last rows have 16 short sequences and much room."""
-    sizes = np.array([16] * 8 + [1] * 64)
-    shape = RowShape(rows=1, length=32, sequences=16)
-    assert [len(in_order(sizes, shape)), len(plan_microbatches(sizes, shape))] == [8, 7]
-
-
-def test_the_number_of_microbatches_is_near_the_lower_bound():
-    for seed, shape in itertools.product(range(3), (RowShape(4, 1024, 64), RowShape(8, 512, 128))):
-        rng = np.random.default_rng(seed)
-        sizes = np.minimum(rng.lognormal(5.0, 0.7, 600).astype(np.int32) + 1, shape.length)
-        bound = -(-int(sizes.sum()) // (shape.rows * shape.length))
-        assert bound >= 20
-        assert len(plan_microbatches(sizes, shape)) <= 1.05 * bound + 1
-
-
-def test_many_short_sequences_need_no_more_than_their_slots():
-    sizes = np.ones(160, np.int32)
-    batches = plan_microbatches(sizes, RowShape(rows=2, length=64, sequences=32))
-    assert [[len(row) for row in batch] for batch in batches] == [[16, 16]] * 5
 
 
 def test_sequences_without_tokens_are_nowhere():

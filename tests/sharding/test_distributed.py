@@ -34,16 +34,6 @@ SLURM = {
 }
 
 
-def test_simulated_devices_get_threads_to_wait_in(monkeypatch):
-    """XLA reads their number when it makes the devices; what the user has set stays."""
-    monkeypatch.delenv("PJRT_NPROC")
-    distributed.initialize()
-    assert os.environ["PJRT_NPROC"] == str(16 * len(jax.devices()))
-    monkeypatch.setenv("PJRT_NPROC", "9")
-    distributed.initialize()
-    assert os.environ["PJRT_NPROC"] == "9"
-
-
 def test_who_is_who():
     """By variables of our own, which come before Slurm's."""
     for environment in ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8"}):
@@ -54,7 +44,6 @@ def test_who_is_who():
         ({"JAX_NUM_PROCESSES": None}, "JAX_NUM_PROCESSES"),
         ({"JAX_COORDINATOR_ADDRESS": None}, "JAX_COORDINATOR_ADDRESS"),
         ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID"),
-        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES"),
         ({"JAX_COORDINATOR_ADDRESS": "host"}, "JAX_COORDINATOR_ADDRESS"),
         ({"JAX_COORDINATOR_ADDRESS": "host:70000"}, "JAX_COORDINATOR_ADDRESS"),
     ):
@@ -63,23 +52,16 @@ def test_who_is_who():
             rendezvous.find_membership(wrong)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node001,host2", "node001"),
-        ("node[001,007-015],host2", "node001"),
-        ("gpu-a[3,5]", "gpu-a3"),
-    ],
-)
-def test_a_slurm_step_as_jax_itself_reads_it(nodes, host, monkeypatch):
+def test_a_slurm_step_as_jax_itself_reads_it(monkeypatch):
     from jax._src.clusters import SlurmCluster
 
-    environment = SLURM | {"SLURM_STEP_NODELIST": nodes}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    theirs = SlurmCluster.get_coordinator_address(None, None)
-    assert rendezvous.find_membership(environment) == (theirs, 8, 3)
-    assert theirs.startswith(f"{host}:")
+    for nodes, host in (("node[001,007-015],host2", "node001"), ("gpu-a[3,5]", "gpu-a3")):
+        environment = SLURM | {"SLURM_STEP_NODELIST": nodes}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        theirs = SlurmCluster.get_coordinator_address(None, None)
+        assert rendezvous.find_membership(environment) == (theirs, 8, 3)
+        assert theirs.startswith(f"{host}:")
 
 
 # --------------------------------------------------------------------- how they meet
@@ -94,7 +76,7 @@ def free_address():
 @pytest.fixture
 def meet(monkeypatch):
     """Lets processes meet, which are threads here; returns what each of them gets or raises."""
-    monkeypatch.setenv(rendezvous.START_TIMEOUT, "1")
+    monkeypatch.setenv(rendezvous.START_TIMEOUT, "60")
     monkeypatch.setattr(rendezvous, "STRANGER_S", 0.5)
     monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 0.1)
 
@@ -112,8 +94,7 @@ def meet(monkeypatch):
     return run
 
 
-def test_processes_meet_in_any_order_whoever_else_comes(meet, monkeypatch):
-    monkeypatch.setenv(rendezvous.START_TIMEOUT, "20")
+def test_processes_meet_in_any_order_whoever_else_comes(meet):
     address = free_address()
 
     def scan():
@@ -159,8 +140,10 @@ NOT_MET = {  # what processes say of themselves, what they get, and what all err
 
 
 @pytest.mark.parametrize("name", NOT_MET)
-def test_processes_that_do_not_meet_say_why(meet, name):
+def test_processes_that_do_not_meet_say_why(meet, name, monkeypatch):
     processes, kinds, named = NOT_MET[name]
+    if "T" in kinds:
+        monkeypatch.setenv(rendezvous.START_TIMEOUT, "1")
     here, gone = free_address(), free_address()
     given = [{"address": here} | process for process in processes]
     came = meet(*(one | {"address": one["address"] or gone} for one in given))
