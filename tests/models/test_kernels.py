@@ -23,7 +23,6 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import (
     MOST_SEGMENTS,
     DeviceInfo,
-    GroupedKernels,
     Heads,
     attend_cudnn,
     choose_kernel,
@@ -32,7 +31,6 @@ from jaxrl_llm.models.kernels import (
     objection,
 )
 from jaxrl_llm.models.moe import grouped, grouped_triton
-from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.models.vision.tower import tower_heads_on, tower_layout
 from jaxrl_llm.sharding import distributed
@@ -283,18 +281,6 @@ def test_kernels_are_tried_on_a_batch_where_there_are_stages(monkeypatch):
     given = {"device": AMPERE, "kernels": grouped.BLOCKED}
     for layout, name in ((layout_on(stage=2), "xla"), (layout_on(data=2), "triton")):
         assert grouped.choose_grouped_kernels("auto", MOE, layout, "bfloat16", **given).name == name
-
-
-def test_interpreted_kernels_agree(monkeypatch):
-    monkeypatch.setattr(grouped, "TRIED", grouped.TRIED[:1])
-    kernels = GroupedKernels(
-        functools.partial(grouped_triton.multiply_groups, interpret=True),
-        functools.partial(grouped_triton.sum_outer_products, interpret=True),
-    )
-    assert 0 < grouped.grouped_difference(kernels, [(16, 16)], "bfloat16", is_batched=True) < 2**-8
-    heads = Heads(4, 2, 16, (Attending(softcap=3.0, window=20),), is_int8=True)
-    kernel = functools.partial(attend_pages, interpret=True)
-    assert paged.paged_difference(kernel, heads, "float32") < 1e-5
 
 
 def test_sinks_and_scales_are_tried():

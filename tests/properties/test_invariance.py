@@ -191,7 +191,7 @@ def test_one_row_at_a_time(params, expected):
 
 
 def test_longer_rows_chunks_and_other_weights(params):
-    run = build(params, tokens=75, length=24, reduce=token_mean, logprob_chunk=7)
+    run = build(params, tokens=75, length=24, reduce=token_mean, logprob_chunk=7, remat="dots")
     check(params, run(make_batch()), reference(params, make_batch(), token_mean))
 
 
