@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from jaxrl_llm.algorithms.losses import ppo_clip
-from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.sections import CACHE_TOLERANCE
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import Attending
@@ -36,9 +35,10 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated, shardings
 from jaxrl_llm.sharding.reshard import to_device, to_host
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.update import Learner, PolicyObjective
+from jaxrl_llm.training.update import PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.specs import DENSE
+from tests.updates import learn
 
 pytestmark = pytest.mark.gpu
 
@@ -81,29 +81,21 @@ def _sequences(device, dtype, kernel=None, kv_cache_dtype="auto"):
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["rows", "pages"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
-def test_decoding_agrees_with_the_forward_pass(dtype, tolerance, in_place):
-    device, kernel = jax.devices("gpu")[0], None
-    if in_place:
-        layout = Layout(make_mesh({}, [device]))
-        choice = choose_paged_kernel("auto", SPEC, layout, dtype, device=this_device())
-        assert choice.kernel is not None, choice.reason
-        kernel = choice.kernel
-    _, _, batch, reported, logprobs = _sequences(device, dtype, kernel)
-    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["rows", "pages"])
-def test_int8_keys_and_values_agree_with_the_forward_pass(in_place):
+@pytest.mark.parametrize(
+    ("dtype", "cache", "tolerance"),
+    [
+        *(("float32", "auto", 5e-3), ("bfloat16", "auto", 3e-2)),
+        ("bfloat16", "int8", CACHE_TOLERANCE),
+    ],
+)
+def test_decoding_agrees_with_the_forward_pass(dtype, cache, tolerance, in_place):
     device = jax.devices("gpu")[0]
-    layout = Layout(make_mesh({}, [device]))
-    asked = "auto" if in_place else "xla"
-    choice = choose_paged_kernel(
-        asked, SPEC, layout, "bfloat16", device=this_device(), is_int8=True
-    )
+    asked, layout = "auto" if in_place else "xla", Layout(make_mesh({}, [device]))
+    given = {"device": this_device(), "is_int8": cache == "int8"}
+    choice = choose_paged_kernel(asked, SPEC, layout, dtype, **given)
     assert (choice.kernel is not None) == in_place, choice.reason
-    _, _, batch, reported, logprobs = _sequences(device, "bfloat16", choice.kernel, "int8")
-    assert np.abs(reported - logprobs)[batch["mask"]].mean() < CACHE_TOLERANCE
+    _, _, batch, reported, logprobs = _sequences(device, dtype, choice.kernel, cache)
+    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
@@ -130,17 +122,9 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         params = jax.device_put(params, shardings(declare(SPEC), mesh))
         advantages = np.where(batch["mask"], np.linspace(-1, 1, 64)[:, None], 0).astype(np.float32)
         batch = batch.add(old_logprobs=logprobs, advantages=advantages)
-        learner = Learner(
-            PolicyObjective(loss=ppo_clip),
-            dataclasses.replace(ForwardConfig(model=Decoder(SPEC)), temperature=0.8),
-            optax.sgd(1e-2),
-            reduce=token_mean,
-            shape=row_shape(2048, LENGTH, sequences=64),
-            mesh=mesh,
-            params_like=jax.tree.map(
-                lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
-            ),
-        )
+        shape = row_shape(2048, LENGTH, sequences=64)
+        given = {"mesh": mesh, "optimizer": optax.sgd(1e-2), "temperature": 0.8}
+        learner = learn(SPEC, params, PolicyObjective(loss=ppo_clip), shape, **given)
         coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
         state, metrics = learner.update(learner.init(params), batch, coefs)
         losses.append((float(metrics["loss"]), jax.device_get(state.params["embed"])))
@@ -258,7 +242,7 @@ def test_float8_products_are_those_of_a_cpu(rows):
     assert np.abs(on_gpu - on_cpu).max() < 2**-6 * np.abs(on_cpu).max()
 
 
-# ------------------------------------------------------------------------------- products of experts
+# ----------------------------------------------------------------------------- products of experts
 
 SHAPES = {  # rows, and of a group its inner width and columns
     "training": ([4096, 0, 300, 5000, 1, 2047], 700, 4096, 1536),

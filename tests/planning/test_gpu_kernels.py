@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import ROLLOUT_RULES, TOKENS, Layout, make_mesh
 from jaxrl_llm.training.compile import ENGINE, StepId, StepKind, plan_shapes
 from tests.guarded import MODEL, NATIVE, PLANNING
-from tests.planning.stablehlo import GROUPED, OPTIONS, configure, lower, spec_of
+from tests.planning.stablehlo import OPTIONS, configure
 from tests.specs import DENSE, tiny_spec
 
 pytestmark = [
@@ -162,15 +162,6 @@ def test_kernels_of_experts_keep_their_numbers_in_registers(gpu, rows, inner, co
         sizes = shape(16, dtype=jnp.int32, layout=layout)
         memory = compile_alone(function, layout, *arrays, sizes).memory_analysis()
         assert memory.temp_size_in_bytes < 64 * 1024, "something was copied"
-
-
-@pytest.mark.parametrize(("asked", "taken"), [("auto", TRITON), ("xla", None)])
-def test_kernels_of_experts_are_planned_untried(asked, taken, tmp_path):
-    config = configure(tmp_path, spec_of("Qwen3Moe"), model__experts=asked, mesh__train__fsdp=8)
-    shapes = plan_shapes(config, gpu_devices("H200", 8))
-    assert shapes.roles["actor"].settings.grouped_kernels == taken
-    program = lower(shapes.trace[StepId(ENGINE, StepKind.DECODE)]())
-    assert program.calls == (GROUPED if taken else set())
 
 
 @pytest.fixture(scope="module")

@@ -82,16 +82,15 @@ def test_no_gradient_is_summed_whole_in_float32(compiled):
     assert summed == []
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_update_gathers_weights_twice_and_scatters_gradients_once(compiled, tied):
-    spec = SPEC if tied else dataclasses.replace(SPEC, tied_embeddings=False)
+def test_an_update_gathers_weights_twice_and_scatters_gradients_once(compiled):
+    spec = dataclasses.replace(SPEC, tied_embeddings=False)
     text = compiled(8, UPDATE_STEP, spec)[1].as_text()
     sent = count_operations(text, {"fsdp": 8}).sent.total()
     gather, scatter = 2, 4  # bytes of a weight, and of its gradient
     head = (
         spec.vocab_size * spec.hidden_size
     )  # gathered once; of an embedding tokens' rows are sent
-    layers = parameter_count(spec) - head * (1 if tied else 2)
+    layers = parameter_count(spec) - 2 * head
     formula = (layers * (2 * gather + scatter) + head * (gather + scatter)) * 7 / 8
     assert sent == pytest.approx(formula, rel=0.1)
 

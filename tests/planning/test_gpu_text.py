@@ -109,6 +109,8 @@ def test_what_is_counted_is_what_is_run():
         scatter: 16 * 8 * 4 * 3,
     }
     assert counted.arrays == {gather: 4 * 2, reduce: 4, scatter: 1}
+    assert all(sent.leaves_node for sent in count_operations(TEXT, AXES, per_node=2).sent)
+    assert not any(sent.leaves_node for sent in count_operations(TEXT, AXES, per_node=4).sent)
 
     body = 5  # kernels: a gather, two products, a sum over devices, a copy
     entry = 1 + 1 + 2  # scores, a scatter, two in the command buffer

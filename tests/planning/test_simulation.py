@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.cluster.simulate_sampling import EngineSpeed, simulate_engine
+from benchmarks.cluster.simulate_sampling import EngineSpeed
 from benchmarks.cluster.simulate_steps import TrainMesh, WindowSettings, bytes_sent, simulate_window
 from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.training.compile import StepId, StepKind, plan_shapes, with_float16
@@ -16,24 +16,6 @@ from tests.training.test_window import SAMPLES, SIZE, Turns, open_window, train
 pytestmark = pytest.mark.repository
 
 SECOND, STEPS = EngineSpeed(step=1.0), 6
-
-
-def test_answers_end_when_their_slots_have_run_so_many_steps():
-    def ends(lengths, *, unread=0, prompt=0, slots=9, speed=SECOND):
-        lengths, unread = np.array(lengths), np.full(len(lengths), unread)
-        times = simulate_engine(lengths, unread, prompt=prompt, slots=slots, speed=speed)
-        return times.tolist()
-
-    for lengths, slots, expected in (
-        ([4, 4, 4], 3, [4, 4, 4]),
-        ([4, 4, 4], 2, [4, 4, 8]),
-        ([10, 2, 2, 2], 2, [10, 2, 4, 6]),
-        ([2, 2, 2, 10], 2, [2, 2, 4, 12]),
-        ([], 2, []),
-    ):
-        assert ends(lengths, slots=slots) == expected
-    slow = EngineSpeed(step=1.0, prompt=0.5)  # a prompt that is read keeps the others waiting
-    assert ends([1, 3, 1], unread=4, prompt=4, slots=2, speed=slow) == [5, 9, 8]
 
 
 def test_the_bytes_of_a_pass_are_those_of_the_compiled_program(tmp_path):

@@ -17,9 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.monitoring.clock import CompileCounter
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from jaxrl_llm.runs.compile_cache import use_compilation_cache
 from jaxrl_llm.sharding import distributed, rendezvous
 from jaxrl_llm.sharding.layout import make_mesh
 from jaxrl_llm.sharding.reshard import reshard
@@ -232,8 +230,6 @@ def program():
         distributed.wait_for_all("a place")
         assert mark.exists()
 
-    with use_compilation_cache(Path(sys.argv[1]) / "programs"):
-        assert [hits_of(placed["a"]) for _ in range(2)] == [0, 1]
     checkpoint(Path(sys.argv[1]), mesh)
     print("well")
 
@@ -260,16 +256,6 @@ def reshape(mesh):
         assert "[0, 1] to [0]" in str(error), error
     else:
         raise AssertionError("moved to one process")
-
-
-def hits_of(array):
-    """Return how many programs on all devices are found that this process has kept."""
-    counter = CompileCounter()
-    jax.clear_caches()
-    jax.block_until_ready(jax.jit(lambda x: (x - x.sum()) ** 3)(array))
-    hits = counter.metrics()["perf/compilation_cache_hits"]
-    counter.close()
-    return hits
 
 
 def like(mesh, *parts):
