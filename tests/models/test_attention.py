@@ -121,9 +121,3 @@ def test_rows_of_many_segments_attend_as_whole_rows_do(name, blocks, length, mon
     if name == "plain":  # a segment that is longer than it may be is cut
         one = np.ones_like(segments)
         assert not np.allclose(run(*given, one, 4)[1], run(*given, one, None)[1])
-
-
-def test_a_window_is_causal():
-    x = jnp.ones((1, 2, 1, 4))
-    with pytest.raises(ValueError, match="window"):
-        attend(x, x, x, jnp.ones((1, 2), jnp.int32), Attending(window=2, causal=False))

@@ -149,16 +149,6 @@ def test_nothing_is_read_of_other_sequences():
     np.testing.assert_array_equal(got[:2], expected[:2])
 
 
-def test_what_cannot_be_read_is_refused():
-    q, (keys, values, *_), table, positions = drawn(2, 1, 16)
-    with pytest.raises(ValueError, match="12"):
-        pages = LayerCache(keys[..., :12], values[:, :, :12])
-        attend_pages(q, pages, table, positions, interpret=True)
-    with pytest.raises(ValueError, match="16"):
-        pages = LayerCache(keys[:, :, :8], values[..., :8])
-        attend_pages(q[..., :8], pages, table, positions, interpret=True)
-
-
 def test_all_pages_are_in_a_split():
     for programs, pages in itertools.product((1, 64, 4096), (1, 2, 7, 128, 2048)):
         blocks = choose_blocks(programs, 4, 512, PAGE, pages)

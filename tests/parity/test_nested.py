@@ -52,28 +52,6 @@ def test_logits_of_text_equal(dense):
     assert assert_logits_equal(*dense).hf_prefix == "model.language_model."
 
 
-def test_an_export_is_the_whole_model(dense, tmp_path):
-    model, source = dense
-    params, spec = load(source)
-    changed = params | {"embed": params["embed"] + 1}
-    save_params(tmp_path / "x", changed, spec, source=source, dtype=np.float32)
-    before, after = (load_file(place / "model.safetensors") for place in (source, tmp_path / "x"))
-    assert before.keys() == after.keys()
-    assert any(name.startswith("model.visual.") for name in after)
-    for name, value in before.items():
-        moved = name == "model.language_model.embed_tokens.weight"
-        np.testing.assert_array_equal(after[name], value + moved)
-    original, exported = (
-        json.loads((p / "config.json").read_text()) for p in (source, tmp_path / "x")
-    )
-    assert exported == original
-    loaded, report = transformers.AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "x", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    assert type(loaded) is type(model)
-
-
 def test_an_export_in_bfloat16_has_the_dtypes_of_published_files(dense, tmp_path):
     """The decays and a norm of DeltaNets in float32; `mtp.*` and the tower to the last bit."""
     model, source = dense[0], tmp_path / "source"

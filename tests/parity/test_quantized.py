@@ -46,9 +46,6 @@ def assert_restored_alike(directory, saved, quantization):
     assert ours.state_dict().keys() == expected.keys()
     for name, value in ours.state_dict().items():
         assert torch.equal(value.float(), expected[name].float()), name
-    with torch.no_grad():
-        tokens = torch.arange(8)[None]
-        assert torch.isfinite(ours(tokens).logits).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,13 +54,9 @@ SPECS = {
     "Gemma2": {
         "qk_norm": False,
         "unit_offset_norms": True,
-        "post_norms": True,
-        "scaled_embeddings": True,
-        "activation": "gelu_tanh",
         "window": 8,
         "windowed_layers": (True, False),
         "score_softcap": 5.0,
-        "query_scalar": 9.0,
     },
     "Qwen3Moe": {"moe": MOE},
     "DeepseekV3": {

@@ -208,7 +208,6 @@ def test_advice_is_a_config_that_fits(configure):
     again = max(p.total for p in memory_by_phase(new, scale_scratch(scratch, shapes, new)))
     assert again == path[-1][1].total
     assert advise(shapes, scratch, before, change) == []
-    assert advise(shapes, scratch, 1, change)[-1][1].total > 1
 
 
 def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):

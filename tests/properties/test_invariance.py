@@ -209,9 +209,11 @@ def test_neither_order_nor_padding_nor_company_changes_anything(params, in_pairs
 
 
 def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params):
-    shape, batch = row_shape(16 * 4, 16, sequences=len(SIZES)), make_batch()
+    """Also where sequences are chains of episodes, whose tokens lie in any order."""
+    batch, episodes = make_batch(), as_episodes(make_batch())
     model = ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE)
-    fields = logprob_pass(model, shape, mesh_of())(params, batch)
+    infer = logprob_pass(model, row_shape(16 * 4, 16, sequences=len(SIZES)), mesh_of())
+    fields, joined = (infer(params, each) for each in (batch, episodes))
     for i, n in enumerate(batch.sequence_lengths):
         logpi = np.asarray(log_policy(params, jnp.asarray(batch.tokens[i, :n])))
         for t in range(16):
@@ -220,6 +222,12 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params):
             entropy = -(np.exp(logpi[t - 1]) * logpi[t - 1]).sum() if inside else 0.0
             np.testing.assert_allclose(fields["logprobs"][i, t], logprob, atol=2e-5)
             np.testing.assert_allclose(fields["entropy"][i, t], entropy, atol=2e-5)
+    for episode, chains in enumerate(EPISODES):
+        for number, chain in enumerate(chains):
+            places = episodes["chain_ids"][episode] == number
+            wanted = fields["logprobs"][chain, : places.sum()]
+            np.testing.assert_allclose(joined["logprobs"][episode, places], wanted, atol=1e-5)
+    assert not joined["logprobs"][episodes["chain_ids"] < 0].any()
 
 
 POLICY_LOSSES = {k: f for k, f in named(losses).items() if not k.startswith("select_")}
@@ -261,16 +269,3 @@ def test_chains_are_read_by_themselves_and_weighed_as_one_episode(params, in_pai
     assert alone.tokens.shape[1] > 16
     one = batch.take([chain])
     check(params, in_pairs(alone), reference(params, one, sequence_mean_token_mean))
-
-
-def test_what_a_model_says_of_chains_lies_where_their_tokens_do(params):
-    batch, episodes = make_batch(), as_episodes(make_batch())
-    model = ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE)
-    infer = logprob_pass(model, row_shape(16 * 4, 16, sequences=len(SIZES)), mesh_of())
-    apart, joined = (infer(params, each)["logprobs"] for each in (batch, episodes))
-    for episode, chains in enumerate(EPISODES):
-        for number, chain in enumerate(chains):
-            places = episodes["chain_ids"][episode] == number
-            wanted = apart[chain, : places.sum()]
-            np.testing.assert_allclose(joined[episode, places], wanted, rtol=1e-5, atol=1e-5)
-    assert not joined[episodes["chain_ids"] < 0].any()
