@@ -243,7 +243,7 @@ def test_a_language_model_becomes_a_critic(spec, params):
 
 
 def test_refuses(critic, params):
-    with pytest.raises(ValueError, match="value head"):
+    with pytest.raises(ValueError, match="head"):
         with_value_head(*critic)
     with pytest.raises(ValueError, match="logits"):
         logits(*critic, jnp.ones((2, 16)))

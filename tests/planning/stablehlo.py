@@ -52,11 +52,8 @@ MOE = MoeSpec(experts=EXPERTS, experts_per_token=2, ff_width=24)
 SPECS = {
     "Qwen3": {},
     "Gemma2": {
-        "qk_norm": False,
-        "unit_offset_norms": True,
-        "window": 8,
-        "windowed_layers": (True, False),
-        "score_softcap": 5.0,
+        **dict(qk_norm=False, unit_offset_norms=True, post_norms=True, scaled_embeddings=True),
+        **dict(activation="gelu_tanh", window=8, windowed_layers=(True, False), score_softcap=5.0),
     },
     "Qwen3Moe": {"moe": MOE},
     "DeepseekV3": {
