@@ -24,7 +24,7 @@ OPTIONS = {
     "window": Attending(window=3),
     "traced window": Attending(window=jnp.array(2)),
     "no window among windows": Attending(window=jnp.array(jnp.iinfo(jnp.int32).max)),
-    "scale and soft-cap": Attending(scale=0.7, softcap=1.5),
+    "scale, soft-cap and window": Attending(scale=0.7, softcap=1.5, window=2),
     "sinks": Attending(sinks=jnp.array([-2.0, 0.5, 1.0, 3.0])),
     "sinks above all scores, and a window": Attending(window=2, sinks=jnp.full(4, 40.0)),
 }
@@ -89,7 +89,7 @@ def test_softmax_is_float32_in_bfloat16(options):
 @pytest.mark.parametrize(
     ("name", "blocks", "length"),
     [
-        *(("plain", 1, 12), ("traced window", 2, 12)),
+        *(("plain", 1, 12), ("traced window", 2, 12), ("scale, soft-cap and window", 2, 11)),
         ("sinks above all scores, and a window", 2, 11),
     ],
 )

@@ -170,12 +170,14 @@ def test_kernels_are_tried_with_what_a_device_has():
     assert isinstance(tower_heads_on(tower, shared), str)
     for layout, kernel in ((shared, None), (ONE, attend)):
         assert tower_layout(tower, dataclasses.replace(layout, kernel=attend)).kernel is kernel
+    assert kernel_choice.choose_tower_attention("cudnn", tower, ONE, "bfloat16").name == "xla"
     windows = dataclasses.replace(WIDE, window=8, windowed_layers=(True, False))
     assert [options.window for options in paged.paged_heads(windows, ONE).options] == [None, 8]
     spec = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, ff_width=24))
     for sizes, more, expected in (
         ({"tensor": 4}, (), {(16, 6), (6, 16)}),
         ({"tensor": 5}, (), {(16, 24), (24, 16)}),
+        ({}, ("expert_up",), {(16, 24), (24, 16), (16, 4), (4, 24)}),
         ({}, ("expert_down", "up"), {(16, 24), (24, 16), (24, 4), (4, 16)}),
     ):
         lora = LoraSpec(rank=4, alpha=8.0, targets=more) if more else None
@@ -256,6 +258,8 @@ def test_a_kernel_is_taken_when_it_agrees_and_refused_when_not(kind, monkeypatch
 
 
 def test_kernels_are_tried_on_a_batch_where_there_are_stages(monkeypatch):
+    monkeypatch.setattr(grouped, "TRIED", grouped.TRIED[:1])
+    assert grouped.grouped_difference(grouped.BLOCKED, [(16, 16)], "bfloat16", is_batched=True) == 0
     difference = lambda *_, is_batched: float(is_batched)  # noqa: E731
     monkeypatch.setattr(grouped, "grouped_difference", difference)
     given = {"device": AMPERE, "kernels": grouped.BLOCKED}

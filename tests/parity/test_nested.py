@@ -84,6 +84,12 @@ def test_vllm_gets_the_language_model_alone(dense, tmp_path):
     sent = {entry.name: entry.shape for entry in buffer.entries}
     buffer.close()
     assert sent == {name: tuple(value.shape) for name, value in theirs.named_parameters()}
+    buffer = WeightBuffer(alone, "bfloat16", quantized=True)
+    kinds = {entry.name: entry.dtype for entry in buffer.entries}
+    buffer.close()
+    query = "model.layers.1.self_attn.q_proj.weight"  # joined with the gate
+    assert (kinds[query], kinds[f"{query}_scale_inv"]) == ("float8_e4m3fn", "float32")
+    assert kinds["model.layers.0.linear_attn.in_proj_qkv.weight"] == "bfloat16"
 
 
 def test_keys_of_the_outer_config(dense, tmp_path):

@@ -169,6 +169,7 @@ def test_narrow_dtypes_take_less(configure):
         shapes = plan_shapes(configure("model.dtype=bfloat16", *overrides))
         return {held.label: held.size for held in shapes.throughout}[label]
 
+    assert 0 < held("critic parameters", "algorithm.advantage=gae") < held("actor parameters")
     whole = held("engine weights")  # of which the embedding stays
     assert 0.5 * whole < held("engine weights", "rollout.quantization=fp8") < 0.67 * whole
     moments, counts = held("actor optimizer"), 8  # AdamW's and its schedule's
