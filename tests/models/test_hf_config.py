@@ -61,7 +61,6 @@ REFUSED = [
     ({"rope_theta": ..., "rope_parameters": ...}, "rope_theta"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-    ({"hidden_size": 2.5}, "hidden_size"),
     (CRITIC | {"id2label": {"0": "a", "1": "b", "2": "c"}}, "3"),
     (CRITIC | {"token_classification_bias": False}, "token_classification_bias"),
     ({"head_dim": ..., "hidden_size": ...}, "head_dim.*hidden_size"),

@@ -143,7 +143,6 @@ def test_what_speaks_against_kernels():
         (ours("bfloat16", AMPERE), None),
         (ours("bfloat16", OLD), "capability 7.5"),
         (ours("float32", AMPERE), "float32"),
-        (paged_speaks(HEADS, "float32", AMPERE), None),
         (paged_speaks(HEADS, "bfloat16", OLD), "capability 7.5"),
         (paged_speaks(HEADS._replace(width=20), "bfloat16", HOPPER), "20 wide"),
         (paged_speaks(LAST, "bfloat16", HOPPER), "40 wide"),

@@ -29,7 +29,6 @@ REFUSED = [
     ({"window": 2, "windowed_layers": (True,)}, "2 layers"),
     ({"windowed_layers": (True, False)}, "window"),
     ({"local_rope_theta": 1e4}, "local_rope_theta"),
-    ({"rotary_layers": (True, False, True)}, "2 layers"),
     ({"score_softcap": 0.0}, "score_softcap"),
     ({"layers": 0, "norm_eps": -1.0}, "layers.*norm_eps"),
 ]

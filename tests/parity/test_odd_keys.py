@@ -49,7 +49,6 @@ ODD: dict[str, tuple[str, dict]] = {
 REFUSED = [
     ("llama", {"attention_dropout": 0.1}),
     ("llama", {"partial_rotary_factor": 0.5}),
-    ("qwen3_moe", {"attention_chunk_size": 8192}),
     ("qwen3_moe", {"num_experts": "4"}),
 ]
 

@@ -96,15 +96,12 @@ REFUSED = [  # a model, changes of its config, and what the error names if not t
     ("Llama-3.2-1B", {"sliding_window": 4096}, "Llama"),
     ("Llama-3.2-1B", {"rope_scaling": LINEAR | {"alpha": 3.0}}, "alpha"),
     ("Llama-3.2-1B", {"rope_parameters": LINEAR}, "rope_scaling"),
-    ("Qwen2.5-7B", {"mrope_section": [1, 2]}, ""),
     ("Qwen2.5-7B", {"layer_types": ["sliding_attention"] * 28}, "sliding_window"),
     ("Qwen2.5-7B", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
     ("Gemma-2-9B", {"use_bidirectional_attention": True}, ""),
     ("Gemma-3-1B-it", {"rope_parameters": BY_KIND}, "sliding_attention"),
     ("Gemma-3-1B-it", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3For"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": [0]}, ""),
-    ("Qwen3-30B-A3B", {"num_local_experts": 7}, ""),
-    ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, ""),
     ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, ""),
     ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "36"),
     ("Phi-4-mini", {"rope_scaling": LONG}, "long_factors"),
@@ -126,9 +123,3 @@ def test_what_would_change_the_model_unread_is_refused(tmp_path, subtests):
             with pytest.raises(ValueError) as caught:
                 read_spec(tmp_path)
             assert (named or next(iter(changes))) in str(caught.value)
-
-
-def test_float8_in_blocks_is_the_same_model(tmp_path):
-    config = find_published("DeepSeek")
-    plain = read_spec(write(tmp_path, config))
-    assert read_spec(write(tmp_path, config | {"quantization_config": FP8})) == plain

@@ -17,12 +17,9 @@ PUBLISHED = {
     "Llama 3.1": (128, LLAMA3 | dict(factor=8.0)),
     "Llama 3.2": (64, LLAMA3 | dict(factor=32.0)),
     "YaRN": (128, YARN | dict(rope_theta=1e6, factor=4.0)),
+    "YaRN, Olmo 3": (128, YARN | dict(rope_theta=5e5, factor=8.0, attention_factor=1.2)),
     "YaRN, DeepSeek-V3": (64, YARN | DEEPSEEK | dict(rope_theta=1e4, factor=40.0)),
     "YaRN, not truncated": (64, YARN | dict(rope_theta=15e4, factor=32.0, truncate=False)),
-    "YaRN, a factor of its own": (
-        128,
-        YARN | dict(rope_theta=5e5, factor=8.0, attention_factor=1.2),
-    ),
     "Gemma 3": (256, dict(rope_type="linear", rope_theta=1e6, factor=8.0)),
     "dynamic": (128, dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
 }
