@@ -151,7 +151,6 @@ def test_update_bias_moves_against_the_load():
 
 REFUSED = [
     ({"experts_per_token": 9}, "experts_per_token"),
-    ({"experts_per_token": 0}, "experts_per_token"),
     ({"router": (3, 1)}, "groups"),
     ({"router": (4, 5)}, "groups"),
     ({"router": (4, 1)}, "experts_per_token"),
