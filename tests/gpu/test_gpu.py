@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from jaxrl_llm.algorithms.losses import ppo_clip
-from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.config.sections import CACHE_TOLERANCE
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.attention import Attending
@@ -24,6 +23,9 @@ from jaxrl_llm.models.kernels import (
     objection,
     this_device,
 )
+from jaxrl_llm.models.moe.grouped import choose_grouped_kernels, grouped_matmul
+from jaxrl_llm.models.moe.grouped_triton import multiply_groups, sum_outer_products
+from jaxrl_llm.models.moe.spec import MoeSpec
 from jaxrl_llm.models.paged_attention import choose_paged_kernel, paged_difference
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.parameters import declare, init_params
@@ -33,9 +35,10 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.layout import Layout, make_mesh, replicated, shardings
 from jaxrl_llm.sharding.reshard import to_device, to_host
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
-from jaxrl_llm.training.update import Learner, PolicyObjective
+from jaxrl_llm.training.update import PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.specs import DENSE
+from tests.updates import learn
 
 pytestmark = pytest.mark.gpu
 
@@ -78,29 +81,21 @@ def _sequences(device, dtype, kernel=None, kv_cache_dtype="auto"):
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["rows", "pages"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 3e-2)])
-def test_decoding_agrees_with_the_forward_pass(dtype, tolerance, in_place):
-    device, kernel = jax.devices("gpu")[0], None
-    if in_place:
-        layout = Layout(make_mesh({}, [device]))
-        choice = choose_paged_kernel("auto", SPEC, layout, dtype, device=this_device())
-        assert choice.kernel is not None, choice.reason
-        kernel = choice.kernel
-    _, _, batch, reported, logprobs = _sequences(device, dtype, kernel)
-    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["rows", "pages"])
-def test_int8_keys_and_values_agree_with_the_forward_pass(in_place):
+@pytest.mark.parametrize(
+    ("dtype", "cache", "tolerance"),
+    [
+        *(("float32", "auto", 5e-3), ("bfloat16", "auto", 3e-2)),
+        ("bfloat16", "int8", CACHE_TOLERANCE),
+    ],
+)
+def test_decoding_agrees_with_the_forward_pass(dtype, cache, tolerance, in_place):
     device = jax.devices("gpu")[0]
-    layout = Layout(make_mesh({}, [device]))
-    asked = "auto" if in_place else "xla"
-    choice = choose_paged_kernel(
-        asked, SPEC, layout, "bfloat16", device=this_device(), is_int8=True
-    )
+    asked, layout = "auto" if in_place else "xla", Layout(make_mesh({}, [device]))
+    given = {"device": this_device(), "is_int8": cache == "int8"}
+    choice = choose_paged_kernel(asked, SPEC, layout, dtype, **given)
     assert (choice.kernel is not None) == in_place, choice.reason
-    _, _, batch, reported, logprobs = _sequences(device, "bfloat16", choice.kernel, "int8")
-    assert np.abs(reported - logprobs)[batch["mask"]].mean() < CACHE_TOLERANCE
+    _, _, batch, reported, logprobs = _sequences(device, dtype, choice.kernel, cache)
+    assert np.abs(reported - logprobs)[batch["mask"]].mean() < tolerance
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
@@ -127,17 +122,9 @@ def test_an_update_on_the_gpu_equals_the_one_on_the_cpu():
         params = jax.device_put(params, shardings(declare(SPEC), mesh))
         advantages = np.where(batch["mask"], np.linspace(-1, 1, 64)[:, None], 0).astype(np.float32)
         batch = batch.add(old_logprobs=logprobs, advantages=advantages)
-        learner = Learner(
-            PolicyObjective(loss=ppo_clip),
-            dataclasses.replace(ForwardConfig(model=Decoder(SPEC)), temperature=0.8),
-            optax.sgd(1e-2),
-            reduce=token_mean,
-            shape=row_shape(2048, LENGTH, sequences=64),
-            mesh=mesh,
-            params_like=jax.tree.map(
-                lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
-            ),
-        )
+        shape = row_shape(2048, LENGTH, sequences=64)
+        given = {"mesh": mesh, "optimizer": optax.sgd(1e-2), "temperature": 0.8}
+        learner = learn(SPEC, params, PolicyObjective(loss=ppo_clip), shape, **given)
         coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
         state, metrics = learner.update(learner.init(params), batch, coefs)
         losses.append((float(metrics["loss"]), jax.device_get(state.params["embed"])))
@@ -253,3 +240,51 @@ def test_float8_products_are_those_of_a_cpu(rows):
         for device in (jax.devices("gpu")[0], jax.devices("cpu")[0])
     )
     assert np.abs(on_gpu - on_cpu).max() < 2**-6 * np.abs(on_cpu).max()
+
+
+# ----------------------------------------------------------------------------- products of experts
+
+SHAPES = {  # rows, and of a group its inner width and columns
+    "training": ([4096, 0, 300, 5000, 1, 2047], 700, 4096, 1536),
+    "decoding": ([20, 0, 5, 100, 1, 2], 64, 4096, 384),
+    "odd": ([33, 0, 511, 7], 0, 200, 136),
+}
+
+
+def close(got, expected, dtype):
+    """Compare within the rounding of a result, of which no sum has a share."""
+    rounding = 1e-5 if dtype == jnp.float32 else float(jnp.finfo(dtype).eps)
+    expected = np.asarray(expected)
+    most = rounding * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=rounding, atol=most)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_agree_with_products_in_float32(name, dtype):
+    given, after, inner, columns = SHAPES[name]
+    rows = sum(given) + after
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, inner), dtype).at[sum(given) :].set(0)
+    y = jax.random.normal(keys[1], (rows, columns), dtype).at[sum(given) :].set(0)
+    matrices = jax.random.normal(keys[2], (len(given), inner, columns), dtype)
+    sizes = jnp.array(given)
+
+    def wide(x, matrices):
+        with jax.default_matmul_precision("float32"):
+            return grouped_matmul(*(a.astype(jnp.float32) for a in (x, matrices)), sizes)
+
+    expected, back = jax.vjp(wide, x.astype(jnp.float32), matrices.astype(jnp.float32))
+    to_x, to_matrices = back(y.astype(jnp.float32))
+    got = multiply_groups(x, matrices, sizes)
+    close(got, expected, dtype)
+    close(multiply_groups(y, matrices, sizes, transposed=True), to_x, dtype)
+    close(sum_outer_products(x, y, sizes), to_matrices, jnp.float32)
+
+
+def test_the_kernels_agree_when_a_run_tries_them():
+    moe = MoeSpec(experts=128, experts_per_token=8, ff_width=768)
+    spec = dataclasses.replace(DENSE, hidden_size=2048, layers=1, moe=moe)
+    layout = Layout(make_mesh({}, jax.devices("gpu")[:1]))
+    choice = choose_grouped_kernels("triton", spec, layout, "bfloat16", device=this_device())
+    assert choice.name == "triton", choice.reason

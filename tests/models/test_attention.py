@@ -22,11 +22,9 @@ def arrays(*shape, kv_heads):
 OPTIONS = {
     "plain": Attending(),
     "window": Attending(window=3),
-    "window of one": Attending(window=1),
     "traced window": Attending(window=jnp.array(2)),
     "no window among windows": Attending(window=jnp.array(jnp.iinfo(jnp.int32).max)),
-    "scale and soft-cap": Attending(scale=0.7, softcap=1.5),
-    "soft-cap and window": Attending(softcap=0.8, window=2),
+    "scale, soft-cap and window": Attending(scale=0.7, softcap=1.5, window=2),
     "sinks": Attending(sinks=jnp.array([-2.0, 0.5, 1.0, 3.0])),
     "sinks above all scores, and a window": Attending(window=2, sinks=jnp.full(4, 40.0)),
 }
@@ -50,7 +48,13 @@ def looped(q, k, v, allowed, options=OPTIONS["plain"]):
     return out
 
 
-def compare_with_loops(heads, kv_heads, options):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [(4, 4, Attending()), (3, 1, Attending()), *((4, 2, one) for one in OPTIONS.values())],
+    ids=["no groups", "one head of keys", *OPTIONS],
+)
+def test_attention_equals_loops(heads, kv_heads, options):
+    """Of rows of packed segments, and of a few tokens over a cache."""
     q, k, v = arrays(4, 6, heads, 8, kv_heads=kv_heads)
     segments = np.array(SEGMENTS)
     window = 6 if options.window is None else int(options.window)
@@ -72,17 +76,6 @@ def compare_with_loops(heads, kv_heads, options):
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (3, 1)])
-def test_heads_equal_loops(heads, kv_heads):
-    """Of rows of packed segments, and of a few tokens over a cache."""
-    compare_with_loops(heads, kv_heads, OPTIONS["plain"])
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_windows_scales_and_caps_equal_loops(options):
-    compare_with_loops(4, 2, options)
-
-
 @pytest.mark.parametrize("options", [Attending(), Attending(softcap=1e6)], ids=["plain", "capped"])
 def test_softmax_is_float32_in_bfloat16(options):
     """Scores near 64 that differ by 1/8 are one number in bfloat16, whose step there is 1/2."""
@@ -96,7 +89,7 @@ def test_softmax_is_float32_in_bfloat16(options):
 @pytest.mark.parametrize(
     ("name", "blocks", "length"),
     [
-        *(("plain", 1, 12), ("traced window", 2, 12), ("soft-cap and window", 2, 11)),
+        *(("plain", 1, 12), ("traced window", 2, 12), ("scale, soft-cap and window", 2, 11)),
         ("sinks above all scores, and a window", 2, 11),
     ],
 )
@@ -128,9 +121,3 @@ def test_rows_of_many_segments_attend_as_whole_rows_do(name, blocks, length, mon
     if name == "plain":  # a segment that is longer than it may be is cut
         one = np.ones_like(segments)
         assert not np.allclose(run(*given, one, 4)[1], run(*given, one, None)[1])
-
-
-def test_a_window_is_causal():
-    x = jnp.ones((1, 2, 1, 4))
-    with pytest.raises(ValueError, match="window"):
-        attend(x, x, x, jnp.ones((1, 2), jnp.int32), Attending(window=2, causal=False))

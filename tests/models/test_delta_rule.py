@@ -150,22 +150,3 @@ def test_padding_alone_keeps_the_tail_and_no_other_sequence_has_a_gradient(packe
     x, taps = np.ones((1, 6, 1), np.float32), np.ones((1, 4), np.float32)
     back = jax.grad(lambda x: convolve(x, taps, ids)[0][0, 3:5].sum())(x)
     assert back[0, :, 0].tolist() == [0, 0, 0, 2, 1, 0]
-
-
-def test_a_backward_pass_keeps_few_numbers_of_a_token():
-    width = 32
-
-    def scratch(length):
-        def shape(*sizes, dtype=jnp.float32):
-            return jax.ShapeDtypeStruct((1, length, *sizes), dtype)
-
-        tokens = shape(2, width), shape(2, width), shape(4, width), shape(4), shape(4)
-
-        def total(*arrays):
-            return (gated_delta_rule(*arrays, jnp.ones((1, length), jnp.int32))[0] ** 2).sum()
-
-        compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4))).lower(*tokens).compile()
-        return compiled.memory_analysis().temp_size_in_bytes / 4
-
-    grown = scratch(2048) - scratch(1024)
-    assert grown / 1024 / 4 < 8 * width  # of a value head; a memory has 32 · 32

@@ -30,20 +30,15 @@ SPEC = dataclasses.replace(  # wide enough that products outweigh the rest
 )
 
 
-def counted_by_xla(spec, length):
+def test_a_forward_pass_has_the_flops_that_xla_counts():
     def run(params, rows):
-        return logits(params, spec, forward(params, spec, rows, rows, rows))
+        return logits(params, SPEC, forward(params, SPEC, rows, rows, rows))
 
-    params = jax.tree.map(lambda decl: jax.ShapeDtypeStruct(decl.shape, jnp.float32), declare(spec))
+    length = 64
+    params = jax.tree.map(lambda decl: jax.ShapeDtypeStruct(decl.shape, jnp.float32), declare(SPEC))
     rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    return jax.jit(run).lower(params, rows).compile().cost_analysis()["flops"]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_forward_pass_has_the_flops_that_xla_counts(tied):
-    spec, length = dataclasses.replace(SPEC, tied_embeddings=tied), 64
-    needed = forward_flops(spec, length, length**2)  # XLA's attention computes all pairs
-    counted = counted_by_xla(spec, length)
+    counted = jax.jit(run).lower(params, rows).compile().cost_analysis()["flops"]
+    needed = forward_flops(SPEC, length, length**2)  # XLA's attention computes all pairs
     np.testing.assert_allclose(counted, needed, rtol=0.05)  # and norms, softmax
 
 
@@ -64,17 +59,16 @@ def test_a_delta_layer_has_the_flops_that_xla_counts_and_no_pairs():
     assert pairs == forward_flops(SPEC, 1, 5) - forward_flops(SPEC, 1, 0)
 
 
-@pytest.mark.parametrize(("layers", "experts", "active"), [(24, 32, 3.61e9), (36, 128, 5.13e9)])
-def test_the_active_parameters_of_gpt_oss_are_those_of_its_model_card(layers, experts, active):
+def test_the_active_parameters_of_gpt_oss_are_those_of_its_model_card():
     """https://arxiv.org/abs/2508.10925, table 1; it counts the head, and not the embedding."""
     units = {"biases": True, "swiglu": ClippedSwiglu(alpha=1.702, limit=7.0), "hf_joined": True}
     spec = dataclasses.replace(
         SPEC,
-        **dict(vocab_size=201088, hidden_size=2880, layers=layers, heads=64, kv_heads=8),
+        **dict(vocab_size=201088, hidden_size=2880, layers=24, heads=64, kv_heads=8),
         **dict(tied_embeddings=False, qkv_bias=True, output_bias=True, attention_sinks=True),
-        moe=MoeSpec(experts=experts, experts_per_token=4, ff_width=2880, **units),
+        moe=MoeSpec(experts=32, experts_per_token=4, ff_width=2880, **units),
     )
-    assert sum(active_parameters(spec)) == pytest.approx(active, rel=1e-3)
+    assert sum(active_parameters(spec)) == pytest.approx(3.61e9, rel=1e-3)
 
 
 def test_an_update_has_thrice_the_flops_of_a_causal_forward_pass():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.hf.config import config_to_save, make_config, read_spec
-from jaxrl_llm.models.hf.families.qwen import DELTA_KEYS, every_nth_attends, read_delta
 
 CRITIC = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "value"}}
 
@@ -22,16 +21,6 @@ def edit_config(directory, **changes):
     path = directory / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
-
-def test_what_is_written_is_read(spec, tmp_path):
-    """tests/parity has every family."""
-    for changes in ({}, {"tied_embeddings": True}, {"value_head": True}):
-        changed = dataclasses.replace(spec, **changes)
-        (tmp_path / "config.json").write_text(json.dumps(make_config(changed)))
-        assert read_spec(tmp_path) == changed
-    with pytest.raises(ValueError, match="rotary_fraction"):  # that no family has
-        make_config(dataclasses.replace(spec, rotary_fraction=0.5))
 
 
 def test_both_forms_of_rope_and_of_one_label_are_read(spec, source):
@@ -63,17 +52,6 @@ def test_a_value_head_changes_the_config_of_its_source(spec, source):
     }
 
 
-def test_the_config_of_a_critic_is_kept(spec, source):
-    edit_config(source, **CRITIC)
-    before = json.loads((source / "config.json").read_text())
-    critic = dataclasses.replace(spec, value_head=True)
-    saved = config_to_save(critic, source, np.dtype("float32"))
-    assert saved == before | {"dtype": "float32"}
-    for other in (spec, dataclasses.replace(critic, norm_eps=1e-5)):
-        with pytest.raises(ValueError, match="source"):
-            config_to_save(other, source, np.dtype("float32"))
-
-
 REFUSED = [
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     ({"architectures": ...}, "architectures"),
@@ -82,21 +60,14 @@ REFUSED = [
     ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
     ({"rope_theta": ..., "rope_parameters": ...}, "rope_theta"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-    ({"quantization_config": "fp8"}, "quantization_config"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-    ({"layer_types": 3}, "layer_types"),
-    ({"hidden_size": 2.5}, "hidden_size"),
-    ({"num_hidden_layers": "3"}, "num_hidden_layers"),
     (CRITIC | {"id2label": {"0": "a", "1": "b", "2": "c"}}, "3"),
-    (CRITIC | {"id2label": ..., "num_labels": 4}, "4"),
-    (CRITIC | {"id2label": ...}, "2"),
-    ({"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3}, "3"),
     (CRITIC | {"token_classification_bias": False}, "token_classification_bias"),
     ({"head_dim": ..., "hidden_size": ...}, "head_dim.*hidden_size"),
 ]
 
 
-def test_configs_that_do_not_fit_are_refused(source, subtests):
+def test_configs_that_do_not_fit_are_refused(spec, source, subtests):
     whole = (source / "config.json").read_text()
     for changes, named in REFUSED:
         with subtests.test(named):
@@ -107,14 +78,8 @@ def test_configs_that_do_not_fit_are_refused(source, subtests):
     (source / "config.json").write_text('{"architectures": [')
     with pytest.raises(ValueError, match=r"config\.json"):
         read_spec(source)
+    with pytest.raises(ValueError, match="rotary_fraction"):  # that no family has
+        make_config(dataclasses.replace(spec, rotary_fraction=0.5))
     (source / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         read_spec(source)
-
-
-def test_sizes_of_a_deltanet_are_whole_numbers():
-    keys = [*DELTA_KEYS, "full_attention_interval"]
-    for key in keys:
-        config = dict.fromkeys(keys, 2) | {"num_hidden_layers": 2} | {key: None}
-        with pytest.raises(ValueError, match=key):
-            read_delta(config | {"layer_types": every_nth_attends(config)})

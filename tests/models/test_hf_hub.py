@@ -81,7 +81,7 @@ def test_what_is_not_cached_or_no_name_is_an_error_offline(cache, tmp_path, monk
     with pytest.raises(ValueError, match="someone/other"):
         load_tokenizer("someone/other")
     monkeypatch.setattr(hub, "_snapshot", None)  # is not asked
-    for name in ("nowhere", "./a/b", "/a/b", "a/b/c", "a/b@", "a b/c"):
+    for name in ("nowhere", "./a/b", "a/b/c", "a/b@"):
         with pytest.raises(FileNotFoundError, match=name):
             resolve(name)
 

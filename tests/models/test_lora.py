@@ -13,7 +13,6 @@ import peft
 import pytest
 import safetensors.numpy
 import torch
-import transformers
 
 from jaxrl_llm.algorithms.reduce import token_mean
 from jaxrl_llm.data.packing import RowShape
@@ -30,10 +29,8 @@ from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
+from tests.parity.reference import build, their_logits
 from tests.specs import DENSE, GPT_OSS, LATENT, SIGMOID, draw, make_batch
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 pytestmark = [
     # peft asks transformers under a name that transformers has deprecated
@@ -43,18 +40,6 @@ pytestmark = [
     pytest.mark.guards(*MODEL, *UPDATE),
 ]
 
-SIZES = dict(
-    vocab_size=32,
-    hidden_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    intermediate_size=12,
-    tie_word_embeddings=True,
-    max_position_embeddings=64,
-    pad_token_id=None,
-)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 DELTA = dict(
     layer_types=["linear_attention", "full_attention"],
@@ -74,18 +59,11 @@ FAMILIES = {
     "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "DeepseekV3": DEEPSEEK,
 }
-TOKENS = np.random.default_rng(0).integers(0, 32, (2, 11))
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 11))
 
 
 def their_model(family):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
-    made = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            around = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-    return made.eval()
+    return build(family, **FAMILIES[family])
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +101,6 @@ def our_logits(params, spec):
     return logits(params, spec, forward(params, spec, *rows))
 
 
-def their_logits(model):
-    with torch.no_grad():
-        return model(torch.from_numpy(TOKENS)).logits.numpy()
-
-
 def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
@@ -153,13 +126,11 @@ FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("Qwen3", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}),
         ("Qwen2", {"r": 3, "target_modules": "all-linear", "use_rslora": True}),
         ("DeepseekV3", {"r": 3, "target_modules": ["o_proj"], "target_parameters": FUSED[:1]}),
         ("Mixtral", {"r": 3, "target_modules": [], "target_parameters": FUSED[1:]}),
         # gate and up of all experts are one matrix there, whose adapter has twice the rank here
         ("Qwen3Moe", {"r": 3, "target_modules": ["gate_proj", "up_proj", "down_proj", "o_proj"]}),
-        ("Mixtral", {"r": 3, "target_modules": ["w1", "w2", "w3"], "use_rslora": True}),
         (
             "Qwen3",
             {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -170,24 +141,22 @@ FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 )
 def test_an_adapter_of_peft_is_ours(family, options, saved, tmp_path):
     model, (_, base, frozen) = their_model(family), saved(family)
-    plain = their_logits(model)
+    plain = their_logits(model, TOKENS)
     theirs = with_peft(model, **options)
     theirs.save_pretrained(tmp_path)
     spec = read_adapter_spec(tmp_path, base)
     params = combine_params(load_adapter(tmp_path, spec), frozen)
-    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs, TOKENS))
     if base.moe is None:
-        close(our_logits(params, spec), their_logits(theirs))
+        close(our_logits(params, spec), their_logits(theirs, TOKENS))
     if "rank_pattern" in options:
         assert (spec.lora.rank, spec.lora.scale) == (4, 1.5)
-    assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
+    assert np.abs(their_logits(theirs, TOKENS) - plain).max() > 0.1, "the adapter does something"
 
 
 @pytest.mark.parametrize(
     ("family", "targets", "rslora"),
     [
-        ("Qwen3", ["all-linear"], True),
-        ("Qwen3Moe", ["*.experts.*", "o_proj"], True),
         ("DeepseekV3", ["all-linear"], False),
         ("Mixtral", ["expert_up"], False),
         ("Qwen3Next", ["q_proj", "in_proj_*", "shared_expert_gate"], True),
@@ -196,7 +165,7 @@ def test_an_adapter_of_peft_is_ours(family, options, saved, tmp_path):
 def test_an_adapter_of_ours_is_pefts(family, targets, rslora, saved, tmp_path):
     """There and back; parts of one matrix have one A."""
     model, (_, base, frozen) = their_model(family), saved(family)
-    plain = their_logits(model)
+    plain = their_logits(model, TOKENS)
     spec = adapted(base, *targets, rank=3, rslora=rslora)
     adapter = random_adapter(spec, scale=0.1 if base.delta else 0.3)
     if family == "Qwen3Next":
@@ -205,19 +174,20 @@ def test_an_adapter_of_ours_is_pefts(family, targets, rslora, saved, tmp_path):
         assert "delta_gate_lora_a" not in names
     save_adapter(tmp_path / "ours", adapter, spec, base="b", dtype=np.float32)
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
-    assert np.abs(their_logits(theirs) - plain).max() > 0.1, "the adapter does something"
+    assert np.abs(their_logits(theirs, TOKENS) - plain).max() > 0.1, "the adapter does something"
     params = combine_params(adapter, frozen)
-    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs))
-    is_whole = targets == ["all-linear"] or base.moe is None or base.delta is not None
-    if is_whole:  # else read as one that has a pair for gate, too
-        close(our_logits(params, spec), their_logits(theirs))
+    close(our_logits(*merge_adapter(params, spec)), their_logits(theirs, TOKENS))
     again = read_adapter_spec(tmp_path / "ours", base)
     read = load_adapter(tmp_path / "ours", again)
-    if is_whole:
+    if family == "Mixtral":  # read as one that has a pair for gate, too
+        close(
+            our_logits(*merge_adapter(combine_params(read, frozen), again)),
+            their_logits(theirs, TOKENS),
+        )
+    else:
+        close(our_logits(params, spec), their_logits(theirs, TOKENS))
         assert again == spec
         chex.assert_trees_all_equal(read, adapter)
-    else:
-        close(our_logits(*merge_adapter(combine_params(read, frozen), again)), their_logits(theirs))
 
 
 def test_a_new_adapter_begins_as_pefts_does(saved):
@@ -260,28 +230,29 @@ def test_adapters_that_do_not_fit_are_refused(saved, tmp_path):
             read_adapter_spec(tmp_path, base)
     config.write_text(json.dumps(written))
 
+    def refused(named, of=base):
+        with pytest.raises(ValueError, match=named):
+            load_adapter(tmp_path, read_adapter_spec(tmp_path, of))
+
     arrays = safetensors.numpy.load_file(path)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-    safetensors.numpy.save_file({k: v for k, v in arrays.items() if k != name}, path)
-    with pytest.raises(ValueError, match=name):
-        load_adapter(tmp_path, read_adapter_spec(tmp_path, base))
     other = name.replace("layers.1", "layers.7")
-    safetensors.numpy.save_file(arrays | {other: arrays[name]}, path)
-    with pytest.raises(ValueError, match=other):
-        read_adapter_spec(tmp_path, base)
-    safetensors.numpy.save_file({}, path)
-    with pytest.raises(ValueError, match="arrays"):
-        read_adapter_spec(tmp_path, base)
+    fused = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+    for stored, named in (
+        ({k: v for k, v in arrays.items() if k != name}, name),
+        (arrays | {other: arrays[name]}, other),
+        ({}, "arrays"),
+    ):
+        safetensors.numpy.save_file(stored, path)
+        refused(named)
+    safetensors.numpy.save_file({fused: np.zeros((6, 24), np.float32)}, path)
+    refused(r"lora_A\.weight", saved("Mixtral")[1])  # of fused experts that can't be split
     path.write_bytes(b"\x08")
     with pytest.raises(ValueError, match="damaged"):
         load_adapter(tmp_path, spec)
     path.unlink()
     with pytest.raises(FileNotFoundError):
         load_adapter(tmp_path, spec)
-    name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
-    safetensors.numpy.save_file({name: np.zeros((6, 24), np.float32)}, path)
-    with pytest.raises(ValueError, match=r"lora_A\.weight"):  # of fused experts that can't be split
-        read_adapter_spec(tmp_path, saved("Mixtral")[1])
 
 
 # ---------------------------------------------------------------------------------------- targets
@@ -292,18 +263,9 @@ JOINED = dataclasses.replace(GPT_OSS, moe=dataclasses.replace(GPT_OSS.moe, hf_jo
 TARGETS = [
     (DENSE, ["all-linear"], "down gate key output query up value"),
     (DENSE, ["q_proj", "v_proj"], "query value"),
-    (DENSE, ["query", "value"], "query value"),
-    (DENSE, ["*_proj"], "down gate key output query up value"),
     (DENSE, ["*.self_attn.*", "down"], "down key output query value"),
     (GATED, ["q_proj"], "attention_gate query"),
-    (GATED, ["query"], "attention_gate query"),
     (LATENT, ["all-linear"], "down gate kv_a kv_b output query up"),
-    (
-        SHARED,
-        ["all-linear"],
-        "down expert_down expert_gate expert_up gate key output query shared_down shared_gate "
-        "shared_up up value",
-    ),
     (JOINED, ["all-linear"], "key output query value"),  # a checkpoint joins its experts
 ]
 
@@ -404,9 +366,6 @@ def test_an_update_is_that_of_the_whole_model_without_the_rest(one_device, on_on
     chex.assert_trees_all_close(on_one_device[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param({"fsdp": 8}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2, "tensor": 2}],
-)
-def test_the_mesh_makes_no_difference(on_one_device, sizes):
-    chex.assert_trees_all_close(updated(make_mesh(sizes)), on_one_device, atol=2e-5, rtol=1e-4)
+def test_the_mesh_makes_no_difference(on_one_device):
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    chex.assert_trees_all_close(updated(mesh), on_one_device, atol=2e-5, rtol=1e-4)

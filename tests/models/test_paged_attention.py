@@ -149,16 +149,6 @@ def test_nothing_is_read_of_other_sequences():
     np.testing.assert_array_equal(got[:2], expected[:2])
 
 
-def test_what_cannot_be_read_is_refused():
-    q, (keys, values, *_), table, positions = drawn(2, 1, 16)
-    with pytest.raises(ValueError, match="12"):
-        pages = LayerCache(keys[..., :12], values[:, :, :12])
-        attend_pages(q, pages, table, positions, interpret=True)
-    with pytest.raises(ValueError, match="16"):
-        pages = LayerCache(keys[:, :, :8], values[..., :8])
-        attend_pages(q[..., :8], pages, table, positions, interpret=True)
-
-
 def test_all_pages_are_in_a_split():
     for programs, pages in itertools.product((1, 64, 4096), (1, 2, 7, 128, 2048)):
         blocks = choose_blocks(programs, 4, 512, PAGE, pages)
@@ -181,12 +171,3 @@ def test_every_shape(group, dtype):
     ):
         if (group + width // 16 + number) % 3 == 0:
             check(drawn(2 * group, 2, width, dtype), options, blocks=blocks)
-
-
-@pytest.mark.slow
-@pytest.mark.guards("models/", *NATIVE)
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_latent_of_its_published_size(heads):
-    given = drawn(heads, 1, 576, "bfloat16", value_width=512, positions=(0, 16, 95, -1))
-    for blocks in (None, SPLIT):
-        check(given, Attending(scale=192**-0.5), value_width=512, blocks=blocks)

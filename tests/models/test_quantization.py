@@ -8,17 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.linear import linear, project
+from jaxrl_llm.models.linear import project
 from jaxrl_llm.models.parameters import compute_dtypes, declare
 from jaxrl_llm.models.quantization import (
     QuantizedMatrix,
     declare_quantized,
     quantize_matrix,
     quantize_params,
-    quantize_stack,
     quantized_dtypes,
 )
-from tests.specs import DENSE, LATENT, SIGMOID, tiny_spec
+from tests.specs import DENSE, LATENT, SIGMOID
 from tests.specs import draw as draw_params
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -37,8 +36,8 @@ def draw(*shape):
     return (RNG.normal(size=shape) * np.exp(2 * RNG.normal(size=shape))).astype(np.float32)
 
 
-@pytest.mark.parametrize(("shape", "inputs"), [((5, 2, 4), 1), ((2, 4, 5), 2)])
-def test_a_matrix_is_rounded_by_channel(shape, inputs):
+def test_a_matrix_is_rounded_by_channel():
+    shape, inputs = (2, 4, 5), 2
     matrix = draw(*shape)
     matrix[..., 1] = 0
     got = quantize_matrix(jnp.asarray(matrix), inputs)
@@ -48,16 +47,13 @@ def test_a_matrix_is_rounded_by_channel(shape, inputs):
         values, scale = round_loop(matrix[(..., *channel)].ravel())
         assert got.scale[channel] == scale
         np.testing.assert_array_equal(np.asarray(got.values[channel]).ravel(), values)
-
-
-def test_what_is_no_number_stays_none():
     got = quantize_matrix(jnp.ones((4, 2)).at[1, 0].set(jnp.nan))
     assert np.isnan(np.asarray(got.values, np.float32)).tolist() == [[0, 1, 0, 0], [0] * 4]
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(jnp.float32, 20), (jnp.bfloat16, 7)])
-@pytest.mark.parametrize(("shape", "inputs"), [((6, 2, 5), 1), ((3, 2, 10), 2)])
-def test_a_product_is_the_loops(shape, inputs, dtype, bits):
+def test_a_product_is_the_loops(dtype, bits):
+    shape, inputs = ((6, 2, 5), 1) if bits == 20 else ((3, 2, 10), 2)
     matrix, x = draw(*shape), draw(2, 3, *shape[:inputs])
     x[0, 1] = 0
     x = jnp.asarray(x, dtype)
@@ -75,12 +71,6 @@ def test_a_product_is_the_loops(shape, inputs, dtype, bits):
             room.append(sum(map(abs, pairs)) * float(step) * float(scale) * 2.0**-20)
         difference = np.abs(np.asarray(got[token], np.float64).ravel() - expected)
         assert np.all(difference <= np.abs(expected) * 2.0**-bits + room)
-
-
-def test_bias_is_added_to_the_product():
-    weights = {"up": quantize_matrix(jnp.ones((4, 6))), "up_bias": jnp.ones(6)}
-    y = linear(weights, tiny_spec(), "up", jnp.ones((1, 1, 4)))
-    np.testing.assert_allclose(y, np.full((1, 1, 6), 5.0), rtol=1e-6)
 
 
 SHARED = dataclasses.replace(SIGMOID, moe=dataclasses.replace(SIGMOID.moe, shared_ff_width=6))
@@ -120,11 +110,3 @@ def test_only_matrices_of_layers_are_in_float8(name):
     assert names == set(expected.split())
     others = [name for name in plain if name not in spec.stacks]
     assert [declared[name].axes for name in others] == [plain[name].axes for name in others]
-
-
-def test_a_stack_is_rounded_to_its_dtype_first():
-    matrix = jnp.asarray(draw(1, 8, 4))
-    narrow = quantize_stack(matrix, 1, jnp.bfloat16)
-    again = quantize_stack(matrix.astype(jnp.bfloat16).astype(jnp.float32), 1, jnp.float32)
-    np.testing.assert_array_equal(narrow.values, again.values)
-    np.testing.assert_array_equal(narrow.scale, again.scale)

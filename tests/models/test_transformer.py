@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.cache import init_cache
 from jaxrl_llm.models.decoder import Decoder, with_value_head
-from jaxrl_llm.models.delta import DeltaSpec
 from jaxrl_llm.models.layers import POLICIES, rms_norm
 from jaxrl_llm.models.linear import lookup, split_matrix
 from jaxrl_llm.models.parameters import compute_dtypes, declare
@@ -51,11 +49,6 @@ def nll_gradient(params, spec, rows, **options):
     return jax.jit(jax.value_and_grad(nll))(params)
 
 
-@pytest.fixture(scope="module")
-def plain(spec, params, rows):
-    return nll_gradient(params, spec, rows)
-
-
 def test_logits_are_in_float32(spec, params):
     """The product's sum and the soft-cap, for hidden states in bfloat16; of either head."""
     hidden = 30 * jax.random.normal(jax.random.key(0), (3, 16)).astype(jnp.bfloat16)
@@ -68,15 +61,6 @@ def test_logits_are_in_float32(spec, params):
         expected = plain if own is spec else 20 * np.tanh(plain / 20)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_the_mesh_does_not_matter(spec, params, rows, plain):
-    mesh = make_mesh({"fsdp": 2, "tensor": 4})
-    placed = jax.device_put(params, shardings(declare(spec), mesh))
-    batch = jax.device_put(rows, jax.NamedSharding(mesh, jax.P("fsdp")))
-    sharded = nll_gradient(placed, spec, batch, layout=Layout(mesh))
-    assert sharded[1]["layers"]["gate"].sharding.num_devices == 8
-    chex.assert_trees_all_close(sharded, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_norms_over_all_heads_see_those_of_other_devices(spec, rows):
@@ -107,34 +91,16 @@ def test_activations_stay_with_their_rows(spec, params, rows):
     assert memory(placed, batch, layout=Layout(mesh)) < one_device / 5
 
 
-PATTERNS = {
-    "alike, full": ({}, "full"),
-    "three and one, none": (
-        {
-            "delta": DeltaSpec(key_heads=1, value_heads=1, key_width=64, value_width=64),
-            "delta_layers": (True, True, True, False),
-        },
-        "none",
-    ),
-}
-
-
-@pytest.mark.guards("models/")
-@pytest.mark.parametrize(
-    "pattern", ["alike, full", pytest.param("three and one, none", marks=pytest.mark.slow)]
-)
-def test_neither_weights_nor_gradients_are_there_twice(spec, pattern):
+def test_neither_weights_nor_gradients_are_there_twice(spec):
     """A pass copies no layer but the one that it is at; gradients are added to their sum."""
-    (kinds, remat), tokens = PATTERNS[pattern], jnp.ones((1, 2), jnp.int32)
-    large = dataclasses.replace(spec, hidden_size=128, ff_width=256)
+    tokens = jnp.ones((1, 2), jnp.int32)
 
-    def scratch(repeats):
-        layers = {k: v * repeats if type(v) is tuple else v for k, v in kinds.items()}
-        own = dataclasses.replace(large, layers=4 * repeats, **layers)
+    def scratch(layers):
+        own = dataclasses.replace(spec, hidden_size=128, ff_width=256, layers=layers)
         shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declare(own))
 
         def total(params):
-            return forward(params, own, tokens, tokens, tokens, remat=remat).sum()
+            return forward(params, own, tokens, tokens, tokens, remat="full").sum()
 
         def accumulate(sums, params):
             value, backward = jax.vjp(total, params)
@@ -147,27 +113,12 @@ def test_neither_weights_nor_gradients_are_there_twice(spec, pattern):
         size = sum(x.size for x in jax.tree.leaves(shapes)) * 4
         return [p.compile().memory_analysis().temp_size_in_bytes for p in programs], size
 
-    (few, small), (many, larger) = scratch(2), scratch(4)
+    (few, small), (many, larger) = scratch(8), scratch(16)
     grown = [(after - before) / (larger - small) for before, after in zip(few, many, strict=True)]
     assert max(grown) < 0.4, grown
 
 
 # ------------------------------------------------------------------------------ rematerialisation
-
-
-def loss_of(spec, rows, policy):
-    def loss(params):
-        return jnp.square(forward(params, spec, *rows, remat=policy)).sum()
-
-    return loss
-
-
-def test_gradients_are_the_same_whatever_is_stored(spec, params, rows):
-    want = jax.jit(jax.grad(loss_of(spec, rows, "none")))(params)
-    close = 1e-5 * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(want))
-    for policy in POLICIES.keys() - {"none"}:
-        got = jax.jit(jax.grad(loss_of(spec, rows, policy)))(params)
-        chex.assert_trees_all_close(got, want, rtol=1e-7, atol=close)
 
 
 def test_what_is_stored(spec, rows):
@@ -180,7 +131,11 @@ def test_what_is_stored(spec, rows):
         """But for the weights."""
         deep = dataclasses.replace(spec, layers=layers)
         params = draw(deep)
-        residuals = jax.eval_shape(lambda p: jax.vjp(loss_of(deep, rows, policy), p)[1], params)
+
+        def loss(params):
+            return jnp.square(forward(params, deep, *rows, remat=policy)).sum()
+
+        residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
         return size(residuals) - size(params)
 
     tokens, d, f = rows[0].size, spec.hidden_size, spec.ff_width
@@ -199,7 +154,6 @@ def test_what_is_stored(spec, rows):
     ("rules", "embed_axes", "vocab_axes"),
     [
         ({}, ("fsdp", "context"), ("tensor",)),
-        ({"embed": None, "vocab": None}, (), ()),
         ({"embed": "context", "vocab": ("fsdp", "tensor")}, ("context",), ("tensor",)),
     ],
     ids=str,
@@ -229,21 +183,6 @@ def test_lookup_and_its_gradient_under_any_rules(spec, rules, embed_axes, vocab_
 # ------------------------------------------------------------------------------- latent attention
 
 
-def test_absorbed_form_has_the_same_parameters_and_a_small_cache():
-    small, latent = LATENT.for_decoding, LATENT.latent
-    assert small.for_decoding is small
-    assert jax.tree.map(lambda d: d.shape, declare(small)) == jax.tree.map(
-        lambda d: d.shape, declare(LATENT)
-    )
-    cache = init_cache(small, 2, 5)
-    assert cache.keys[1].shape == (2, 1, latent.kv_rank + latent.rope_width, 5)
-    assert cache.values[1].size == 0, "the keys are the values too"
-    assert init_cache(LATENT, 2, 5).keys[1].shape == (2, LATENT.heads, latent.key_width, 5)
-    assert small.score_scale == pytest.approx(LATENT.score_scale)
-    plain = dataclasses.replace(LATENT, latent=None)
-    assert plain.for_decoding is plain
-
-
 def test_adapters_of_the_absorbed_matrix_take_part(rows):
     spec = dataclasses.replace(LATENT, lora=LoraSpec(rank=2, alpha=4.0, targets=("kv_b",)))
     params = draw(spec)
@@ -255,12 +194,12 @@ def test_adapters_of_the_absorbed_matrix_take_part(rows):
 
 
 def test_impossible_latent_attention_is_refused():
-    for changes in ({"kv_rank": 0}, {"query_rank": -1}, {"rope_width": 3}, {"value_width": 7}):
-        with pytest.raises(ValueError, match=next(iter(changes)).replace("value_width", "values")):
-            dataclasses.replace(LATENT.latent, **changes)
-    for changes in ({"kv_heads": 1}, {"head_dim": 8}, {"qk_norm": True}, {"qkv_bias": True}):
+    for change in ({"kv_rank": 0}, {"query_rank": -1}, {"rope_width": 3}, {"value_width": 7}):
+        with pytest.raises(ValueError, match=next(iter(change)).replace("value_width", "values")):
+            dataclasses.replace(LATENT.latent, **change)
+    for change in ({"kv_heads": 1}, {"head_dim": 8}, {"qk_norm": True}, {"qkv_bias": True}):
         with pytest.raises(ValueError, match="latent"):
-            dataclasses.replace(LATENT, **changes)
+            dataclasses.replace(LATENT, **change)
 
 
 # ---------------------------------------------------------------------------------------- critics
@@ -282,10 +221,6 @@ def values_of(params, spec, rows, **options):
     return Decoder(spec).token_values(params, forward(params, spec, *rows, **options))
 
 
-def shapes(tree):
-    return jax.tree.map(lambda x: tuple(x.shape), tree)
-
-
 def test_head_is_used_in_float32(critic, rows):
     params, spec = critic
     dtypes = compute_dtypes(spec, jnp.bfloat16)
@@ -296,22 +231,19 @@ def test_head_is_used_in_float32(critic, rows):
     np.testing.assert_array_equal(run(held), run(params))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_becomes_a_critic(spec, params, tied):
-    spec = dataclasses.replace(spec, tied_embeddings=tied)
-    params = {name: x for name, x in params.items() if name != "head" or not tied}
-    critic, critic_spec = with_value_head(params, spec)
-    assert critic_spec == dataclasses.replace(spec, value_head=True)
-    assert shapes(critic) == shapes(declare(critic_spec))
-    for name in ("embed", "layers", "final_norm"):
-        assert critic[name] is params[name]
+def test_a_language_model_becomes_a_critic(spec, params):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    critic, _ = with_value_head(narrow, spec)
+    critic, critic_spec = with_value_head(narrow, spec)
+    assert critic_spec == dataclasses.replace(spec, value_head=True)
+    declared = jax.tree.map(lambda decl: decl.shape, declare(critic_spec))
+    assert jax.tree.map(jnp.shape, critic) == declared
+    for name in ("embed", "layers", "final_norm"):
+        assert critic[name] is narrow[name]
     assert critic["score"].dtype == critic["score_bias"].dtype == jnp.bfloat16
 
 
 def test_refuses(critic, params):
-    with pytest.raises(ValueError, match="value head"):
+    with pytest.raises(ValueError, match="head"):
         with_value_head(*critic)
     with pytest.raises(ValueError, match="logits"):
         logits(*critic, jnp.ones((2, 16)))

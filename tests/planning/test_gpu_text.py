@@ -92,14 +92,13 @@ for name in ("FSDP", "LT", "BATCHED", "DIMS"):
 TEXT = TEXT.replace("calls=%fused_less", "calls=%fused_add")
 
 
-def test_products_of_libraries_and_fusions_are_counted_by_trip():
+def test_what_is_counted_is_what_is_run():
+    """Products of libraries and fusions by trip; asynchronous and combined collectives once."""
+    counted = count_operations(TEXT, AXES)
     product = 2 * 16 * 8 * 32
     scores = 2 * 5 * 4 * 7 * 6
-    assert count_operations(TEXT, AXES).flops == (3 + 1) * 2 * product + scores
+    assert counted.flops == (3 + 1) * 2 * product + scores
 
-
-def test_asynchronous_and_combined_collectives_are_counted_once():
-    counted = count_operations(TEXT, AXES)
     gather, reduce, scatter = (
         Collective(kind, ("fsdp",), False)
         for kind in ("all-gather", "all-reduce", "reduce-scatter")
@@ -110,14 +109,17 @@ def test_asynchronous_and_combined_collectives_are_counted_once():
         scatter: 16 * 8 * 4 * 3,
     }
     assert counted.arrays == {gather: 4 * 2, reduce: 4, scatter: 1}
+    assert all(sent.leaves_node for sent in count_operations(TEXT, AXES, per_node=2).sent)
+    assert not any(sent.leaves_node for sent in count_operations(TEXT, AXES, per_node=4).sent)
 
-
-def test_kernels_are_what_is_launched():
-    counted = count_operations(TEXT, AXES)
-    body = 5  # a gather, two products, a sum over devices, a copy
+    body = 5  # kernels: a gather, two products, a sum over devices, a copy
     entry = 1 + 1 + 2  # scores, a scatter, two in the command buffer
     assert counted.fewest == 4 * body + 1 + entry  # one question after the loop of unknown length
     assert counted.kernels == counted.fewest + 1  # the other branch copies
+
+    known, unknown = list_loops(TEXT, AXES)
+    assert (known.source, known.depth, known.trips) == ("jit(step)/while", 0, 3)
+    assert (known.once.kernels, unknown.trips) == (body, None)
 
 
 def test_kernels_read_operands_and_write_results_once():
@@ -131,14 +133,6 @@ def test_kernels_read_operands_and_write_results_once():
     asked, branch = fused, 2 * product
     entry = scatter + scores + 2 * fused + asked + branch
     assert count_operations(TEXT, AXES).moved == 4 * body + entry
-
-
-def test_loops_are_listed_with_what_an_iteration_does():
-    known, unknown = list_loops(TEXT, AXES)
-    assert (known.source, known.depth, known.trips) == ("jit(step)/while", 0, 3)
-    assert unknown.trips is None
-    assert known.once.kernels == 5
-    assert sum(known.once.arrays.values()) == 3
 
 
 def test_a_branch_in_a_loop_is_costly_once_and_cheap_in_other_iterations():

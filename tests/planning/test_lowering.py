@@ -5,7 +5,6 @@ XLA's GPU compiler makes of it needs its plugin.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jaxrl_llm import kernel_choice
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.kernels import DeviceInfo
-from jaxrl_llm.models.moe.grouped_triton import TRITON
 from jaxrl_llm.models.paged_triton import attend_pages
 from jaxrl_llm.models.spec import LoraSpec
 from jaxrl_llm.rollout.engine import EngineSettings
@@ -25,19 +23,7 @@ from jaxrl_llm.sharding.layout import ROLLOUT_RULES, Layout, make_mesh
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.compile import StepId, StepKind, plan_role, plan_shapes
 from jaxrl_llm.training.load_model import open_layouts
-from tests.guarded import MODEL, PLANNING
-from tests.planning.stablehlo import (
-    DONATES,
-    GROUPED,
-    SPECS,
-    check,
-    check_precision,
-    configure,
-    lower,
-    pretend,
-    slow,
-    spec_of,
-)
+from tests.planning.stablehlo import GROUPED, SPECS, check, configure, lower, pretend, slow, spec_of
 
 
 def test_the_reader_sees_what_may_not_be_in_a_program():
@@ -47,18 +33,16 @@ def test_the_reader_sees_what_may_not_be_in_a_program():
     def wrong(x):
         wide = x.astype(jnp.float32)
         narrow_sum = jax.lax.reduce(x, jnp.bfloat16(0), jax.lax.add, [1])
-        return jnp.exp(jnp.log(x)), (wide @ wide.T).sum() + narrow_sum
+        return 2 * x, (wide @ wide.T).sum() + narrow_sum
 
     program = lower(wrong.trace(narrow))
     assert program.products == [(("f32", (8, 16)), ("f32", (16, 8)), ("f32", (8, 8)))]
-    assert program.widened >= {(8, 16)}
-    assert program.logarithms == program.exponentials == {("bf16", (8, 16))}
     assert ("bf16", 16) in program.sums
     assert program.donates == [True]
     assert program.donated == program.aliased == program.partitions == 1
 
 
-@pytest.mark.parametrize("family", slow(SPECS, "Qwen3", "DeepseekV3"))
+@pytest.mark.parametrize("family", slow(SPECS, "Qwen3Moe"))
 def test_families(family, tmp_path, monkeypatch):
     pretend(monkeypatch, (8, 0))  # where cuDNN's attention is not possible
     spec = spec_of(family)
@@ -74,32 +58,6 @@ def test_families(family, tmp_path, monkeypatch):
             layers = spec.layers - (step.kind is StepKind.PREFILL)
             grouped = GROUPED if spec.moe and layers > spec.moe.dense_layers else frozenset()
             check(trace(), spec, step.kind, calls=grouped)
-
-
-@pytest.mark.parametrize("family", slow(["Gemma2", "DeepseekV3"], "Gemma2"))
-def test_the_engine_with_every_bucket(family):
-    spec = spec_of(family)
-    mesh = make_mesh({"data": 4, "tensor": 2})
-    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
-    layout = Layout(mesh, rules=ROLLOUT_RULES, grouped_kernels=TRITON)
-    engine = NativeEngine(Decoder(spec), settings, layout=layout)
-    engine.close()
-    keys = list(engine.programs._keys(8))
-    assert {key[0] for key in keys} == {"pool", "gather", "prefill", "decode"}
-    assert len({key[1:3] for key in keys if key[0] == "decode"}) > 2
-    with_extras = ("decode", *engine.programs.sizes.largest, True)
-    programs = {key: lower(engine.programs.trace(*key)) for key in [*keys, with_extras]}
-    for (name, *_), program in programs.items():
-        multiplies = name in ("prefill", "decode")
-        assert program.calls <= (GROUPED if spec.moe and multiplies else set())
-        assert program.partitions == 8
-        assert program.aliased == program.donated
-        if multiplies:
-            assert program.donates == DONATES[StepKind(name)]
-            check_precision(program, spec, StepKind(name))
-        else:
-            assert program.donated == 0
-            assert not program.products
 
 
 @pytest.mark.parametrize("kv_cache_dtype", slow(["auto", "int8"], "auto"))
@@ -122,50 +80,25 @@ def test_the_engine_over_pages_in_place(kv_cache_dtype):
         assert program.aliased == program.donated
 
 
-@pytest.mark.slow
-@pytest.mark.guards(*MODEL, *PLANNING)
-def test_the_engine_with_images():
-    spec = spec_of("Qwen3VL")
-    settings = EngineSettings(max_running_sequences=16, max_tokens=256, dtype="bfloat16")
-    layout = Layout(make_mesh({"data": 4, "tensor": 2}), rules=ROLLOUT_RULES)
-    engine = NativeEngine(Decoder(spec), settings, layout=layout)
-    engine.close()
-    keys = [key for key in engine.programs._keys(8) if key[0] in ("features", "encode")]
-    assert keys == [("features",), ("encode", 256, 256), ("encode", 1024, 1024)]
-    features = lower(engine.programs.trace("features"))
-    encode = lower(engine.programs.trace(*keys[1]))
-    prefill, decode = (lower(engine.trace(name)) for name in ("prefill", "decode"))
-    assert encode.donates == [False, True, False, False]
-    assert prefill.donates == [False, True, False, False]
-    for program in (features, encode, prefill, decode):
-        assert program.calls == set()
-        assert program.partitions == 8
-        assert program.aliased == program.donated
-    assert encode.donated == 2  # the features and those of DeepStack
-    for step in (StepKind.PREFILL, StepKind.DECODE):
-        check_precision(prefill if step is StepKind.PREFILL else decode, spec, step)
-
-
-MESHES = {
-    "one device": {"fsdp": 1, "devices": 1},
-    "data": {"data": 8, "fsdp": 1},
-    "fsdp": {"fsdp": 8},
-    "tensor": {"data": 2, "fsdp": 1, "tensor": 4},
-    "context by heads": {"fsdp": 2, "context": 4},
-    "context by keys": {"fsdp": 2, "context": 4},
-    "context by ring": {"fsdp": 2, "context": 4},
-    "stage": {"stage": 2, "data": 2, "fsdp": 2},
-    "expert": {"expert": 2, "fsdp": 4},
-    "expert, tensor": {"expert": 2, "fsdp": 2, "tensor": 2},
-    "fsdp, tensor, context": {"fsdp": 2, "tensor": 2, "context": 2},
+MESHES = {  # and what is stored for the backward pass
+    "one device": ({"fsdp": 1, "devices": 1}, "full"),
+    "fsdp": ({"fsdp": 8}, "none"),
+    "tensor": ({"data": 2, "fsdp": 1, "tensor": 4}, "full"),
+    "context by heads": ({"fsdp": 2, "tensor": 2, "context": 2}, "dots"),
+    "context by ring": ({"fsdp": 2, "context": 4}, "none"),
+    "stage": ({"stage": 2, "data": 2, "fsdp": 2}, "full"),
+    "expert, tensor": ({"expert": 2, "fsdp": 2, "tensor": 2}, "none"),
 }
-REMAT = dict(zip(MESHES, itertools.cycle(("full", "dots", "none"))))
 
 
-def mesh_keys(name, role="train"):
+def mesh_keys(name):
     """Config keys of one of `MESHES`."""
-    keys = {f"mesh__{role}__{axis}": size for axis, size in MESHES[name].items()}
-    return keys | {"mesh__context_by": name.partition("context by ")[2] or "heads"}
+    sizes, remat = MESHES[name]
+    keys = {f"mesh__train__{axis}": size for axis, size in sizes.items()}
+    return keys | {
+        "model__remat": remat,
+        "mesh__context_by": name.partition("context by ")[2] or "heads",
+    }
 
 
 def trace_actor(config, spec, kind):
@@ -177,7 +110,7 @@ def trace_actor(config, spec, kind):
 @pytest.mark.parametrize("name", slow(MESHES, "fsdp"))
 def test_meshes(name, tmp_path):
     spec = spec_of("Qwen3Moe" if "expert" in name else "Qwen3")
-    config = configure(tmp_path, spec, model__remat=REMAT[name], **mesh_keys(name))
+    config = configure(tmp_path, spec, **mesh_keys(name))
     traced = trace_actor(config, spec, StepKind.ACCUMULATE)
     check(traced, spec, StepKind.ACCUMULATE, 1 if name == "one device" else 8)
     if name == "fsdp":
@@ -199,7 +132,7 @@ def hopper(monkeypatch):
 
 
 FUSED = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
-WITH_CUDNN = ("one device", "fsdp", "tensor", "context by heads", "expert, tensor")
+WITH_CUDNN = ("one device", "tensor", "context by heads", "expert, tensor")
 
 
 @pytest.mark.parametrize("name", slow(WITH_CUDNN, "tensor"))

@@ -3,32 +3,24 @@
 import contextlib
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import plan as planner
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.delta import DeltaSpec
-from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.hf.config import make_config, read_spec
+from jaxrl_llm.models.hf.config import make_config
 from jaxrl_llm.models.kernels import cuda_device
-from jaxrl_llm.models.parameters import init_params, parameter_count
 from jaxrl_llm.planning import steps
-from jaxrl_llm.planning.program import Collective, count_operations, replica_groups
+from jaxrl_llm.planning.program import count_operations, replica_groups
 from jaxrl_llm.planning.report import advise, scale_scratch
 from jaxrl_llm.planning.steps import GPUS, analyze_step, memory_by_phase, workload
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.page_pool import PAGE
-from jaxrl_llm.sharding.layout import make_mesh
 from jaxrl_llm.training.bind import resolve_functions
 from jaxrl_llm.training.compile import (
     ENGINE,
@@ -42,15 +34,14 @@ from jaxrl_llm.training.forward import pack_microbatches
 from jaxrl_llm.training.load_model import open_layouts, open_model
 from jaxrl_llm.training.roles import make_roles
 from jaxrl_llm.types import Batch
-from tests.decoders import forward, logits
 from tests.guarded import MODEL, UPDATE
+from tests.specs import DELTA
 from tests.specs import DENSE as SMALL
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/planning/")
 
 UPDATE_STEP, DECODE_STEP = StepId("actor", StepKind.ACCUMULATE), StepId(ENGINE, StepKind.DECODE)
 
-ROOT = Path(__file__).resolve().parents[2]
 DENSE = dataclasses.replace(SMALL, vocab_size=64, hidden_size=32, layers=3, head_dim=8, ff_width=48)
 YAML = """
 run_dir: runs/a
@@ -61,14 +52,7 @@ rollout: {samples_per_prompt: 2, max_new_tokens: 16, max_running_sequences: 16}
 batch: {prompts_per_step: 16, max_tokens_per_device: 512}
 mesh: {train: {fsdp: 4, tensor: 2}, rollout: {data: 4, tensor: 2}}
 """
-HYBRID = dataclasses.replace(
-    DENSE,
-    layers=4,
-    unit_offset_norms=True,
-    gated_attention=True,
-    delta=DeltaSpec(key_heads=2, value_heads=4, key_width=8, value_width=8),
-    delta_layers=(True, False) * 2,
-)
+HYBRID = dataclasses.replace(DELTA, unit_offset_norms=True)
 
 
 @pytest.fixture
@@ -89,8 +73,8 @@ def on_first_device(tree):
 
 
 def test_what_a_policy_holds_to_be_its_own_teacher(configure):
-    def weights(*words, more=("model.dtype=bfloat16",)):
-        overrides = "algorithm.advantage=reverse_kl", *more, *words
+    def weights(*words):
+        overrides = "algorithm.advantage=reverse_kl", "model.dtype=bfloat16", *words
         held = {h.label: h.size for h in plan_shapes(configure(*overrides)).throughout}
         return held.get("teacher weights"), held["actor parameters"]
 
@@ -98,13 +82,9 @@ def test_what_a_policy_holds_to_be_its_own_teacher(configure):
     assert average == actor  # float32 both
     first, _ = weights("teacher.weights=initial")
     assert actor / 2 < first < 0.6 * actor  # bfloat16, but for norms
-    shown = "teacher.prompt=with_demonstration"
-    assert weights("teacher.weights=live", shown) == (None, actor)
     reference = "teacher.weights=initial", "algorithm.kl_loss=k3"
     assert weights(*reference) == (None, actor)
-    # one of both waits elsewhere, or the reference moves away from the teacher
-    for change in ("offload.reference=true", "reference.refresh_every=5"):
-        assert weights(*reference, change)[0] == first
+    assert weights(*reference, "reference.refresh_every=5")[0] == first  # it moves away
 
 
 def test_the_plan_of_an_update_is_what_its_executable_says(configure):
@@ -189,6 +169,7 @@ def test_narrow_dtypes_take_less(configure):
         shapes = plan_shapes(configure("model.dtype=bfloat16", *overrides))
         return {held.label: held.size for held in shapes.throughout}[label]
 
+    assert 0 < held("critic parameters", "algorithm.advantage=gae") < held("actor parameters")
     whole = held("engine weights")  # of which the embedding stays
     assert 0.5 * whole < held("engine weights", "rollout.quantization=fp8") < 0.67 * whole
     moments, counts = held("actor optimizer"), 8  # AdamW's and its schedule's
@@ -205,63 +186,6 @@ def test_what_waits_on_the_host_is_counted_only_where_it_is_used(configure, offl
     assert saved[DECODE_STEP] == whole[0].held[kind]
     assert saved[UPDATE_STEP] == saved[StepId("actor", StepKind.APPLY)] == 0
     assert (saved[StepId("actor", StepKind.INFER)] > 0) == (offload == "optimizer")
-
-
-def test_operations_in_a_loop_are_counted_as_often_as_it_runs():
-    x, weights = jnp.ones((8, 16)), jnp.ones((5, 16, 16))
-
-    def scanned(x, weights):
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
-
-    def unrolled(x, weights):
-        for w in weights:
-            x = jnp.tanh(x @ w)
-        return x
-
-    loop = jax.jit(scanned).lower(x, weights).compile()
-    counted = count_operations(loop.as_text(), {"data": 1})
-    assert counted.flops == 5 * 2 * 8 * 16 * 16
-    own = jax.jit(unrolled).lower(x, weights).compile().cost_analysis()["flops"]
-    assert own == pytest.approx(counted.flops, rel=0.05)  # it counts tanh, too
-    assert loop.cost_analysis()["flops"] < counted.flops / 4
-
-
-def test_operations_of_the_model_are_those_of_its_program():
-    spec = DENSE
-    params = jax.eval_shape(lambda key: init_params(spec, key=key), jax.random.key(0))
-    rows = jax.ShapeDtypeStruct((2, 32), jnp.int32)
-
-    def run(params, tokens, positions, segments):
-        return logits(params, spec, forward(params, spec, tokens, positions, segments))
-
-    compiled = jax.jit(run).lower(params, rows, rows, rows).compile()
-    flops = count_operations(compiled.as_text(), {"data": 1}).flops
-    needed = forward_flops(spec, 64, 64 * 32)  # dense scores: every token sees the row
-    assert flops == needed
-
-
-def test_collectives_are_counted_by_kind_axis_and_trip():
-    axis, mesh = "fsdp", make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P(axis)))
-
-    def local(x):
-        def body(x, _):
-            return jax.lax.psum(x, axis) * 0.5, None
-
-        x = jax.lax.scan(body, x, length=3)[0]
-        back = jax.lax.ppermute(x, axis, [(0, 1), (1, 0)])
-        return jax.lax.all_gather(x + back, axis)
-
-    run = jax.shard_map(local, mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=False)
-    text = jax.jit(run).lower(x).compile().as_text()
-    part = 4 * 128 * 4
-    sent = count_operations(text, mesh.shape, per_node=4).sent
-    assert sent == {
-        Collective("all-reduce", (axis,), False): 3 * part * 2 * (1 / 2),
-        Collective("collective-permute", (axis,), False): part,
-        Collective("all-gather", (axis,), False): 2 * part * (1 / 2),
-    }
-    assert all(sent.leaves_node for sent in count_operations(text, mesh.shape, per_node=1).sent)
 
 
 def test_groups_over_a_part_of_a_named_axis():
@@ -285,7 +209,6 @@ def test_advice_is_a_config_that_fits(configure):
     again = max(p.total for p in memory_by_phase(new, scale_scratch(scratch, shapes, new)))
     assert again == path[-1][1].total
     assert advise(shapes, scratch, before, change) == []
-    assert advise(shapes, scratch, 1, change)[-1][1].total > 1
 
 
 def test_a_plan_in_words(configure, capsys, tmp_path, monkeypatch):
@@ -326,14 +249,3 @@ def test_compiling_for_a_gpu_needs_the_plugin_and_whole_nodes(configure, capsys,
         with contextlib.suppress(SystemExit):
             assert planner.main([*command, *words]) == 2
         assert expected in capsys.readouterr().err
-
-
-def test_the_models_of_the_plans_have_their_published_sizes():
-    for name, billions in (
-        ("Qwen3-1.7B", 1.72),
-        ("Qwen3-8B", 8.19),
-        ("Qwen3-235B-A22B", 235.1),
-        ("DeepSeek-V3", 671.0),
-    ):
-        spec = read_spec(ROOT / "configs/plan" / name)
-        assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=2e-3), name

@@ -5,14 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.cluster.simulate_sampling import EngineSpeed, Generation, simulate_engine
-from benchmarks.cluster.simulate_steps import (
-    TrainMesh,
-    WindowSettings,
-    bytes_sent,
-    simulate_window,
-    step_times,
-)
+from benchmarks.cluster.simulate_sampling import EngineSpeed
+from benchmarks.cluster.simulate_steps import TrainMesh, WindowSettings, bytes_sent, simulate_window
 from jaxrl_llm.planning.program import count_operations
 from jaxrl_llm.training.compile import StepId, StepKind, plan_shapes, with_float16
 from tests.planning.stablehlo import configure
@@ -22,24 +16,6 @@ from tests.training.test_window import SAMPLES, SIZE, Turns, open_window, train
 pytestmark = pytest.mark.repository
 
 SECOND, STEPS = EngineSpeed(step=1.0), 6
-
-
-def test_answers_end_when_their_slots_have_run_so_many_steps():
-    def ends(lengths, *, unread=0, prompt=0, slots=9, speed=SECOND):
-        lengths, unread = np.array(lengths), np.full(len(lengths), unread)
-        times = simulate_engine(lengths, unread, prompt=prompt, slots=slots, speed=speed)
-        return times.tolist()
-
-    for lengths, slots, expected in (
-        ([4, 4, 4], 3, [4, 4, 4]),
-        ([4, 4, 4], 2, [4, 4, 8]),
-        ([10, 2, 2, 2], 2, [10, 2, 4, 6]),
-        ([2, 2, 2, 10], 2, [2, 2, 4, 12]),
-        ([], 2, []),
-    ):
-        assert ends(lengths, slots=slots) == expected
-    slow = EngineSpeed(step=1.0, prompt=0.5)  # a prompt that is read keeps the others waiting
-    assert ends([1, 3, 1], unread=4, prompt=4, slots=2, speed=slow) == [5, 9, 8]
 
 
 def test_the_bytes_of_a_pass_are_those_of_the_compiled_program(tmp_path):
@@ -54,16 +30,6 @@ def test_the_bytes_of_a_pass_are_those_of_the_compiled_program(tmp_path):
     assert compiled.total() == pytest.approx(ours.total(), rel=0.03)
     for over, size in ours.items():
         assert compiled[over] == pytest.approx(size, rel=0.03), over
-
-
-def test_a_steps_phases_follow_each_other():
-    generated = Generation(np.array([6.0, 2.0]), np.array([6.0, 2.0]))
-    shared = step_times(generated, (1.0, 2.0), 1.0, samplers=8, trainers=8, gpus=8)
-    assert shared[:4] == (6, 1, 2, 1) and shared.total == 10
-    assert shared.idle == pytest.approx(0.2)  # half of the GPUs for 4 s
-    apart = step_times(generated, (2.0, 4.0), 1.0, samplers=4, trainers=4, gpus=8)
-    assert apart.total == 13 and apart.overlapped == 7
-    assert apart.idle == pytest.approx(1 - (4 * 4 + 4 * 6 + 8) / (8 * 13))
 
 
 @pytest.mark.parametrize(("staleness", "slots", "overlap"), [(1, 2, 0), (2, 5, 3), (2, 2, 3)])

@@ -16,7 +16,6 @@ from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean, token_mean
 from jaxrl_llm.data.packing import row_shape
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.training.forward import ForwardConfig, logprob_pass
 from jaxrl_llm.training.update import PolicyObjective
 from jaxrl_llm.types import Batch
@@ -153,29 +152,12 @@ def episode_weights(mask):
     return weights
 
 
-def build(
-    params,
-    mesh,
-    *,
-    tokens,
-    length=16,
-    reduce=sequence_mean_token_mean,
-    objective=OBJECTIVE,
-    **settings,
-):
+def build(params, *, tokens, length=16, objective=OBJECTIVE, **settings):
     """Return a function from a batch to gradient, metrics and new parameters."""
-    placed, ranks = place(params, SPEC, mesh), batch_shards(mesh)
-    shape = row_shape(tokens, length, sequences=len(SIZES), multiple_of=ranks)
-    learner = learn(
-        SPEC,
-        placed,
-        objective,
-        shape,
-        mesh=mesh,
-        reduce=reduce,
-        temperature=TEMPERATURE,
-        **settings,
-    )
+    placed = place(params, SPEC, mesh_of())
+    shape = row_shape(tokens, length, sequences=len(SIZES))
+    settings = {"reduce": sequence_mean_token_mean, "temperature": TEMPERATURE} | settings
+    learner = learn(SPEC, placed, objective, shape, **settings)
     return lambda batch: updated(learner, placed, batch, COEFS)
 
 
@@ -201,22 +183,16 @@ def expected(params):
 @pytest.fixture(scope="module")
 def in_pairs(params):
     """An update in micro-batches of two rows, for tests that vary the batch."""
-    return build(params, mesh_of(), tokens=32, remat="full")
+    return build(params, tokens=32, remat="full")
 
 
 def test_one_row_at_a_time(params, expected):
-    check(params, build(params, mesh_of(), tokens=16)(make_batch()), expected)
+    check(params, build(params, tokens=16)(make_batch()), expected)
 
 
 def test_longer_rows_chunks_and_other_weights(params):
-    run = build(params, mesh_of(), tokens=75, length=24, reduce=token_mean, logprob_chunk=7)
+    run = build(params, tokens=75, length=24, reduce=token_mean, logprob_chunk=7, remat="dots")
     check(params, run(make_batch()), reference(params, make_batch(), token_mean))
-
-
-def test_a_mesh_changes_nothing(params, expected):
-    mesh = mesh_of(data=2, fsdp=2, tensor=2)
-    run = build(params, mesh, tokens=16 * batch_shards(mesh))
-    check(params, run(make_batch()), expected)
 
 
 def test_neither_order_nor_padding_nor_company_changes_anything(params, in_pairs, expected):
@@ -233,9 +209,11 @@ def test_neither_order_nor_padding_nor_company_changes_anything(params, in_pairs
 
 
 def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params):
-    shape, batch = row_shape(16 * 4, 16, sequences=len(SIZES)), make_batch()
+    """Also where sequences are chains of episodes, whose tokens lie in any order."""
+    batch, episodes = make_batch(), as_episodes(make_batch())
     model = ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE)
-    fields = logprob_pass(model, shape, mesh_of())(params, batch)
+    infer = logprob_pass(model, row_shape(16 * 4, 16, sequences=len(SIZES)), mesh_of())
+    fields, joined = (infer(params, each) for each in (batch, episodes))
     for i, n in enumerate(batch.sequence_lengths):
         logpi = np.asarray(log_policy(params, jnp.asarray(batch.tokens[i, :n])))
         for t in range(16):
@@ -244,6 +222,12 @@ def test_logprob_pass_gives_what_one_sequence_at_a_time_gives(params):
             entropy = -(np.exp(logpi[t - 1]) * logpi[t - 1]).sum() if inside else 0.0
             np.testing.assert_allclose(fields["logprobs"][i, t], logprob, atol=2e-5)
             np.testing.assert_allclose(fields["entropy"][i, t], entropy, atol=2e-5)
+    for episode, chains in enumerate(EPISODES):
+        for number, chain in enumerate(chains):
+            places = episodes["chain_ids"][episode] == number
+            wanted = fields["logprobs"][chain, : places.sum()]
+            np.testing.assert_allclose(joined["logprobs"][episode, places], wanted, atol=1e-5)
+    assert not joined["logprobs"][episodes["chain_ids"] < 0].any()
 
 
 POLICY_LOSSES = {k: f for k, f in named(losses).items() if not k.startswith("select_")}
@@ -266,7 +250,7 @@ def test_micro_batches_change_no_corrected_update(params, name):
     batch = batch.add(rollout_logprobs=rollout, ages=ages)
     objective = PolicyObjective(loss=POLICY_LOSSES[name], corrected=True)
     runs = [
-        build(params, mesh_of(), tokens=tokens, reduce=token_mean, objective=objective)
+        build(params, tokens=tokens, reduce=token_mean, objective=objective)
         for tokens in (16, 16 * len(SIZES))
     ]
     (gradient, metrics, _), (expected, wanted_metrics, _) = (run(batch) for run in runs)
@@ -285,16 +269,3 @@ def test_chains_are_read_by_themselves_and_weighed_as_one_episode(params, in_pai
     assert alone.tokens.shape[1] > 16
     one = batch.take([chain])
     check(params, in_pairs(alone), reference(params, one, sequence_mean_token_mean))
-
-
-def test_what_a_model_says_of_chains_lies_where_their_tokens_do(params):
-    batch, episodes = make_batch(), as_episodes(make_batch())
-    model = ForwardConfig(model=Decoder(SPEC), temperature=TEMPERATURE)
-    infer = logprob_pass(model, row_shape(16 * 4, 16, sequences=len(SIZES)), mesh_of())
-    apart, joined = (infer(params, each)["logprobs"] for each in (batch, episodes))
-    for episode, chains in enumerate(EPISODES):
-        for number, chain in enumerate(chains):
-            places = episodes["chain_ids"][episode] == number
-            wanted = apart[chain, : places.sum()]
-            np.testing.assert_allclose(joined[episode, places], wanted, rtol=1e-5, atol=1e-5)
-    assert not joined[episodes["chain_ids"] < 0].any()

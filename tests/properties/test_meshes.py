@@ -164,17 +164,9 @@ def test_the_mesh_changes_nothing(name, sizes):
         np.testing.assert_allclose(inferred, np.where(batch["mask"], logprobs, 0.0), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "favoured"),
-    [
-        ({"expert": 4, "tensor": 2}, (0, 1)),
-        pytest.param({"expert": 8}, (6, 7), marks=pytest.mark.slow),
-    ],
-    ids=["first device", "last device"],
-)
-def test_no_token_is_dropped_when_all_choose_the_same_experts(sizes, favoured):
+def test_no_token_is_dropped_when_all_choose_the_same_experts():
     """The exchange has room for a balanced load and a quarter; the rest goes in more rounds."""
-    spec = MOE.moe
+    spec, favoured = MOE.moe, (0, 1)
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.normal(size=(16, 16, 16)), jnp.float32).at[..., 0].set(1.0)
     weights = {
@@ -189,7 +181,7 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts(sizes, favoured):
         out, stats, _ = mixture(weights, spec, x, real, layout=layout)
         return (out**2).sum(), (out, stats.choices)
 
-    mesh = make_mesh(sizes)
+    mesh = make_mesh({"expert": 4, "tensor": 2})
     run = jax.value_and_grad(loss, (0, 1), has_aux=True)
     alone = jax.jit(run)(weights, x)
     assert alone[0][1][1].tolist() == [256.0 * (e in favoured) for e in range(8)]
@@ -199,39 +191,26 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts(sizes, favoured):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * float(np.abs(b).max()))
 
 
-def traced(spec, sizes, by="heads"):
-    mesh = make_mesh(sizes)
-    rows = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    params = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declare(spec))
-
-    def run(params, tokens, positions, segments):
-        layout = Layout(mesh, by)
-        return forward(
-            params, spec, *map(layout.split_context, (tokens, positions, segments)), layout=layout
-        )
-
-    return jax.eval_shape(run, params, rows, rows, rows)
-
-
 def test_what_devices_can_not_share_is_refused_with_the_divisors():
     few_keys = dataclasses.replace(WIDE["delta"].delta, key_heads=2)
-    of_experts = dataclasses.replace(MOE.moe, experts=6)
-    for spec, changes, sizes, divisors in (
-        (DENSE, {"heads": 6}, {"context": 4, "data": 2}, "divisor of 6"),
-        (DENSE, {"layers": 6}, {"stage": 4, "data": 2}, r"\[1, 2, 3, 6\]"),
-        (DENSE, {"moe": of_experts}, {"expert": 4, "data": 2}, r"\[1, 2, 3, 6\]"),
-        (WIDE["delta"], {"delta": few_keys}, {"context": 4, "data": 2}, "divisor of 2"),
-        (
-            WIDE["delta"],
-            {"delta_layers": (True, True, False, False)},
-            {"stage": 2, "data": 4},
-            r"\[1\]",
-        ),
+    unequal, six = (True, True, False, False), dataclasses.replace(MOE.moe, experts=6)
+    for name, changes, sizes, divisors in (
+        ("dense", {"heads": 6}, {"context": 4, "data": 2}, "divisor of 6"),
+        ("dense", {"layers": 6}, {"stage": 4, "data": 2}, r"\[1, 2, 3, 6\]"),
+        ("dense", {"moe": six}, {"expert": 4, "data": 2}, r"\[1, 2, 3, 6\]"),
+        ("delta", {"delta": few_keys}, {"context": 4, "data": 2}, "divisor of 2"),
+        ("delta", {"delta_layers": unequal}, {"stage": 2, "data": 4}, r"\[1\]"),
     ):
+        spec, layout = dataclasses.replace(WIDE[name], **changes), Layout(make_mesh(sizes))
+        params = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declare(spec))
+        row = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+
+        def run(params, row, spec=spec, layout=layout):
+            piece = layout.split_context(row)
+            return forward(params, spec, piece, piece, piece, layout=layout)
+
         with pytest.raises(ValueError, match=divisors):
-            traced(dataclasses.replace(spec, **changes), sizes)
-    by_keys = traced(dataclasses.replace(DENSE, heads=6), {"context": 4, "data": 2}, "keys")
-    assert by_keys.shape == (32, 4, 16)
+            jax.eval_shape(run, params, row)
 
 
 def like(spec, mesh):
@@ -271,28 +250,17 @@ def test_fsdp_divides_the_optimizer_s_state():
     assert eight < one / 6
 
 
-@pytest.mark.parametrize(
-    ("name", "remat"),
-    [
-        ("moe", "none"),
-        *(
-            pytest.param(name, remat, marks=pytest.mark.slow)
-            for name, remat in (("dense", "none"), ("dense", "dots"), ("moe", "full"))
-        ),
-    ],
-)
-def test_no_device_ever_holds_all_layers(name, remat):
+def test_no_device_ever_holds_all_layers():
     """The backward pass gathers weights again, whatever else of a layer is stored."""
-    spec = dataclasses.replace(WIDE[name], hidden_size=256, ff_width=512, layers=8)
-    if spec.moe:
-        spec = dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, ff_width=64))
+    wide = dataclasses.replace(WIDE["moe"], hidden_size=256, ff_width=512, layers=8)
+    spec = dataclasses.replace(wide, moe=dataclasses.replace(wide.moe, ff_width=64))
     mesh = make_mesh({"fsdp": 8})
     layout = Layout(mesh)
     params = like(spec, mesh)
     row = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P(BATCH)))
 
     def total(params, *rows):
-        return forward(params, spec, *rows, layout=layout, remat=remat).sum()
+        return forward(params, spec, *rows, layout=layout, remat="none").sum()
 
     step = jax.jit(jax.grad(total), out_shardings=layout.of(declare(spec)))
     needed = step.lower(params, row, row, row).compile().memory_analysis().temp_size_in_bytes
@@ -324,15 +292,12 @@ def test_gradients_in_bfloat16_are_summed_over_devices_in_float32():
         assert np.abs(together - alone).max() < 1e-5 * np.abs(alone).max(), name
 
 
-@pytest.mark.parametrize(
-    "by", ["keys", *(pytest.param(by, marks=pytest.mark.slow) for by in ("heads", "ring"))]
-)
-def test_context_divides_the_memory_of_activations(by):
+def test_context_divides_the_memory_of_activations():
     """Temporary bytes of a long row's gradient, per device, as the compiler reports them."""
 
     def memory(sizes, devices):
         mesh = make_mesh(sizes, jax.devices()[:devices])
-        layout = Layout(mesh, by)
+        layout = Layout(mesh, "keys")
         row = jax.ShapeDtypeStruct(
             (1, 1024), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P(BATCH))
         )
