@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.profiler import ProfileData
 
 from jaxrl_llm.monitoring.clock import Clock
@@ -29,22 +28,14 @@ from tests.refusals import refuses
 DEVICES = 2
 
 
-@pytest.fixture(scope="module")
-def compiled_here():
-    """Has programs compiled: a trace says less of one that was read from a cache."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+def test_a_trace_has_every_operation_of_every_device_and_its_summary_adds_up(
+    tmp_path, compiles_alone
+):
+    """Two phases: six layers of two products each and a sum over both; then a transposition.
 
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory, compiled_here):
-    """A trace of two phases on two devices: products and a sum over both, then a transposition."""
+    A trace says less of a program that was read from a cache.
+    """
     jax.clear_caches()  # a trace has all programs that the process holds
-    folder = tmp_path_factory.mktemp("traced")
     mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
     rows = jax.NamedSharding(mesh, jax.P("data"))
     x = jax.device_put(np.ones((64, 512), np.float32), rows)
@@ -59,20 +50,15 @@ def traced(tmp_path_factory, compiled_here):
 
         return jax.lax.scan(layer, x, layers)[0].sum()
 
-    turn = jax.jit(lambda layers: jnp.transpose(layers, (2, 0, 1)))
-    jax.block_until_ready((multiply(x, layers), turn(layers)))
+    turn = jax.jit(lambda x, layers: jnp.transpose(layers, (2, 0, 1)))
+    jax.block_until_ready((multiply(x, layers), turn(x, layers)))
     clock = Clock()
-    with tracing(folder, 7):
-        for phase, call in (("gen", multiply), ("adv", lambda x, layers: turn(layers))):
+    with tracing(tmp_path, 7):
+        for phase, call in (("gen", multiply), ("adv", turn)):
             with clock(phase):
                 jax.block_until_ready(call(x, layers))
-    (path,) = folder.rglob("*.xplane.pb")
-    return read_trace(path)
-
-
-def test_every_operation_is_found_on_every_device(traced):
-    """Six layers of two products ran on each device, and no loop is counted beside them."""
-    trace = traced
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    trace = read_trace(path)
     assert {o.device for o in trace.operations} == {f"CPU {n}" for n in range(DEVICES)}
     assert not [o for o in trace.operations if re.match("while|call", o.name)]
     for device in range(DEVICES):
@@ -83,10 +69,7 @@ def test_every_operation_is_found_on_every_device(traced):
         assert len(kinds["collectives"]) == 1
         assert any(o.program == "jit__lambda" for o in kinds["copies"])
 
-
-def test_the_summary_adds_up(traced):
-    """Phases and what is outside of them fill the step."""
-    head, groups, top = summarize(traced, 7).split("\n\n")
+    head, groups, top = summarize(trace, 7).split("\n\n")
     phases = re.findall(r"^([a-z_ ]+?) +(\d+\.\d+) +(\d+\.\d) %", head, re.MULTILINE)
     assert [name for name, _, _ in phases] == ["gen", "adv", "outside of phases"]
     total = float(re.match(r"step 7: (\S+) s, devices busy", head)[1])
