@@ -1,6 +1,7 @@
 """Actors in this process, behind the interface of Ray's handles."""
 
 import asyncio
+from types import SimpleNamespace
 
 
 class Handle:
@@ -10,11 +11,5 @@ class Handle:
         self.object, self.wrap = of, wrap
 
     def __getattr__(self, name):
-        method, handle = getattr(self.object, name), self
-
-        class Method:
-            @staticmethod
-            def remote(*arguments):
-                return handle.wrap(asyncio.run(method(*arguments)))
-
-        return Method
+        method = getattr(self.object, name)
+        return SimpleNamespace(remote=lambda *given: self.wrap(asyncio.run(method(*given))))

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import jax
+import orbax.checkpoint as ocp
 import pyarrow.parquet
 import pytest
 import yaml
@@ -25,7 +26,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.train import main as train_main
@@ -213,6 +213,13 @@ class Workshop:
         out, err = process.communicate(timeout=300)
         return Result(process.returncode, out, err, run_dir)
 
+    def arrays(self, run_dir, *roles, step=None):
+        """Return all arrays of a checkpoint's state, or those of some roles, by name."""
+        checkpoints = (run_dir / "checkpoints").glob("[0-9]*")
+        step = step or max(int(path.name) for path in checkpoints)
+        tree = ocp.PyTreeCheckpointer().restore(run_dir / f"checkpoints/{step}/state")
+        return by_name({role: tree[role] for role in roles} if roles else tree)
+
     def params(self, run_dir, step=None, model=None, role="actor", **changes):
         """Return a checkpoint's parameters by name; `changes` are those of the model's spec."""
         spec = dataclasses.replace(read_spec(model or self.base), **changes)
@@ -264,18 +271,8 @@ def run(workshop):
 
 @pytest.fixture(scope="session")
 def finished(run):
-    """A run that nothing disturbed; `began`: what went on, each time that something began."""
-    began, begin = [], ACTIVITIES.begin
-
-    def begun(activity):
-        begin(activity)
-        began.append(ACTIVITIES.text)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ACTIVITIES, "begin", begun)
-        result = run("steps=4", *EVERY_SECOND, "log={trackers: tensorboard, answers_every: 3}")
-    result.began = began
-    return result.ok()
+    """A run that nothing disturbed."""
+    return run("steps=4", *EVERY_SECOND, "log={trackers: tensorboard, answers_every: 3}").ok()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,7 @@
 """What trackers tell the packages that they are for, and what TensorBoard's files hold."""
 
 import html
-import importlib.util
-import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -259,44 +256,3 @@ def test_any_values_have_a_distribution(values):
     if max(map(abs, finite)) < 1e37:
         np.testing.assert_array_equal(seen.counts, np.histogram(finite, seen.edges)[0])
     assert (np.diff(seen.edges) > 0).all() and np.isfinite(seen.edges).all()
-
-
-PROGRAM = """
-import logging, sys
-from pathlib import Path
-import numpy as np
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.training.loop import MetricsLog
-
-logging.basicConfig()
-name, folder = sys.argv[1:]
-answers = [{"prompt": "2+2|", "answer": "4\\n<b>", "score": 1.0, "advantage": None}]
-for done in (0, 2):
-    spec = [FunctionSpec(name)]
-    log = MetricsLog(Path(folder), step=done, position=0, trackers=spec, config={"seed": 1})
-    for step in (done + 1, done + 2):
-        metrics = {"loss": step / 2, "val-core/a b/acc/mean@1": 1.0}
-        log.write(step, metrics, answers, {"score": np.array([0.0, 1.0, 1.0])})
-    log.close()
-    assert log._trackers[0].dropped == 0, name
-"""
-FILES = {
-    "mlflow": "my run/mlflow/artifacts/*/artifacts/answers/step_000003.json",
-    "trackio": "trackio/jaxrl_llm.db",
-    "wandb": "my run/wandb/offline-run-*/*.wandb",
-    "swanlab": "my run/swanlab/run-*/*.swanlab",
-    "comet": "my run/comet/*.zip",
-}
-PACKAGES = {"comet": "comet_ml"}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_run_is_kept_by_its_real_package_and_continued(tmp_path, name):
-    if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
-        pytest.skip(f"{name} is not installed")
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRACKIO_DIR": str(tmp_path / "trackio")}
-    command = [sys.executable, "-c", PROGRAM, name, str(tmp_path / "my run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "can't write to" not in done.stderr, done.stderr
-    assert len([*tmp_path.glob(FILES[name])]) == (1 if name in ("mlflow", "trackio") else 2)

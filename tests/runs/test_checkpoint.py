@@ -126,9 +126,8 @@ def test_any_known_step_may_be_read_and_none_is_skipped_in_silence(opened, mesh,
         with pytest.raises(CheckpointError, match="4"):
             checkpoints.save(step, make_state(mesh), {})
     assert_same(checkpoints.restore(state).state, make_state(mesh, 4))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=r"5.*\[2, 4\]"):
         checkpoints.restore(state, 5)
-    assert "5" in str(error.value) and "[2, 4]" in str(error.value)
 
 
 def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
@@ -307,8 +306,7 @@ def test_the_newest_whole_one_is_offered_and_following_the_advice_works(
     for step in (2, 3):
         shutil.rmtree(folder / str(step))
     checkpoints = opened(folder)
-    saved = checkpoints.restore(state)
-    assert (saved.step, saved.extra) == (1, EXTRA)
+    assert checkpoints.restore(state).step == 1
     checkpoints.save(2, make_state(mesh, 9), {})
     checkpoints.wait()
     assert_same(checkpoints.restore(state).state, make_state(mesh, 9))

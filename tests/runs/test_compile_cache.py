@@ -54,20 +54,14 @@ def test_what_a_run_compiles_is_found_by_every_later_one(tmp_path):
     assert not compilation_cache_of(tmp_path / "a").exists()
 
 
-def test_several_processes_share_the_runs_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_cache, "process_count", lambda: 2)
-    with use_compilation_cache(compilation_cache_of(tmp_path)):
-        counted(lambda x: x - 3, np.ones(18, np.float32))
-    assert list(compilation_cache_of(tmp_path).glob("*-cache"))
-    assert not user_cache().exists()
-
-
-@pytest.mark.parametrize("trouble", ["a file", "another user"])
-def test_without_a_home_the_runs_own_folder_is_used(tmp_path, monkeypatch, trouble):
+@pytest.mark.parametrize("trouble", ["a file", "another user", "several processes"])
+def test_where_the_users_folder_can_not_be_used_the_runs_own_is(tmp_path, monkeypatch, trouble):
     if trouble == "a file":
         user_cache().parents[1].write_text("")
-    else:
+    elif trouble == "another user":
         monkeypatch.setattr(compile_cache.os, "getuid", lambda: 12345)
+    else:
+        monkeypatch.setattr(compile_cache, "process_count", lambda: 2)
     for folder in (str(tmp_path / "own"), None):
         with use_compilation_cache(*([folder] if folder else [])):
             assert getattr(jax.config, CACHE) == folder

@@ -1,5 +1,7 @@
 """Jobs on a Ray cluster of several nodes, each with CPU devices, all on this machine."""
 
+import functools
+
 import pytest
 
 from tests.e2e.cluster.launching import Launched, Processes
@@ -24,8 +26,8 @@ def launch(workshop, cluster, processes):
     """Starts `train` on the cluster; ends what is left of it."""
     started = []
 
-    def run(*overrides, run_dir=None):
-        run_dir = run_dir or workshop.folder()
+    def run(*overrides):
+        run_dir = workshop.folder()
         words = (f"cluster.address={cluster}", *QUICKLY, *overrides)
         started.append(Launched(workshop.start(*words, run_dir=run_dir), run_dir))
         return started[-1]
@@ -40,13 +42,11 @@ def launch(workshop, cluster, processes):
 @pytest.fixture(scope="module")
 def undisturbed(workshop, cluster):
     """Returns the run of some overrides on the cluster, made once."""
-    made = {}
 
+    @functools.cache
     def run(*overrides):
-        if overrides not in made:
-            run_dir = workshop.folder()
-            words = (f"cluster.address={cluster}", *QUICKLY, *overrides)
-            made[overrides] = Launched(workshop.start(*words, run_dir=run_dir), run_dir).ok()
-        return made[overrides]
+        run_dir = workshop.folder()
+        words = (f"cluster.address={cluster}", *QUICKLY, *overrides)
+        return Launched(workshop.start(*words, run_dir=run_dir), run_dir).ok()
 
     return run

@@ -3,11 +3,14 @@
 import subprocess
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from tests.e2e.comparing import count_lines
 from tests.e2e.conftest import Result
+from tests.waiting import wait_until
 
 TOGETHER = ("cluster.nodes=2", "cluster.devices=4", "mesh.train={data: 2, fsdp: 4}")
 APART = ("cluster.nodes=1", "cluster.devices=4", "rollout.nodes=1", "rollout.devices=4")
@@ -21,27 +24,19 @@ class Launched:
     def __init__(self, process, run_dir):
         self.process, self.run_dir = process, run_dir
         self.lines = {"out": [], "err": []}
-        streams = (("out", process.stdout), ("err", process.stderr))
-        self.readers = [
-            threading.Thread(target=self.read, args=(name, stream), daemon=True)
-            for name, stream in streams
-        ]
+        streams = ((self.lines["out"], process.stdout), (self.lines["err"], process.stderr))
+        self.readers = [threading.Thread(target=list.extend, args=pair) for pair in streams]
         for reader in self.readers:
             reader.start()
 
-    def read(self, name, stream):
-        with stream:
-            self.lines[name].extend(stream)
-
     def steps(self):
-        path = self.run_dir / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return count_lines(self.run_dir / "metrics.jsonl")
 
-    def until(self, condition, seconds=240):
-        end = time.monotonic() + seconds
+    def until(self, condition):
+        """Wait for something true, and return it."""
+        end = time.monotonic() + 240
         while not (result := condition()):
-            assert self.process.poll() is None, self.text("err")
-            assert time.monotonic() < end, self.text("err")
+            assert self.process.poll() is None and time.monotonic() < end, self.text("err")
             time.sleep(0.02)
         return result
 
@@ -50,13 +45,11 @@ class Launched:
 
     def end(self, seconds=600):
         try:
-            status = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            return self.process.wait(seconds)
+        finally:
             self.process.kill()
-            raise
-        for reader in self.readers:
-            reader.join(10)
-        return status
+            for reader in self.readers:
+                reader.join(10)
 
     def ok(self):
         assert self.end() == 0, self.text("err")
@@ -72,47 +65,39 @@ class Launched:
 
 
 class Processes:
-    """The processes of one Ray cluster; others may be at work on this machine."""
+    """The processes of the Ray cluster at an address; others may be at work on this machine."""
 
     def __init__(self, address):
-        """Take the address of its head."""
         self.address = address
 
     def titles(self, *expected):
-        """Return its processes whose titles begin so, by number."""
-        rows = subprocess.run(
-            ["ps", "-wweo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        split = [row.split(None, 3) for row in rows[1:]]
-        nodes = {pid for pid, _, _, args in split if f"--gcs-address={self.address}" in args}
+        """Return those whose titles begin so, by number."""
+        words = ["ps", "-wweo", "pid,ppid,stat,args"]
+        output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        rows = [row.split(None, 3) for row in output.splitlines()[1:]]
+        nodes = {pid for pid, _, _, args in rows if f"--gcs-address={self.address}" in args}
         return {
             int(pid): args
-            for pid, parent, stat, args in split
+            for pid, parent, stat, args in rows
             if parent in nodes and args.startswith(expected) and stat[0] != "Z"
         }
 
-    def await_end(self, seconds=60):
+    def await_end(self):
         """Wait until none of a job's are left."""
-        end = time.monotonic() + seconds
-        while alive := self.titles(*ACTORS):
-            assert time.monotonic() < end, alive
-            time.sleep(0.2)
+        wait_until(lambda: not self.titles(*ACTORS), 60)
 
 
-def check_whole_epoch(run_dir, samples=4):
-    """Assert that every prompt was answered exactly as often as an epoch does."""
-    counts = {}
-    for path in (run_dir / "rollouts").glob("*.parquet"):
-        for prompt in pq.read_table(path)["prompt"].to_pylist():
-            counts[prompt] = counts.get(prompt, 0) + 1
-    assert sum(counts.values()) == 64 * samples
-    return counts
+def answered(run_dir):
+    """Count how often each prompt was answered."""
+    tables = map(pq.read_table, (run_dir / "rollouts").glob("*.parquet"))
+    return Counter(prompt for table in tables for prompt in table["prompt"].to_pylist())
 
 
 def check_same(launched, expected):
-    """Assert that nothing of a disturbed run differs from an undisturbed one's."""
+    """Assert that a disturbed run is an undisturbed one of a whole epoch."""
     assert launched.result.learned == expected.result.learned
-    assert check_whole_epoch(launched.run_dir) == check_whole_epoch(expected.run_dir)
+    assert answered(launched.run_dir) == answered(expected.run_dir)
+    assert answered(launched.run_dir).total() == 64 * 4
 
 
 SLOW_SCORER = """

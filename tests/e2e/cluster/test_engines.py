@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster.launching import APART, EPOCH, check_same, slowly
+from tests.e2e.cluster.launching import EPOCH, check_same, slowly
 from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 
@@ -78,14 +78,6 @@ def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed
     output = job.text("err") + job.text("out")
     assert "there was no step for 60 s" in output
     assert re.search(r"Thread 0x\w+ .*most recent call first", output)
-
-
-def test_an_engine_that_is_lost_too_often_ends_the_run(launch, processes):
-    job = launch(*APART, "cluster.restarts=0", "steps=1000")
-    job.until(lambda: job.steps() >= 2)
-    os.kill(min(processes.titles("ray::EngineHost")), signal.SIGKILL)
-    job.end()
-    job.result.refused("an engine was lost too often", status=1)
 
 
 def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(
