@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,7 +15,17 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.display import LauncherDisplay, open_display
 from jaxrl_llm.monitoring.job_context import JobContext
-from tests.cluster.handles import Handle
+
+
+class Handle:
+    """An object whose methods are called by `.remote`; `wrap` makes what comes of a call."""
+
+    def __init__(self, of, wrap=lambda value: value):
+        self.object, self.wrap = of, wrap
+
+    def __getattr__(self, name):
+        method = getattr(self.object, name)
+        return SimpleNamespace(remote=lambda *given: self.wrap(asyncio.run(method(*given))))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from jaxrl_llm.rollout import remote
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.remote import assemble, own_pieces, own_shards, plan_transfer
 from jaxrl_llm.sharding.layout import make_mesh
-from tests.cluster.handles import Handle
+from tests.cluster.test_context import Handle
 from tests.specs import DENSE, draw
 
 PARTS = [(), ("data",), ("fsdp",), ("data", "fsdp"), (("data", "fsdp"),), (None, "tensor")]

@@ -207,7 +207,7 @@ def test_the_policy_teaches_itself_with_another_prompt(run, workshop, tmp_path, 
 def test_the_average_is_that_of_the_weights_after_each_step_also_of_a_run_that_goes_on(
     run, workshop
 ):
-    sibling = "{fn: with_successful_sibling, threshold: 0.6, template: '{prompt}!'}"
+    sibling = "{fn: with_successful_sibling, threshold: 0.6, template: '{prompt}{answer};'}"
     rate = np.float32(0.25)
     words = (*REVERSE, f"teacher.prompt={sibling}", "teacher.max_prompt_tokens=24", *KEPT)
     words += ("teacher.weights=ema", f"teacher.ema={rate}", "validation.every=1")

@@ -41,8 +41,7 @@ def two(workshop, start):
 
     def run(*overrides, run_dir=None, **own):
         run_dir = run_dir or workshop.folder()
-        started = start(*overrides, run_dir=run_dir, **own)
-        return [workshop.finish(process, run_dir) for process in started]
+        return [workshop.finish(p, run_dir) for p in start(*overrides, run_dir=run_dir, **own)]
 
     return run
 

@@ -181,6 +181,7 @@ def test_a_run_is_not_continued_with_other_data_and_no_file_changes(
     before = files(folder)
     words = ("steps=6", *EVERY_SECOND, f"data.train={other}", "data.prepare=null")
     run(*words, run_dir=folder).refused("data.train: its contents")
+    run(*EVERY_SECOND, "checkpoint.resume=never", run_dir=folder).refused("checkpoint.resume")
     assert files(folder) == before
     wrong = [rows[0], rows[1] | {"reward_model": {"style": "rule"}}]
     path = workshop.write_rows("malformed", wrong)

@@ -16,7 +16,7 @@ from tests.e2e.comparing import EVERY_SECOND, files, same
 from tests.guarded import MODEL, NATIVE, RUN
 
 
-def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog, patient):
+def test_nothing_compiles_after_the_second_step(run, workshop, caplog, patient, compiles_alone):
     """Prompts of 2 to 50 characters: three widths of prefill, and rows filled differently."""
     dice = np.random.default_rng(0)
     rows = read_rows(workshop.data / "train.parquet")
@@ -33,7 +33,6 @@ def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog,
         "validation.every=2",
         "rollout.dump_every=2",
         "checkpoint.every=1",  # the first one compiles its checksums
-        compiled=tmp_path / "compiled",
     ).ok()
     lines = result.metrics[1:]
     assert max(line["prompt_length/max"] for line in lines) > 32

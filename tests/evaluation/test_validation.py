@@ -44,12 +44,9 @@ def value_of(score, name):
 def winner(group):
     """Return the first answer that has the most equals, among those that are one."""
     group = [s for s in group if not s.error and s.extra["pred"] is not None] or group[:1]
-    votes = [sum(answer_of(other) == answer_of(s) for other in group) for s in group]
-    return next(s for s, n in zip(group, votes, strict=True) if n == max(votes))
-
-
-def answer_of(score):
-    return str(score.extra.get("pred"))
+    answers = [str(s.extra.get("pred")) for s in group]
+    votes = [answers.count(answer) for answer in answers]
+    return group[votes.index(max(votes))]
 
 
 @st.composite

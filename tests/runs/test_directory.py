@@ -1,11 +1,9 @@
 """Run folders: one run at a time, its config and versions, and when it may be continued."""
 
 import contextlib
-import inspect
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -18,8 +16,6 @@ from jaxrl_llm.monitoring import job_context
 from jaxrl_llm.monitoring.job_context import JobContext
 from jaxrl_llm.runs import directory
 from jaxrl_llm.runs.directory import run_folder
-from jaxrl_llm.training.loop import restore_or_start
-from tests.refusals import refuses
 
 
 def config_of(folder, **more):
@@ -136,13 +132,6 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, caplog):
     tree["algorithm"]["group_filter"] = "with_spread"
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     refused(tmp_path, config, "algorithm.group_filter")
-
-
-def test_never_resuming_refuses_a_folder_with_a_checkpoint(tmp_path):
-    restore = inspect.unwrap(restore_or_start)  # fakes do not pass the type hooks
-    checkpoints = SimpleNamespace(directory=tmp_path, latest=lambda: 5)
-    with refuses("checkpoint.resume"):
-        restore(checkpoints, {}, resume="never", digests={}, extra_states={})
 
 
 MINE = """

@@ -89,10 +89,8 @@ def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
         "| `critic/score/mean` | 0.500 (step 1) | 0.750 (step 2) | 0.750 |",
         f"{accuracy} 0.625 (step 2) | 0.625 |",
         "/train.parquet` | 3 | openai/gsm8k (3) |",
-        "/held-out.jsonl` | 1 | mine (1) |",
         "| `gone.parquet` | not there any more |  |",
         "| `reward.function` | `mine.py:judge` | `f00d` |",
-        "| devices | 2 x NVIDIA H100 |",
         "| commit | abc, with changed files |",
     ):
         assert row in text, row

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster.launching import EPOCH, check_same, slowly
+from tests.e2e.cluster.conftest import EPOCH, check_same, slowly
 from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jaxrl_llm.cli import PREEMPTED
-from tests.e2e.cluster.launching import APART, TOGETHER
+from tests.e2e.cluster.conftest import APART, TOGETHER
 from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 

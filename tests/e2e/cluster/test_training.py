@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster.launching import EPOCH, TOGETHER, check_same, parent_of, slowly
+from tests.e2e.cluster.conftest import EPOCH, TOGETHER, check_same, parent_of, slowly
 from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 
