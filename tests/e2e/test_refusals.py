@@ -181,8 +181,9 @@ def test_a_run_is_not_continued_with_other_data_and_no_file_changes(
     before = files(folder)
     words = ("steps=6", *EVERY_SECOND, f"data.train={other}", "data.prepare=null")
     run(*words, run_dir=folder).refused("data.train: its contents")
-    run(*EVERY_SECOND, "checkpoint.resume=never", run_dir=folder).refused("checkpoint.resume")
     assert files(folder) == before
+    never = ("steps=4", *EVERY_SECOND, "checkpoint.resume=never")
+    run(*never, run_dir=finished.run_dir).refused("checkpoint.resume")
     wrong = [rows[0], rows[1] | {"reward_model": {"style": "rule"}}]
     path = workshop.write_rows("malformed", wrong)
     run(f"data.train={path}").refused("data.train: ", f"{path}, row 1", "ground_truth")
