@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from jaxrl_llm.monitoring import activity as module
 from jaxrl_llm.monitoring.activity import ACTIVITIES, Activities, Activity, activity
-from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due
+from jaxrl_llm.monitoring.clock import Clock, CompileCounter, Pace, is_due, memory_metrics
 from tests.waiting import wait_until
 
 
@@ -148,3 +149,9 @@ def test_due():
         *((10, 7, [7]), (3, 0, [3, 6]), (0, 0, [])),
     ):
         assert [step for step in range(1, (last or 7) + 1) if is_due(step, every, last)] == steps
+
+
+def test_memory_is_in_gib(monkeypatch):
+    device = Mock(memory_stats=lambda: {"peak_bytes_in_use": 3 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert memory_metrics()["perf/max_memory_allocated_gb"] == 3.0

@@ -198,7 +198,7 @@ def open_log(folder, *trackers, step=0, position=0, config=None):
     return MetricsLog(folder, step=step, position=position, trackers=specs, config=config or {})
 
 
-FAULTS = ("raises at open", "exits at write", "hangs at write", "hangs at close")
+FAULTS = ("raises at open", "exits at write", "hangs at open", "hangs at write", "hangs at close")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
