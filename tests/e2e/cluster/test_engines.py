@@ -51,8 +51,7 @@ def test_engines_sample_while_a_step_is_trained_and_a_lost_one_is_replaced(
     words += (f"model.path={workshop.root}/random", "validation.before=false")
     job = launch(*words)
     job.until(lambda: job.steps() >= 3)
-    victim = job.until(lambda: processes.titles("ray::EngineHost.sample_until"))
-    os.kill(next(iter(victim)), signal.SIGKILL)
+    os.kill(max(processes.titles("ray::EngineHost")), signal.SIGKILL)
     job.ok()
     assert job.counted("engine_restarts")[-1] == 1
     lines = job.result.metrics
