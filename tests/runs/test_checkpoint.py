@@ -287,7 +287,7 @@ def test_a_bit_of_an_array_is_missed_by_name(opened, mesh, tmp_path):
         lambda: checkpoints.restore(like(state)),
         lambda: checkpoints.restore_params({"big": jax.ShapeDtypeStruct((64, 64), np.float32)}),
     ):
-        with pytest.raises(CheckpointError, match=r"1 is damaged \(actor/params/big.*whole"):
+        with pytest.raises(CheckpointError, match=r"actor/params/big.*whole"):
             read()
 
 
