@@ -2,6 +2,7 @@
 
 import contextlib
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -92,22 +93,16 @@ def test_the_reason_of_a_process_that_could_not_end_is_at_the_coordinator(ended)
 
 
 def test_counters_and_engines_outlive_their_coordinator(monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
-
-    def answers(value):
-        return SimpleNamespace(remote=lambda: value)
-
+    get = Mock(side_effect=lambda value, timeout: value)
+    monkeypatch.setattr(ray, "get", get)
     process = ProcessInfo("a" * 56, "10.0.0.1", pid=1, free_port=1, versions={})
     engine = process._replace(pid=2)  # made anew
-    counters = answers({"engine_restarts": 2})
-    coordinator = SimpleNamespace(get_counters=counters, get_engines=answers([engine]))
+    coordinator = Mock()
+    coordinator.get_counters.remote.return_value = {"engine_restarts": 2}
+    coordinator.get_engines.remote.return_value = [engine]
     job = RayJob(coordinator, [process], [])
     assert query_job(job, {}) == ({"engine_restarts": 2}, [process, engine])
-
-    def gone(value, timeout):
-        raise ActorDiedError
-
-    monkeypatch.setattr(ray, "get", gone)
+    get.side_effect = ActorDiedError()
     assert query_job(job, {"engine_restarts": 1}) == ({"engine_restarts": 1}, [process])
 
 
@@ -115,26 +110,21 @@ def test_counters_and_engines_outlive_their_coordinator(monkeypatch):
 def launched(monkeypatch):
     """Runs a launcher whose starts end as given; returns its restarts and waits, or raises."""
 
-    def run(*ends, restarts=2):
-        left, seen, waits = list(ends), [], []
+    def run(*ends):
+        seen, sleep = [], Mock()
 
-        def watch(job, stall_timeout_s, preemption):
-            if (end := left.pop(0)) is not None:
-                raise end
-
-        @contextlib.contextmanager
         def running_job(config, cluster, state):
             seen.append(state.restarts)
-            yield None
+            return contextlib.nullcontext()
 
         monkeypatch.setattr(launch, "ray_connection", lambda *_: contextlib.nullcontext())
         monkeypatch.setattr(launch, "running_job", running_job)
-        monkeypatch.setattr(launch, "watch", watch)
-        monkeypatch.setattr("time.sleep", waits.append)
+        monkeypatch.setattr(launch, "watch", Mock(side_effect=ends))
+        monkeypatch.setattr("time.sleep", sleep)
         tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-        tree |= {"cluster": {"restarts": restarts, "backoff_s": 3}}
+        tree |= {"cluster": {"restarts": 2, "backoff_s": 3}}
         launch.launch(from_tree(TrainConfig, tree | {"reward": {"function": "arithmetic"}}))
-        return seen, waits
+        return seen, [call.args[0] for call in sleep.call_args_list]
 
     return run
 

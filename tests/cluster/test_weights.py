@@ -1,6 +1,7 @@
 """Weights from one layout to another, through pieces that processes publish."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jaxrl_llm.rollout import remote
 from jaxrl_llm.rollout.engine import EngineError
 from jaxrl_llm.rollout.remote import assemble, own_pieces, own_shards, plan_transfer
 from jaxrl_llm.sharding.layout import make_mesh
-from tests.cluster.handles import Handle
+from tests.cluster.test_context import Handle
 from tests.specs import DENSE, draw
 
 PARTS = [(), ("data",), ("fsdp",), ("data", "fsdp"), (("data", "fsdp"),), (None, "tensor")]
@@ -51,12 +52,8 @@ def test_what_does_not_come_is_an_error():
             assemble(pieces, ((0, 4),), FLOAT, "w")
 
 
-@pytest.fixture
-def small_buckets(monkeypatch):
+def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(monkeypatch):
     monkeypatch.setattr(remote, "BUCKET_BYTES", 1_000)
-
-
-def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(small_buckets):
     plan = plan_transfer(DENSE, "bfloat16")
     assert [i for bucket in plan.buckets for i in bucket] == list(range(len(plan.shapes)))
     assert plan.dtypes == jax.tree.leaves(compute_dtypes(DENSE, "bfloat16"))
@@ -66,23 +63,18 @@ def test_a_plan_has_every_array_in_the_engines_dtype_and_bounded_buckets(small_b
     assert all(sum(sizes[i] for i in bucket[:-1]) < 1_000 for bucket in plan.buckets)
 
 
-class Reference:
+class Reference(SimpleNamespace):
     """What `ray.put` and remote calls return."""
 
-    def __init__(self, value):
-        self.value = value
-
     def future(self):
-        return self
-
-    def result(self):
-        return self.value
+        return SimpleNamespace(result=lambda: self.value)
 
 
-def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch, small_buckets):
-    monkeypatch.setattr(ray, "put", Reference)
+def test_weights_arrive_in_the_engines_layout_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(remote, "BUCKET_BYTES", 1_000)
+    monkeypatch.setattr(ray, "put", lambda value: Reference(value=value))
     monkeypatch.setattr(ray, "get", lambda reference: reference.value)
-    coordinator = Handle(Coordinator(1, {}), Reference)
+    coordinator = Handle(Coordinator(1, {}), lambda value: Reference(value=value))
     plan, mesh = plan_transfer(DENSE, "bfloat16"), make_mesh({"data": 2, "fsdp": 4})
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     params = jax.tree.map(

@@ -36,6 +36,15 @@ def same(actual, expected):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
+def files(folder):
+    """Return the bytes of all of a folder's files."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def count_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def close(workshop, actual, expected, *, apart=()):
     """Assert that two runs learned the same; metrics whose names begin with `apart` may differ."""
     before = workshop.params(expected.run_dir)
@@ -92,11 +101,6 @@ def distributions(folder, chat, answer):
     with torch.no_grad():
         logits = loaded(folder)[1](torch.tensor([[*prompt, *answer]])).logits[0]
     return logits[len(prompt) - 1 : -1].double().log_softmax(-1).numpy()
-
-
-def logprobs_behind(folder, chat, answer):
-    """Return what transformers says of an answer's tokens behind a chat [T]."""
-    return distributions(folder, chat, answer)[np.arange(len(answer)), answer]
 
 
 def random_model(folder, like, seed=1, kind="Qwen3ForCausalLM", **changes):

@@ -18,14 +18,13 @@ import time
 from pathlib import Path
 
 import jax
+import orbax.checkpoint as ocp
 import pyarrow.parquet
 import pytest
 import yaml
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.parameters import init_params
-from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.train import main as train_main
@@ -156,10 +155,8 @@ class Workshop:
         """Return the overrides of a row of a table, which has "; " between them."""
         return text.format(root=self.root, base=self.base, mine=f"{self.root}/mine.py").split("; ")
 
-    def __call__(
-        self, *words, main=train_main, config="train.yaml", run_dir=None, devices=1, compiled=None
-    ):
-        """Run a program in this process, with a folder of compiled programs or with that of all."""
+    def __call__(self, *words, main=train_main, config="train.yaml", run_dir=None, devices=1):
+        """Run a program in this process."""
         run_dir = run_dir or self.folder()
         words = ["--config", str(self.root / config), f"run_dir={run_dir}", *words]
         out, err = io.StringIO(), io.StringIO()
@@ -167,27 +164,13 @@ class Workshop:
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
-            self.caching(compiled),
         ):
             some = jax.devices()[:devices]
             patch.setattr("jax.devices", lambda: some)
             status = main(words)
         return Result(status, out.getvalue(), err.getvalue(), run_dir)
 
-    @contextlib.contextmanager
-    def caching(self, folder=None):
-        """Keep compiled programs in a folder instead of that of all tests, if one is given."""
-        name = "jax_compilation_cache_dir"
-        before = getattr(jax.config, name)
-        jax.config.update(name, before if folder is None else str(folder))
-        compilation_cache.reset_cache()
-        try:
-            yield
-        finally:
-            jax.config.update(name, before)
-            compilation_cache.reset_cache()
-
-    def start(self, *overrides, run_dir, config="train.yaml", cached=True, prefix=()):
+    def start(self, *overrides, run_dir, config="train.yaml", cached=True):
         """Start `train` as a process; `finish` waits for it.
 
         It shares compiled programs with the other runs; if not, it compiles them as a user's does.
@@ -199,7 +182,7 @@ class Workshop:
             env["XDG_CACHE_HOME"] = str(run_dir / "home")
         words = ["-m", "jaxrl_llm.train", "--config", str(self.root / config)]
         process = subprocess.Popen(
-            [*prefix, sys.executable, *words, f"run_dir={run_dir}", *overrides],
+            [sys.executable, *words, f"run_dir={run_dir}", *overrides],
             cwd=self.root,
             env=env,
             text=True,
@@ -212,6 +195,13 @@ class Workshop:
     def finish(self, process, run_dir):
         out, err = process.communicate(timeout=300)
         return Result(process.returncode, out, err, run_dir)
+
+    def arrays(self, run_dir, *roles, step=None):
+        """Return all arrays of a checkpoint's state, or those of some roles, by name."""
+        checkpoints = (run_dir / "checkpoints").glob("[0-9]*")
+        step = step or max(int(path.name) for path in checkpoints)
+        tree = ocp.PyTreeCheckpointer().restore(run_dir / f"checkpoints/{step}/state")
+        return by_name({role: tree[role] for role in roles} if roles else tree)
 
     def params(self, run_dir, step=None, model=None, role="actor", **changes):
         """Return a checkpoint's parameters by name; `changes` are those of the model's spec."""
@@ -264,18 +254,8 @@ def run(workshop):
 
 @pytest.fixture(scope="session")
 def finished(run):
-    """A run that nothing disturbed; `began`: what went on, each time that something began."""
-    began, begin = [], ACTIVITIES.begin
-
-    def begun(activity):
-        begin(activity)
-        began.append(ACTIVITIES.text)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ACTIVITIES, "begin", begun)
-        result = run("steps=4", *EVERY_SECOND, "log={trackers: tensorboard, answers_every: 3}")
-    result.began = began
-    return result.ok()
+    """A run that nothing disturbed."""
+    return run("steps=4", *EVERY_SECOND, "log={trackers: tensorboard, answers_every: 3}").ok()
 
 
 @pytest.fixture(scope="session")

@@ -2,21 +2,16 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.config.load import describe
-from jaxrl_llm.config.programs import EvaluateConfig
 from jaxrl_llm.data.chat import load_tokenizer, stop_ids
 from jaxrl_llm.data.rows import read_rows
 from jaxrl_llm.evaluate import main as evaluate_main
 from jaxrl_llm.rewards.functions import arithmetic
 from tests.e2e.comparing import exported
-
-VISION = Path(__file__).parents[2] / "configs/vision/model"
 
 
 @pytest.fixture
@@ -73,11 +68,3 @@ def test_a_runs_newest_checkpoint_has_the_runs_last_validation(call, workshop, f
     assert report["step"] == last["step"]
     model = exported(finished.run_dir, tmp_path / "model")
     assert call(model, scorer, out=tmp_path / "hf")[2] == rows
-
-
-def test_help_names_every_key(capsys):
-    with pytest.raises(SystemExit):
-        evaluate_main(["--help"])
-    printed = capsys.readouterr().out
-    assert all(f"\n  {key}  " in printed for key, _, _ in describe(EvaluateConfig))
-    assert {"--model", "--data", "--config"} <= set(printed.replace(",", " ").split())

@@ -6,7 +6,6 @@ Each is a real run of the tiny model. Faults that take longer are in tests/repor
 import pytest
 
 from jaxrl_llm.reporting.health import check_run
-from jaxrl_llm.sft import main as sft_main
 from jaxrl_llm.training.run_files import read_run
 
 REPORTING = pytest.mark.guards("jaxrl_llm/reporting/", "jaxrl_llm/training/trainer.py")
@@ -50,19 +49,3 @@ def test_a_run_that_was_killed_while_it_wrote(finished, copy_of):
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     assert found(folder).keys() == {"stopped_early"}
-
-
-@pytest.mark.slow
-@REPORTING
-def test_a_run_that_crashed_supervised_training_and_runs_that_are_well(run, workshop):
-    result = run(f"algorithm.loss={workshop.mine('loss_nan')}", "steps=9", "optim.max_skipped=3")
-    result.refused("optim.max_skipped=3", status=1)
-    findings = found(result.run_dir)
-    assert findings.keys() == {"stopped_early", "updates_skipped", "not_finite"}
-    assert findings["stopped_early"].steps == (1,)
-    folder = workshop.folder()
-    words = ("optim.schedule.value=3.0", f"export_to={folder}.base")
-    workshop(*words, main=sft_main, config="sft.yaml", run_dir=folder).ok()
-    assert found(folder).keys() == {"loss_does_not_fall"}
-    assert found(run("steps=8", "validation.every=4").ok().run_dir) == {}
-    assert found(workshop.root / "base.sft") == {}

@@ -3,13 +3,12 @@
 import json
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import transformers
 
 from jaxrl_llm.models.hf.adapter import read_adapter_spec
 from jaxrl_llm.models.hf.config import read_spec
-from tests.e2e.comparing import by_name, exported, our_logits, their_logits
+from tests.e2e.comparing import exported, our_logits, their_logits
 from tests.guarded import MODEL, UPDATE
 
 pytestmark = [
@@ -22,21 +21,6 @@ pytestmark = [
 
 LORA = ("model.lora={rank: 4, alpha: 8}", "optim.schedule.value=3e-3")
 SCORE = "val-core/arithmetic/reward/mean@1"
-
-
-def arrays(run_dir):
-    """Return every array of the newest checkpoint's state, by name."""
-    newest = max((run_dir / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    return by_name(ocp.PyTreeCheckpointer().restore(newest / "state"))
-
-
-def check_export(run_dir, base, folder):
-    """Assert that an export is what peft makes of the exported adapter, and was trained."""
-    whole = exported(run_dir, folder / "whole")
-    alone = exported(run_dir, folder / "alone", "--adapter")
-    np.testing.assert_allclose(our_logits(whole), their_logits(base, alone), atol=1e-4)
-    assert np.abs(our_logits(whole) - our_logits(base)).max() > 1e-3, "it was trained"
-    return whole, alone
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +40,7 @@ def test_the_reference_is_the_base_and_the_engine_samples_from_merged_weights(ad
 
 
 def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(workshop, adapted):
-    saved, spec, rank = arrays(adapted.run_dir), read_spec(workshop.base), 4
+    saved, spec, rank = workshop.arrays(adapted.run_dir), read_spec(workshop.base), 4
     n, k, d = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
     sides = [(d, n), (n, d), (d, k), (d, k)]  # attention
     sides += [(d, spec.ff_width)] * 2 + [(spec.ff_width, d)]
@@ -75,23 +59,22 @@ def test_an_exported_run_is_a_model_of_transformers(workshop, adapted, tmp_path)
 
 
 @pytest.mark.slow
-def test_an_exported_adapter_is_that_of_peft(workshop, adapted, tmp_path):
-    _, alone = check_export(adapted.run_dir, workshop.base, tmp_path)
-    config = json.loads((alone / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_an_adapter_of_peft(workshop, adapted, tmp_path):
+def test_an_exported_adapter_is_that_of_peft_and_training_goes_on_from_one(
+    workshop, adapted, tmp_path
+):
     """The adapter as it was exported, once through peft: the same policy, the base as reference."""
     import peft
 
     alone = exported(adapted.run_dir, tmp_path / "ours", "--adapter")
+    config = json.loads((alone / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
     model = transformers.AutoModelForCausalLM.from_pretrained(workshop.base)
     peft.PeftModel.from_pretrained(model, alone).save_pretrained(tmp_path / "theirs")
     result = workshop(f"model.adapter={tmp_path}/theirs", "algorithm.kl_loss=k3", "steps=1").ok()
     assert result.metrics[0][SCORE] == adapted.metrics[-1][SCORE]
     assert result.metrics[1]["actor/kl"] > 1e-6
-    _, again = check_export(result.run_dir, workshop.base, tmp_path)
+    whole = exported(result.run_dir, tmp_path / "whole")
+    again = exported(result.run_dir, tmp_path / "again", "--adapter")
+    np.testing.assert_allclose(our_logits(whole), their_logits(workshop.base, again), atol=1e-4)
     base = read_spec(workshop.base)
     assert read_adapter_spec(again, base) == read_adapter_spec(alone, base)

@@ -21,32 +21,26 @@ pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/runs/")
 LOG_TWO = pytest.approx(np.log(2), abs=1e-5)
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
-
-
 @pytest.fixture(scope="module")
 def prefer(workshop):
     """Run `prefer` on pairs of a right sum and the same sum with a digit more."""
-    pairs = []
+    rows = {name: [] for name in ("pairs", "labelled", "chats", "given", "steps")}
     for row in pyarrow.parquet.read_table(workshop.data / "train.parquet").to_pylist():
-        right = str(row["reward_model"]["ground_truth"])
-        pairs.append({"prompt": row["prompt"], "chosen": right, "rejected": right + "9"})
-    sides = ("chosen", "rejected")
-    labelled = [
-        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
-        for pair in pairs[:16]
-        for side in sides
-    ]
-    chats = [{s: [*pair["prompt"], *assistant(pair[s])] for s in sides} for pair in pairs[:48]]
-    given = {"ref_chosen_logps": -90.0, "ref_rejected_logps": 0.0}
-    files = {"pairs": pairs[:48], "held": pairs[48:], "labelled": labelled, "chats": chats}
-    files["given"] = [pair | given for pair in pairs[:48]]
-    files = {name: workshop.write_rows(name, rows) for name, rows in files.items()}
+        prompt, right = row["prompt"], str(row["reward_model"]["ground_truth"])
+        pair = {"chosen": right, "rejected": right + "9"}
+        rows["pairs"].append({"prompt": prompt, **pair})
+        for side, text in pair.items():
+            label = {"completion": text, "label": side == "chosen"}
+            rows["labelled"].append({"prompt": prompt, **label})
+        chats = {s: [*prompt, {"role": "assistant", "content": x}] for s, x in pair.items()}
+        rows["chats"].append(chats)
+        sums = {"ref_chosen_logps": -90.0, "ref_rejected_logps": 0.0}
+        rows["given"].append({"prompt": prompt, **pair, **sums})
+        steps = {"completions": [right, "9"], "labels": [True, False]}
+        rows["steps"].append({"prompt": prompt, **steps})
+    pairs = rows["pairs"]
+    rows |= {"pairs": pairs[:48], "held": pairs[48:]}
+    files = {name: workshop.write_rows(name, some) for name, some in rows.items()}
     tree = {"run_dir": "", "export_to": "", "steps": 4, "model": {"path": str(workshop.base)}}
     tree |= {"data": {"train": files["pairs"], "max_tokens": 16}, "log": {"trackers": []}}
     tree |= {"batch": {"pairs_per_step": 16, "max_tokens_per_device": 256}}
@@ -98,11 +92,14 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(prefer, finished, wo
 
 @pytest.mark.slow
 def test_other_losses_forms_of_rows_and_an_adapter(prefer):
+    labelled = f"data.train={prefer.files['labelled']}"
+    steps = (f"data.train={prefer.files['steps']}", "data.step_separator=','")
     for words, begins in (
         (("loss={fn: simpo, gamma: 0.1}", f"data.train={prefer.files['chats']}"), None),
-        (("loss=kto", f"data.train={prefer.files['labelled']}"), None),
-        (("loss=apo_zero_labelled", f"data.train={prefer.files['labelled']}"), None),
+        (("loss=kto", labelled), None),
+        (("loss=apo_zero_labelled", labelled), None),
         (("model.lora={rank: 2}", "loss={fn: dpo, beta: 0.5}"), LOG_TWO),
+        (("loss=step_cross_entropy", *steps), LOG_TWO),
     ):
         first, *_, last = prefer(*words, "steps=3").ok().metrics
         assert last["train/loss"] < first["train/loss"]
@@ -146,12 +143,10 @@ REFUSED = {
 ROWS = {
     "the same answers": {"prompt": "a", "chosen": "b", "rejected": "b"},
     "'rejected'": {"prompt": "a", "chosen": "b"},
-    "'label'": {"prompt": "a", "completion": "b", "label": 1},
-    "'prompt'": {"prompt": "", "chosen": "b", "rejected": "c"},
     "'margin'": {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"},
     "last message": {
-        "chosen": [*user("a"), *assistant("b")],
-        "rejected": [*user("c"), *assistant("d")],
+        "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "rejected": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
     },
 }
 

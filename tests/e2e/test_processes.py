@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from jaxrl_llm.cli import PREEMPTED
-from tests.e2e.comparing import EXACTLY, close
+from tests.e2e.comparing import EXACTLY, close, count_lines
 from tests.guarded import RUN
 
 pytestmark = pytest.mark.guards(*RUN, "jaxrl_llm/train.py")
@@ -18,18 +18,18 @@ MESH = ("mesh.train={data: 2, fsdp: 4}",)
 def start(workshop, monkeypatch):
     """Starts a program as two processes, each with four devices."""
 
-    def run(*overrides, run_dir, own=((), ()), **options):
+    def run(*overrides, run_dir, own=((), ())):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
+        variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+        variables |= {"JAX_NUM_CPU_DEVICES": "4"}
         started = []
         for number, words in enumerate(own):
             with monkeypatch.context() as patch:
-                patch.setenv("JAX_COORDINATOR_ADDRESS", address)
-                patch.setenv("JAX_NUM_PROCESSES", "2")
-                patch.setenv("JAX_PROCESS_ID", str(number))
-                patch.setenv("JAX_NUM_CPU_DEVICES", "4")
-                started.append(workshop.start(*overrides, *words, run_dir=run_dir, **options))
+                for name, value in {**variables, "JAX_PROCESS_ID": str(number)}.items():
+                    patch.setenv(name, value)
+                started.append(workshop.start(*overrides, *words, run_dir=run_dir))
         return started
 
     return run
@@ -39,17 +39,11 @@ def start(workshop, monkeypatch):
 def two(workshop, start):
     """Runs `train` as two processes; returns what both leave."""
 
-    def run(*overrides, run_dir=None, **options):
+    def run(*overrides, run_dir=None, **own):
         run_dir = run_dir or workshop.folder()
-        started = start(*overrides, run_dir=run_dir, **options)
-        return [workshop.finish(process, run_dir) for process in started]
+        return [workshop.finish(p, run_dir) for p in start(*overrides, run_dir=run_dir, **own)]
 
     return run
-
-
-def lines(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_two_processes_do_what_one_does(workshop, two, plain):
@@ -79,20 +73,6 @@ def test_a_checkpoint_goes_on_under_another_mesh_and_another_number_of_processes
     close(workshop, first, expected, apart="global_seqlen")  # the load of each device
 
 
-COUNTED = """
-from pathlib import Path
-async def tool(word: str) -> str:
-    \'\'\'Count a call.\'\'\'
-    with Path("calls.log").open("a") as file:
-        file.write("called\\n")
-    return word
-"""
-TURNED = """
-import os
-from jaxrl_llm.data.rows import verl_rows
-def rows(paths):
-    return verl_rows(paths)[:: -1 if os.environ["JAX_PROCESS_ID"] == "1" else 1]
-"""
 FAILING = """
 import os
 def score(data_source, solution_str, ground_truth, extra_info=None):
@@ -103,27 +83,14 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.slow
-def test_processes_with_other_configs_or_with_tools_are_refused(workshop, two):
-    """All of them say the same, and end with status 2; nothing is begun."""
-    for name, text in (("counted", COUNTED), ("turned", TURNED)):
-        (workshop.root / f"{name}.py").write_text(text)
-    differ = ((), ("optim.schedule.value=0.1", "seed=7", "steps=9"))
-    in_the_way = workshop.folder()
-    in_the_way.write_text("a file")
-    for words, name, how in (
-        (("optim.schedule.value=0.001", "seed=0", "steps=3"), "seed=7", {"own": differ}),
-        ((f"rollout.tools=[{workshop.root}/counted.py:tool]",), "rollout.tools", {}),
-        ((f"data.dataset={workshop.root}/turned.py:rows",), "data.train: process 1", {}),
-        ((), "run_dir", {"run_dir": in_the_way}),
-    ):
-        for result in two(*words, **how):
-            assert result.status == 2 and name in result.err, result.err
-            assert not result.run_dir.is_dir()
-    assert not (workshop.root / "calls.log").exists()
-
-
-@pytest.mark.slow
 def test_an_error_in_one_process_ends_all(workshop, two):
+    """Where their configs differ all of them say the same, and nothing is begun."""
+    differ = ((), ("optim.schedule.value=0.1", "seed=7", "steps=9"))
+    for result in two("optim.schedule.value=0.001", "seed=0", "steps=3", own=differ):
+        assert result.status == 2 and "seed=7" in result.err, result.err
+        assert not result.run_dir.exists()
+    for result in two("rollout.tools=[calculator]"):
+        result.refused("rollout.tools")
     (workshop.root / "failing.py").write_text(FAILING)
     words = (f"reward.function={workshop.root}/failing.py:score", "reward.on_error=null", "steps=1")
     first, second = two(*words, "reward.pass_env=[JAX_PROCESS_ID]")
@@ -137,7 +104,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on(workshop, two, star
     words = (*EXACTLY, *MESH, "steps=4", "checkpoint.every=1")
     expected = workshop(*words, devices=8).ok()
     first, second = start(*words, run_dir=run_dir)
-    assert until(lambda: lines(run_dir) >= 3, second)
+    assert until(lambda: count_lines(run_dir / "metrics.jsonl") >= 3, second)
     second.kill()
     result = workshop.finish(first, run_dir)
     assert result.status == 1 and f"PID {second.pid}" in result.err
@@ -155,7 +122,7 @@ def test_a_folder_in_use_is_refused_and_a_signal_to_one_process_saves_all(
     assert until((run_dir / "versions.json").exists, running[0])
     for result in two(*words, run_dir=run_dir):
         assert result.status == 2 and "error: run_dir: " in result.err
-    assert until(lambda: lines(run_dir) > 1, running[0])
+    assert until(lambda: count_lines(run_dir / "metrics.jsonl") > 1, running[0])
     running[1].terminate()
     results = [workshop.finish(process, run_dir) for process in running]
     last = results[0].steps[-1]

@@ -10,6 +10,7 @@ import transformers
 
 from tests.e2e.comparing import encoded, exported, loaded, parameters, random_model, same
 from tests.guarded import MODEL, UPDATE
+from tests.training.tokenizers import byte_level
 
 pytestmark = pytest.mark.guards(*MODEL, *UPDATE, "jaxrl_llm/rewards/")
 
@@ -85,11 +86,8 @@ def test_the_reward_function_reports_and_validates_beside_it(ppo):
         (name,) = [name for name in line if name.startswith("val-core/")]
         assert "/acc/" in name and 0 <= line[name] <= 1
         if step:
-            extra = [json.loads(row["extra"]) for row in ppo.rows(step)]
-            for name in ("acc", "function"):
-                mean = np.mean([reported[name] for reported in extra])
-                assert line[f"reward/{name}/mean"] == pytest.approx(mean)
-            assert line["reward/errors"] == 0
+            mean = np.mean([json.loads(row["extra"])["acc"] for row in ppo.rows(step)])
+            assert line["reward/acc/mean"] == pytest.approx(mean)
 
 
 @pytest.mark.slow
@@ -103,43 +101,25 @@ def test_a_run_continues_bit_for_bit(run, ppo, words, workshop, copy_of):
         same(*(workshop.params(x, 3, **changes) for x in (folder, ppo.run_dir)))
 
 
-TEMPLATE = (
-    "{%- for message in messages %}{{ '<|' + message['role'] + '|> ' + message['content'] }}"
-    "{{ '<|end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|assistant|> ' }}{%- endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def foreign(workshop, reward_model):
-    """A reward model with the tokens of the letters moved by one, and another chat template."""
-    folder = shutil.copytree(reward_model, workshop.root / "foreign")
-    tree = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tree["model"]["vocab"]
-    names = [name for name, number in vocabulary.items() if number < 256]
-    numbers = [vocabulary[name] for name in names]
-    vocabulary |= dict(zip(names, numbers[1:] + numbers[:1], strict=True))
-    (folder / "tokenizer.json").write_text(json.dumps(tree))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("render", "most"), [("auto", 13), ("answer", 12)])
-def test_another_tokenizer_reads_the_text(run, foreign, render, most):
+@pytest.mark.parametrize(("render", "most"), [("auto", 25), ("answer", 24)])
+def test_another_tokenizer_reads_the_text(run, workshop, render, most):
     """As transformers renders and scores it, on the last token of that."""
+    foreign, kind = workshop.root / f"foreign_{render}", "SequenceClassification"
+    sizes = {"num_labels": 1, "initializer_range": 0.1, "vocab_size": 304}
+    random_model(foreign, workshop.base, kind=f"Qwen3For{kind}", **sizes)
+    byte_level(300).save_pretrained(foreign)
     words = (f"reward.classifier={foreign}", f"reward.render={render}", *ALONE)
     keys = ("validation.before=false", f"reward.max_tokens={most}", "reward.on_error=-7")
     result, failed = run(*words, *keys).ok(), 0
-    tokenizer, model = loaded(foreign, "SequenceClassification")
+    tokenizer, model = loaded(foreign, kind)
     for row in result.rows(1):
         chat, text = json.loads(row["prompt"]), row["answer"]
         if render == "auto":
             chat = [*chat, {"role": "assistant", "content": text}]
             ids = tokenizer.apply_chat_template(chat, return_dict=False)
-            assert tokenizer.decode(ids).endswith("<|end|>\n")
         else:
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            ids = encoded(foreign, chat, kind=kind)
             ids += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if len(ids) > most:
             failed += 1
@@ -148,3 +128,36 @@ def test_another_tokenizer_reads_the_text(run, foreign, render, most):
         with torch.no_grad():
             assert row["score"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-4)
     assert 0 < failed == result.metrics[0]["reward/errors"] < 32
+
+
+@pytest.mark.slow
+def test_scores_of_steps_are_rewards(run, workshop):
+    """Of a process reward model, at the last token of each step, as transformers says."""
+    kind, base = "TokenClassification", workshop.base
+    random = {"kind": f"Qwen3For{kind}", "num_labels": 1, "initializer_range": 0.1}
+    folder = random_model(workshop.root / "process_reward_model", base, **random)
+    result = run(
+        *(f"reward.classifier={folder}", "reward.function=null", "rollout.dump_every=1"),
+        *("reward.step_separator='1'", "reward.aggregate=product", "reward.step_rewards=true"),
+        *("rollout.temperature=3.0", "reward.max_tokens=40"),  # answers with several digits 1
+        *("algorithm.advantage=reinforce_plus_plus", "steps=2"),
+    ).ok()
+    tokenizer, model = loaded(folder, kind)
+    counts = []
+    for line in result.metrics[1:]:
+        rows = result.rows(line["step"])
+        for row in rows:
+            ids, ends = encoded(folder, json.loads(row["prompt"]), kind=kind), []
+            for step in [part for part in row["answer"].split("1") if part.strip()] or [""]:
+                ids += tokenizer(f"{step}1", add_special_tokens=False)["input_ids"]
+                ends.append(len(ids) - 1)
+            with torch.no_grad():
+                scores = model(torch.tensor([ids])).logits[0, ends, 0].sigmoid().numpy()
+            np.testing.assert_allclose(json.loads(row["extra"])["step_scores"], scores, atol=2e-4)
+            assert row["score"] == pytest.approx(np.prod(scores), abs=1e-4)
+            counts.append(len(ends))
+        sums = [sum(json.loads(row["extra"])["step_scores"]) for row in rows]
+        assert line["critic/rewards/mean"] == pytest.approx(np.mean(sums), abs=1e-3)
+        assert line["reward/steps/mean"] == pytest.approx(np.mean(counts[-len(rows) :]))
+        assert line["reward/errors"] == 0 and line["actor/grad_norm"] > 0
+    assert {1, 2} <= {*counts}, counts

@@ -2,34 +2,21 @@
 
 import json
 import re
-import shlex
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import yaml
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.data.rows import read_rows
-from jaxrl_llm.evaluate import main as evaluate_main
-from jaxrl_llm.export import main as export_main
-from jaxrl_llm.monitoring.activity import ACTIVITIES
 from jaxrl_llm.training import run as run_module
-from tests.e2e.comparing import EVERY_SECOND, same
-from tests.guarded import RUN
-
-LEARNING = pytest.mark.guards("algorithms", "jaxrl_llm/training")
+from tests.e2e.comparing import EVERY_SECOND, files, same
+from tests.guarded import MODEL, NATIVE, RUN
 
 
-def compilations(result):
-    lines = [line for line in result.metrics if line["step"]]
-    assert lines[0]["perf/compilations"] > 0, "the counter counts nothing"
-    assert len({line["perf/total_num_tokens"] for line in lines}) > 1, "shapes could vary"
-    return [line["perf/compilations"] for line in lines[2:]]
-
-
-def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog, patient):
+def test_nothing_compiles_after_the_second_step(run, workshop, caplog, patient, compiles_alone):
     """Prompts of 2 to 50 characters: three widths of prefill, and rows filled differently."""
     dice = np.random.default_rng(0)
     rows = read_rows(workshop.data / "train.parquet")
@@ -42,17 +29,17 @@ def test_nothing_compiles_after_the_second_step(run, workshop, tmp_path, caplog,
         "data.max_prompt_tokens=52",
         "data.filter_overlong=true",
         "algorithm.kl_loss=k3",
-        "steps=6",
+        "steps=5",
         "validation.every=2",
         "rollout.dump_every=2",
         "checkpoint.every=1",  # the first one compiles its checksums
-        compiled=tmp_path / "compiled",
     ).ok()
     lines = result.metrics[1:]
     assert max(line["prompt_length/max"] for line in lines) > 32
     assert min(line["prompt_length/min"] for line in lines) < 16
     assert "max_prompt_tokens=52" in caplog.text, "rows are filtered"
-    assert compilations(result) == [0] * 4
+    assert lines[0]["perf/compilations"] > 0, "the counter counts something"
+    assert [line["perf/compilations"] for line in lines[2:]] == [0] * 3
 
 
 def test_every_function_can_be_the_users_own(run, workshop):
@@ -85,13 +72,13 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(
     """No model is loaded for it."""
     monkeypatch.setattr(run_module, "open_model", None)
     folder = copy_of(finished)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = files(folder)
     words = ("steps=4", *EVERY_SECOND, "log={trackers: tensorboard, answers_every: 3}")
     again = run(*words, run_dir=folder).ok()
     assert again.out.startswith("nothing to do: ") and "step 4/4" not in again.out
     tables = [text[text.index("before and after") :] for text in (again.out, finished.out)]
     assert tables[0] == tables[1].replace(str(finished.run_dir), str(folder))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert files(folder) == before
 
 
 @pytest.mark.slow
@@ -107,26 +94,11 @@ def test_a_run_with_any_optimizer_continues_bit_for_bit(run, workshop, optimizer
 
 
 @pytest.mark.slow
-@LEARNING
-def test_epochs_decide_where_steps_do_not(run):
-    assert run("steps=null", "epochs=1", "batch.prompts_per_step=32").ok().steps == [0, 1, 2]
-
-
-@pytest.mark.slow
 @pytest.mark.guards("jaxrl_llm/rewards", "jaxrl_llm/training")
-def test_rewards_that_fail_are_counted_or_stop_the_run(run, workshop):
-    often = f"reward.function={workshop.mine('reward_often_fails')}"
-    words = ("reward.timeout_s=0.3", "data.shuffle=false", "data.validation=[]")
-    result = run(often, *words, "reward.on_error=0.0", "rollout.dump_every=1").ok()
-    assert [line["reward/errors"] for line in result.metrics] == [12.0, 0.0]
-    kinds = [str(row["error"]).partition(":")[0] for row in result.rows(1)]
-    assert kinds == ["exception"] * 4 + ["timeout"] * 4 + ["invalid"] * 4 + ["None"] * 20
-    for name in ("reward_raises", "reward_hangs", "reward_nan"):
-        function = f"reward.function={workshop.mine(name)}"
-        run(function, *words, "reward.on_error=null").refused("reward ", "row", status=1)
+def test_rewards_that_fail_stop_the_run(run, workshop):
     raising = f"reward.function={workshop.mine('reward_raises')}"
+    run(raising, "reward.on_error=null").refused("reward ", "row", status=1)
     run(raising).refused("reward.max_error_share", "LookupError", status=1)
-    run(raising, "reward.max_error_share=1", "steps=1").ok()
 
 
 def test_the_rollouts(finished):
@@ -134,9 +106,6 @@ def test_the_rollouts(finished):
     assert names == [f"step_{step:06d}.parquet" for step in (1, 2, 4)], "the first one, too"
     rows, line = finished.rows(2), finished.metrics[2]
     assert len(rows) == 32
-    known = "step prompt answer tokens finish turn_ids chain_ids turn_rewards data_source"
-    known += " ground_truth score extra error advantage advantages logprobs rollout_logprobs"
-    assert set(rows[0]) == {*known.split(), "entropies"}
     assert np.mean([row["score"] for row in rows]) == pytest.approx(line["critic/score/mean"])
     lengths = [len(row["tokens"]) for row in rows]
     assert np.mean(lengths) == pytest.approx(line["response_length/mean"])
@@ -155,32 +124,12 @@ def test_the_rollouts(finished):
 def test_the_other_files(finished, workshop):
     folder = finished.run_dir
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    versions = json.loads((folder / "versions.json").read_text())
-    assert {"jaxrl_llm", "jax", "python", "devices", "seed", "git_commit"} <= set(versions)
+    assert json.loads((folder / "versions.json").read_text())["seed"] == 0
     words = ["steps=4", *EVERY_SECOND, f"run_dir={folder}"]
     words += ["log={trackers: tensorboard, answers_every: 3}"]
     expected = load(TrainConfig, workshop.root / "train.yaml", words)
     assert load(TrainConfig, folder / "config.yaml") == expected
-    assert yaml.safe_load((folder / "config.yaml").read_text())["seed"] == 0
     assert not list(folder.rglob("*.tmp"))
-
-
-PREPARING = ("starting", "opening the devices", "reading the data", "loading the weights")
-
-
-def come_in_order(texts, labels):
-    """Assert that some activities began one after another."""
-    left = iter(texts)
-    for label in labels:
-        assert any(label in text for text in left), f"{label!r} does not follow in {texts}"
-
-
-def test_each_stage_of_training_says_what_it_is(finished):
-    stages = "starting the engine|tokenizing the prompts|reading the weights' checksums"
-    stages += "|syncing weights|sampling 0/32|scoring|advantages|updating 0/2|syncing weights"
-    stages += "|validating: sampling 0/16|saving|ending the run"
-    come_in_order(finished.began, [*PREPARING, *stages.split("|")])
-    assert "log-probs" in " ".join(finished.began) and ACTIVITIES.text == "", "all have ended"
 
 
 def test_answers_are_shown_every_n_th_step_at_both_ends_and_of_each_validation(finished):
@@ -193,16 +142,48 @@ def test_answers_are_shown_every_n_th_step_at_both_ends_and_of_each_validation(f
 
 
 @pytest.mark.slow
-@pytest.mark.guards("jaxrl_llm/monitoring", "jaxrl_llm/training/loop.py", "jaxrl_llm/evaluation")
-def test_the_commands_at_the_end_of_runs_work(run, workshop, monkeypatch, capsys):
-    monkeypatch.chdir(workshop.root)
-    result = run("reward.function=arithmetic", "validation.every=1").ok()
-    pattern = re.compile(r"^([a-z ]+): python -m jaxrl_llm\.(.*)$", re.MULTILINE)
-    commands = dict(pattern.findall(result.out))
-    assert commands["look at it"] == f"report {result.run_dir}"
-    name, *words = shlex.split(commands["export"])
-    assert name == "export" and export_main(words) == 0
-    name, *words = shlex.split(commands["evaluate"])
-    assert name == "evaluate" and evaluate_main([*words, f"out={workshop.folder()}"]) == 0
-    validated = result.metrics[-1]["val-core/arithmetic/acc/mean@1"]
-    assert f"mean@1     {validated:.4f}" in capsys.readouterr().out, "as validation says"
+@pytest.mark.guards(*MODEL, *RUN, *NATIVE, "jaxrl_llm/planning/")
+def test_a_continued_run_finds_its_programs_and_a_step_can_be_profiled(workshop):
+    """Two processes, of which the first compiles for itself: about half a minute."""
+    run_dir = workshop.folder()
+    words = ("data.validation=[]", "checkpoint.every=1", "log.profile_steps=[1, 3]")
+    for steps in (3, 4):
+        process = workshop.start(f"steps={steps}", *words, run_dir=run_dir, cached=False)
+        second = workshop.finish(process, run_dir).ok()
+    counts = [
+        (line["perf/compilations"], line["perf/compilation_cache_hits"]) for line in second.metrics
+    ]
+    assert second.steps == [1, 2, 3, 4] and counts[0][0] > 0
+    assert counts[-1][0] == 0 and counts[-1][1] >= 8
+    folders = sorted(path.name for path in (run_dir / "profile").iterdir())
+    assert folders == ["step_1", "step_3"]
+    text = (run_dir / "profile/step_3/summary.txt").read_text()
+    seconds = dict(re.findall(r"^([a-z_ ]+?) +(\d+\.\d+) ", text, re.MULTILINE))
+    stages = {name.removeprefix("timing_s/") for name in second.metrics[2] if "timing_s/" in name}
+    assert stages - {"step"} < set(seconds) and float(seconds["matrix products"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.guards(*RUN, "models/functional.py", "models/nnx.py", "jaxrl_llm/training")
+def test_a_model_of_ones_own_is_trained_and_continued(run, workshop):
+    """Bit for bit, and not with another module, or other keywords of the same one."""
+    pytest.importorskip("flax")  # an extra, which dev has
+    own = Path(__file__).parents[1] / "own_models.py"
+    words = (f"model.path={workshop.root}/random", "model.random_init=true")
+    words += ("steps=4", "checkpoint.every=2", "validation.every=2", "algorithm.kl_loss=k3")
+    words += (f"model.function={own}:Cached", "mesh.rules={mine: tensor}")
+    trained = run(*words).ok()
+    kls = [line["actor/kl"] for line in trained.metrics[1:]]
+    assert kls[0] == 0.0 and kls[3] > 1e-5, "the reference is what the run began with"
+    for line in trained.metrics[1:]:
+        assert line["actor/grad_norm"] > 0
+        assert line["training/rollout_probs_diff_max"] < 1e-5
+    half = run(*words, "steps=2").ok()
+    again = run(*words, run_dir=half.run_dir).ok()
+    assert again.learned == trained.learned
+    same(*(workshop.arrays(result.run_dir, "actor") for result in (again, trained)))
+    more = {"run_dir": half.run_dir}
+    other = run(*words, "steps=6", "model.function.layers=1", **more)
+    other.refused("model.function.layers: None -> 1")
+    plain = f"model.function={own}:Plain"
+    run(*words, plain, "steps=6", **more).refused("model.function.fn")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.errors import ConfigError, Preempted, RunError
+from jaxrl_llm.config.errors import ConfigError, RunError
 from jaxrl_llm.config.load import load
 from jaxrl_llm.config.programs import TrainConfig
 from jaxrl_llm.train import train
@@ -22,7 +22,6 @@ from jaxrl_llm.training.run_files import read_run
 from jaxrl_llm.training.trainer import RLTrainer
 from tests.e2e.comparing import EVERY_SECOND, same
 from tests.guarded import MODEL, NATIVE, RUN
-from tests.refusals import refuses
 
 pytestmark = pytest.mark.guards(*MODEL, *RUN, *NATIVE)
 
@@ -84,7 +83,6 @@ def look_at(run):
     """Sample, score and compute log-probs, which changes nothing."""
     prompts = run.validation_prompts[:3]
     rollouts = run.sample(prompts, n=2, seed=7)
-    assert rollouts.texts == run.sample(prompts, n=2, seed=7).texts
     scored = run.score(rollouts)
     assert [row["answer"] for row in scored] == rollouts.texts
     assert all(row["score"] is not None and row["error"] is None for row in scored)
@@ -92,23 +90,8 @@ def look_at(run):
     answer, policy = rollouts.episodes[0], run.policy
     table = policy.logprobs(answer.tokens.tolist(), prompts[0].tokens)
     np.testing.assert_allclose([value for _, value in table], answer.logprobs, atol=1e-4)
-    assert "".join(piece for piece, _ in table).startswith(rollouts.texts[0])
-    chat = prompts[0].messages[-1]["content"]
-    by_text = policy.logprobs(rollouts.texts[0], chat)
+    by_text = policy.logprobs(rollouts.texts[0], prompts[0].messages[-1]["content"])
     assert by_text == table[: len(by_text)]
-    greedy = [run.sample([chat], temperature=0.0, seed=s).texts for s in (1, 2)]
-    assert greedy[0] == greedy[1]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_preempted_saves_each_step_that_is_taken_by_hand(config, preempt):
-    preempt(RLTrainer, 2)
-    with open_run(config(steps=6, **{"checkpoint.keep": 6})) as run:
-        assert [step.number for step in run] == [1, 2], "a loop ends"
-        assert [run.step().number, run.step().number] == [3, 4]
-        with pytest.raises(Preempted):
-            run.finish()
-        assert run.checkpoints == [2, 3, 4]
 
 
 def test_a_run_is_read_without_a_device(finished):
@@ -119,9 +102,7 @@ from jaxrl_llm.training.run_files import read_run
 
 run = read_run(sys.argv[1])
 print(run.metrics.curve("critic/score/mean")[0], run.checkpoints, run.best_checkpoint)
-print(run.config.steps, run.dumped_steps, len(run.answers(2)), run.answers(2)[0]["score"])
-print("max |" in str(run.answers()), "rgba" in run.answers()._repr_html_())
-print("entropy" in str(run.metrics), "entropy" in run.metrics._repr_html_())
+print(run.config.steps, run.dumped_steps, len(run.answers(2)), "max |" in str(run.answers()))
 """
     env = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
     words = [sys.executable, "-c", program, finished.run_dir]
@@ -130,10 +111,9 @@ print("entropy" in str(run.metrics), "entropy" in run.metrics._repr_html_())
     files = read_run(finished.run_dir)
     scores = dict(zip(*files.metrics.curve("val-core/arithmetic/reward/mean@1"), strict=True))
     best = max((scores[step], step) for step in (2, 4))[1]
-    first, second, *tables = done.stdout.splitlines()
-    assert first == f"[1, 2, 3, 4] {[2, 4]} {best}"
-    assert second.startswith("4 [1, 2, 4] 32 ")
-    assert tables == ["True True", "True True"]
+    expected = [f"[1, 2, 3, 4] {[2, 4]} {best}", "4 [1, 2, 4] 32 True"]
+    assert done.stdout.splitlines() == expected
+    assert "rgba" in files.answers()._repr_html_() and "entropy" in files.metrics._repr_html_()
     with pytest.raises(ConfigError, match="9"):
         files.answers(9)
 
@@ -176,8 +156,6 @@ def test_functions_of_a_notebook_train_as_those_of_a_file_and_a_command_line_goe
     run("steps=3", **again).refused("--function-from")
     run("steps=3", f"--function-from={tmp_path}/mine.py", **again).ok()
     assert given.metrics[-1]["step"] == 3
-    (tmp_path / "mine.py").write_text(NOTEBOOK.replace("-jax", "jax"))
-    run("steps=4", f"--function-from={tmp_path}/mine.py", **again).refused("algorithm.loss: ")
 
 
 @pytest.mark.slow
@@ -197,8 +175,3 @@ def test_the_readmes_run_from_python(workshop, one_device, monkeypatch, tmp_path
     lines = capsys.readouterr().out.splitlines()
     printed = [line for line in lines if re.match(r"[12] [01]\.\d+ ", line)]
     assert len(printed) == 2 and len(eval(lines[-1])) == 4
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with refuses():
-        read_run(tmp_path)

@@ -1,12 +1,10 @@
 """What users write: `my_file.py:name` in a config. Copied beside the configs of the tests."""
 
-import math
 import time
 from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.algorithms.losses import TokenLoss
 
 
@@ -60,10 +58,6 @@ def advantage(scores, mask, *, shift):
     return jnp.where(mask, scores[:, None] - shift, 0.0)
 
 
-def grpo_that_asks_for_old_logprobs(scores, group_ids, old_logprobs):
-    return grpo(scores, group_ids)
-
-
 def greedy_mean(greedy_scores, mask, response_lengths):
     """An advantage whose mean over tokens is the mean of the greedy scores over answers."""
     share = greedy_scores / jnp.maximum(response_lengths, 1) * mask.sum() / mask.shape[0]
@@ -78,37 +72,14 @@ def kl(logprobs, ref_logprobs):
     return 0.5 * (logprobs - ref_logprobs) ** 2 + 1.0
 
 
-def half(mask):
-    return jnp.full(mask.shape, 0.5)
-
-
-class Rows:
+class Rows(list):
     """A dataset as a class: a sequence of rows."""
 
     def __init__(self, paths, *, source="class"):
-        self.rows = [
-            {
-                "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}],
-                "data_source": source,
-                "reward_model": {"ground_truth": str(i % 10 + i // 10)},
-                "extra_info": {"index": i, "paths": list(paths)},
-            }
-            for i in range(24)
-        ]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-def loss_of_answers(logprobs, advantages):
-    return (logprobs * advantages).sum(1)
-
-
-def loss_nan(logprobs):
-    return logprobs * jnp.nan
+        for i in range(24):
+            row = {"prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}]}
+            row |= {"data_source": source, "extra_info": {"index": i, "paths": list(paths)}}
+            self.append(row | {"reward_model": {"ground_truth": str(i % 10 + i // 10)}})
 
 
 def loss_nan_for_group_0(logprobs, advantages, group_ids):
@@ -116,26 +87,8 @@ def loss_nan_for_group_0(logprobs, advantages, group_ids):
     return jnp.where(bad, jnp.inf, 1.0) * -logprobs * advantages
 
 
-def advantage_of_nobody(scores, temperature_of_the_sea):
-    return scores
-
-
 def reward_raises(data_source, solution_str, ground_truth, extra_info=None):
     raise LookupError("no such answer")
-
-
-def reward_hangs(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(3600)
-
-
-def reward_nan(data_source, solution_str, ground_truth, extra_info=None):
-    return math.nan
-
-
-def reward_often_fails(data_source, solution_str, ground_truth, extra_info):
-    failing = {0: reward_raises, 1: reward_hangs, 2: reward_nan}
-    score = failing.get(extra_info["index"], digit_sum)
-    return score(data_source, solution_str, ground_truth, extra_info)
 
 
 def raises_on_odd(data_source, solution_str, ground_truth, extra_info):

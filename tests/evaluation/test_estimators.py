@@ -30,10 +30,7 @@ def test_best_at_k_of_right_and_wrong_answers_is_pass_at_k():
         values = np.zeros((1, n))
         values[0, :correct] = 1
         chen = 1 - math.comb(n - correct, k) / math.comb(n, k)
-        # the product in their appendix, which they use for its numerical stability
-        product = 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1)) if n - correct >= k else 1
         np.testing.assert_allclose(best_at(values, k), [chen], atol=1e-12)
-        np.testing.assert_allclose(chen, product, atol=1e-12)
     for k in (0, n + 1):
         with pytest.raises(ValueError, match="k="):
             best_at(values, k)
@@ -55,16 +52,15 @@ def test_majority_at_k_is_a_vote_of_each_block(data, k, blocks):
 
 
 def test_majority_at_k_is_unbiased():
-    rng = np.random.default_rng(0)
-    draws = rng.choice(3, (20000, 7), p=[0.5, 0.3, 0.2])  # three answers, the first is right
+    rng, chances = np.random.default_rng(0), (0.5, 0.3, 0.2)
+    draws = rng.choice(3, (20000, 7), p=chances)  # three answers, the first is right
     exact = 0.0
     for picked in itertools.product(range(3), repeat=3):
         right = picked.count(0) >= 2 or (len({*picked}) == 3 and picked[0] == 0)
-        exact += right * np.prod([(0.5, 0.3, 0.2)[i] for i in picked])
+        exact += right * np.prod([chances[i] for i in picked])
     votes = [[str(i) for i in row] for row in draws]
-    assert majority_at((draws == 0).astype(float), votes, 3).mean() == pytest.approx(
-        exact, abs=0.01
-    )
+    estimates = majority_at((draws == 0).astype(float), votes, 3)
+    assert estimates.mean() == pytest.approx(exact, abs=0.01)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
@@ -89,8 +85,6 @@ def test_the_interval_of_other_scores_is_that_of_the_mean_and_wilsons_where_a_pr
     values = np.random.default_rng(0).normal(3.0, 2.0, 12)
     expected = scipy_stats.t.interval(0.95, 11, values.mean(), scipy_stats.sem(values))
     np.testing.assert_allclose(interval(values), expected)
-    scaled = interval(values * 1e-3 + 0.5)  # within 0 to 1, with many effective draws: nearly so
-    np.testing.assert_allclose(scaled, np.array(expected) * 1e-3 + 0.5, rtol=1e-5)
     values = np.zeros(263)
     values[:81] = 1
     np.testing.assert_allclose(interval(values), (0.2553, 0.3662), atol=5e-4)

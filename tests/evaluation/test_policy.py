@@ -1,12 +1,9 @@
 """A policy for loops of one's own: what it says of tokens, what it samples, and a step by hand."""
 
-import dataclasses
 import functools
-import gc
 import json
 import re
 import shutil
-import weakref
 from pathlib import Path
 
 import chex
@@ -15,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
+import transformers
 
 from jaxrl_llm.algorithms.losses import ppo_clip
 from jaxrl_llm.algorithms.reduce import token_mean
@@ -26,7 +25,7 @@ from jaxrl_llm.models.hf.save import save_params
 from jaxrl_llm.rollout.rollouts import lay_out
 from jaxrl_llm.sharding.layout import Layout, make_mesh
 from jaxrl_llm.training.load_model import like_of
-from jaxrl_llm.training.policy import _token_logprobs, load_policy
+from jaxrl_llm.training.policy import load_policy
 from jaxrl_llm.training.update import Learner, PolicyObjective
 from tests.specs import draw, make_batch
 
@@ -44,12 +43,11 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["f
 def directory(tmp_path_factory):
     """A Hugging Face directory with random weights."""
     folder = tmp_path_factory.mktemp("policy")
-    shutil.copytree(ROOT / "configs/quickstart", folder / "source")
-    path = folder / "source/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | SMALL))
-    spec = read_spec(folder / "source")
-    weights, source = draw(spec, scale=0.3), folder / "source"
-    save_params(folder / "model", weights, spec, source=source, dtype=jnp.float32)
+    source = Path(shutil.copytree(ROOT / "configs/quickstart", folder / "source"))
+    shape = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(shape | SMALL))
+    spec = read_spec(source)
+    save_params(folder / "model", draw(spec, scale=0.3), spec, source=source, dtype=jnp.float32)
     return str(folder / "model")
 
 
@@ -86,9 +84,6 @@ def stepped(directory, one_device):
     exec(compile(LISTING, "docs/by_hand.md", "exec"), names)
     yield names
     names["engine"].close()
-
-
-# ---------------------------------------------------------------------------------------- a step
 
 
 def test_a_step_by_hand_is_the_trainers(stepped):
@@ -153,11 +148,7 @@ def test_a_gradient_in_parts_is_that_of_the_whole(stepped):
     chex.assert_trees_all_close(names["total"], expected, rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------- token_stats
-
-
 def test_log_probs_are_those_of_transformers(policy, directory):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     temperature = 0.7
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     batch = make_batch([8, 3, 5, 1, 4], 8, policy.model.vocab_size)
@@ -175,24 +166,11 @@ def test_log_probs_are_those_of_transformers(policy, directory):
         assert not np.any(ours.logprobs[i, 0]) and not np.any(ours.logprobs[i, size:])
 
 
-def test_log_probs_of_new_weights_are_not_traced_again_and_keep_none(policy):
-    other = dataclasses.replace(policy, params=jax.tree.map(jnp.copy, policy.params))
-    expected, programs = policy.logprobs("12+34="), _token_logprobs._cache_size()
-    assert other.logprobs("12+34=") == expected
-    assert _token_logprobs._cache_size() == programs
-    leaf = weakref.ref(jax.tree.leaves(other.params)[0])
-    del other
-    gc.collect()
-    assert leaf() is None
-
-
 def test_rows_are_shared_and_split_over_devices(directory, policy):
     """Seven sequences on three devices give what one device gives, in the same order."""
-    layout = Layout(make_mesh({"fsdp": 3}, jax.local_devices()[:3]))
-    split = load_policy(directory, layout)
+    split = load_policy(directory, Layout(make_mesh({"fsdp": 3}, jax.local_devices()[:3])))
     batch = make_batch([2, 9, 3, 4, 8, 1, 5], 9, policy.model.vocab_size)
     rows = split.pack(batch)
-    assert int((np.asarray(rows.segment_ids) > 0).sum()) == 32
     assert len(set(np.asarray(rows.row).tolist())) < 7
     assert len(jnp.asarray(rows.tokens).sharding.device_set) == 3
     many = jax.jit(split.token_stats)(split.params, rows)
@@ -203,24 +181,14 @@ def test_rows_are_shared_and_split_over_devices(directory, policy):
         shared.pack(make_batch([5], 5, 8))
 
 
-def test_parameters_can_wait_on_the_host(policy, directory):
-    waiting = load_policy(directory, policy.layout, on_host=True)
-    for params, is_host in ((waiting.params, True), (policy.params, False)):
-        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(params)}
-        assert (kinds == {"pinned_host"}) == is_host
-
-
-# ------------------------------------------------------------------------------------------ sample
-
-
 def test_prompts_may_be_texts_chats_token_ids_or_prompts(policy, engine):
     chat = [{"role": "user", "content": "1+2="}]
     ids = encode_prompt(policy.tokenizer, chat)
-    forms = ["1+2=", chat, ids, tuple(ids), Prompt(7, tuple(ids), ground_truth="3")]
+    forms = ["1+2=", chat, ids, Prompt(7, tuple(ids), ground_truth="3")]
     drawn = [policy.sample(engine, [form], n=3, max_new_tokens=5, seed=2) for form in forms]
     assert len(set(drawn[0].texts)) > 1
     assert all(answers.texts == drawn[0].texts for answers in drawn)
-    assert [a.prompts[0].messages for a in drawn] == [chat, chat, [], [], []]
+    assert [a.prompts[0].messages for a in drawn] == [chat, chat, [], []]
     assert drawn[-1].prompts[2].ground_truth == "3"
     with pytest.raises(ValueError, match="1"):
         policy.sample(engine, ["1+2=", []], max_new_tokens=5)
@@ -231,9 +199,8 @@ def test_seeds_decide_and_answers_end_in_a_stop_token_that_their_text_leaves_out
         return policy.sample(engine, ["1+2=", "5+5="], max_new_tokens=5, **how).texts
 
     assert texts(n=4, seed=1) == texts(n=4, seed=(1,)) != texts(n=4, seed=(1, 2))
-    greedy = texts(n=2, temperature=0.0)
-    assert greedy[0] == greedy[1] == texts(n=1, top_k=1)[0]
-    answers = policy.sample(engine, ["1+2="], n=128, max_new_tokens=8, temperature=10.0)
+    assert texts(n=1, temperature=0.0) == texts(n=1, top_k=1)
+    answers = policy.sample(engine, ["1+2="], n=128, max_new_tokens=5, temperature=10.0)
     stopped = [i for i, c in enumerate(answers.episodes) if c.finish == "stop"]
     assert stopped
     for i in stopped:

@@ -2,15 +2,15 @@
 
 import base64
 import re
-import sys
 import types
+from unittest.mock import Mock
 
 import IPython
 import IPython.display
 import pytest
 
 from jaxrl_llm.monitoring import display as screen
-from jaxrl_llm.monitoring.display import Display, NotebookDisplay, open_display
+from jaxrl_llm.monitoring.display import NotebookDisplay, open_display
 from jaxrl_llm.monitoring.tables import AnswerTable, MetricsTable
 
 
@@ -60,54 +60,26 @@ def test_a_cell_shows_plots_that_follow_the_run(cells):
     assert "alt='score, entropy (nats per token)'" in second
 
 
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_where_plots_can_not_be_drawn_there_are_lines(cells, monkeypatch, caplog, is_broken):
-    def broken(metrics):
-        raise RuntimeError("latex could not be found")
-
-    if is_broken:
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_where_plots_can_not_be_drawn_there_are_lines(cells, monkeypatch, caplog, is_installed):
+    if is_installed:
+        broken = Mock(side_effect=RuntimeError("latex could not be found"))
         monkeypatch.setattr(screen, "draw_metrics", broken)
     else:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setattr(screen, "import_matplotlib", lambda: None)
     display = NotebookDisplay("training", 2)
     for number in (1, 2):
         display.advance(f"step {number}/2")
         display.plot(number, step(number))
     assert "step 2/2" in cells.shown[1][-1] and "<img" not in cells.shown[1][-1]
-    assert len(caplog.records) == is_broken, "told once"
+    assert len(caplog.records) == is_installed, "told once"
 
 
-def test_elsewhere_a_run_shows_lines(monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
-    display = open_display("training", 2, 0)
-    assert type(display) is Display
-    display.close()
-
-
-ROWS = [
-    {
-        "prompt": '[{"role": "user", "content": "7<3="}]',
-        "answer": text,
-        "tokens": [ord(c) for c in text],
-        "score": score,
-        "advantage": advantage,
-        "logprobs": [-0.5] * len(text),
-        "rollout_logprobs": [-0.5] * (len(text) - 1) + [-0.75],
-    }
-    for text, score, advantage in (("ab", 1.0, 0.5), ("[c]", 0.0, -1.0))
-]
-
-
-@pytest.fixture
-def answers():
-    return AnswerTable(ROWS, lambda tokens: "".join(map(chr, tokens)))
-
-
-def test_the_same_tables_as_text_and_for_pandas(answers):
-    text = str(answers)
-    assert "7<3=" in text and "[c]" in text and "0.25" in text
+def test_the_same_tables_as_text_and_for_pandas():
+    row = {"prompt": '[{"role": "user", "content": "7<3="}]', "answer": "[c]", "tokens": [7, 8]}
+    row |= {"score": 1.0, "advantage": 0.5, "logprobs": [-0.5] * 2}
+    answers = AnswerTable([row | {"rollout_logprobs": [-0.5, -0.75]}] * 2, str)
+    assert "7<3=" in str(answers) and "[c]" in str(answers) and "0.25" in str(answers)
     assert len(answers) == 2 and str(answers[1:]).count("7<3=") == 1
     metrics = MetricsTable([{"step": 1, **step(1)}, {"step": 2, **step(2)}])
     assert "0.2" in str(metrics) and "<td>0.2</td>" in metrics._repr_html_()

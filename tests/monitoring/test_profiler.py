@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.profiler import ProfileData
 
 from jaxrl_llm.monitoring.clock import Clock
@@ -20,7 +19,6 @@ from jaxrl_llm.monitoring.profiler import (
     Trace,
     device_timeline,
     operation_group,
-    phases_of,
     read_trace,
     summarize,
     tracing,
@@ -30,22 +28,14 @@ from tests.refusals import refuses
 DEVICES = 2
 
 
-@pytest.fixture(scope="module")
-def compiled_here():
-    """Has programs compiled: a trace says less of one that was read from a cache."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+def test_a_trace_has_every_operation_of_every_device_and_its_summary_adds_up(
+    tmp_path, compiles_alone
+):
+    """Two phases: six layers of two products each and a sum over both; then a transposition.
 
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory, compiled_here):
-    """A trace of two phases on two devices: products and a sum over both, then a transposition."""
+    A trace says less of a program that was read from a cache.
+    """
     jax.clear_caches()  # a trace has all programs that the process holds
-    folder = tmp_path_factory.mktemp("traced")
     mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
     rows = jax.NamedSharding(mesh, jax.P("data"))
     x = jax.device_put(np.ones((64, 512), np.float32), rows)
@@ -60,57 +50,34 @@ def traced(tmp_path_factory, compiled_here):
 
         return jax.lax.scan(layer, x, layers)[0].sum()
 
-    turn = jax.jit(lambda layers: jnp.transpose(layers, (2, 0, 1)))
-    jax.block_until_ready((multiply(x, layers), turn(layers)))
+    turn = jax.jit(lambda x, layers: jnp.transpose(layers, (2, 0, 1)))
+    jax.block_until_ready((multiply(x, layers), turn(x, layers)))
     clock = Clock()
-    with tracing(folder, 7):
-        with clock("gen"):
-            jax.block_until_ready(multiply(x, layers))
-        with clock("adv"):
-            jax.block_until_ready(turn(layers))
-        with clock("gen"):
-            jax.block_until_ready(multiply(x, layers))
-    (path,) = folder.rglob("*.xplane.pb")
-    return read_trace(path), clock
-
-
-def test_phases_and_what_is_outside_of_them_fill_the_step(traced):
-    trace, _ = traced
-    assert [phase.name for phase in trace.phases] == ["gen", "adv", "gen"]
-    spans = [span for some in phases_of(trace).values() for span in some]
-    total = sum(span.end - span.start for span in spans)
-    assert total == pytest.approx(trace.step.end - trace.step.start)
-
-
-def test_every_operation_is_found_on_every_device(traced):
-    """Twelve layers of two products ran on each device, and no loop is counted beside them."""
-    trace, _ = traced
+    with tracing(tmp_path, 7):
+        for phase, call in (("gen", multiply), ("adv", turn)):
+            with clock(phase):
+                jax.block_until_ready(call(x, layers))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    trace = read_trace(path)
     assert {o.device for o in trace.operations} == {f"CPU {n}" for n in range(DEVICES)}
     assert not [o for o in trace.operations if re.match("while|call", o.name)]
     for device in range(DEVICES):
         own = [o for o in trace.operations if o.device == f"CPU {device}"]
         kinds = {g: [o for o in own if o.group == g] for g in GROUPS}
-        assert len(kinds["matrix products"]) == len(kinds["attention"]) == 12
+        assert len(kinds["matrix products"]) == len(kinds["attention"]) == 6
         assert all(o.program == "jit_multiply" for o in kinds["attention"])
-        assert all("attention" in o.source for o in kinds["attention"])
-        assert len(kinds["collectives"]) == 2
+        assert len(kinds["collectives"]) == 1
         assert any(o.program == "jit__lambda" for o in kinds["copies"])
-        assert kinds["other"]
 
-
-def test_the_summary_adds_up(traced):
-    trace, _ = traced
     head, groups, top = summarize(trace, 7).split("\n\n")
     phases = re.findall(r"^([a-z_ ]+?) +(\d+\.\d+) +(\d+\.\d) %", head, re.MULTILINE)
     assert [name for name, _, _ in phases] == ["gen", "adv", "outside of phases"]
     total = float(re.match(r"step 7: (\S+) s, devices busy", head)[1])
     assert sum(float(s) for _, s, _ in phases) == pytest.approx(total, abs=2e-3)
-    assert sum(float(share) for _, _, share in phases) == pytest.approx(100, abs=0.3)
     kinds = dict(re.findall(r"^([a-z ]+?) +\d+\.\d+ +(\d+\.\d) %", groups, re.MULTILINE))
     assert tuple(kinds) == GROUPS
     assert sum(map(float, kinds.values())) == pytest.approx(100, abs=0.3)
-    listed = re.findall(r"^ +\d+\.\d+ +(\d+\.\d) % +\d+ ", top, re.MULTILINE)
-    assert 3 < len(listed) <= 15
+    assert len(re.findall(r"^ +\d+\.\d+ +(\d+\.\d) % +\d+ ", top, re.MULTILINE)) > 3
 
 
 def test_operations_share_the_time_that_a_device_is_busy():
@@ -123,37 +90,30 @@ def test_operations_share_the_time_that_a_device_is_busy():
         for a, b in zip(starts, ends, strict=True)
     ]
     timeline = device_timeline(Trace(Span("step", 0, 100e9), [], operations), "0")
-    expected, used = np.zeros(40), np.zeros(100)
-    for second in range(100):
-        running = (starts <= second) & (second < ends)
-        used[second] = running.any()
-        expected += running / max(1, running.sum())
-    np.testing.assert_allclose(timeline.seconds, expected, atol=1e-9)
-    for first, last in ((0, 100), (3, 4), (10, 33), (90, 99)):
-        assert timeline.busy(Span("gen", first * 1e9, last * 1e9)) == pytest.approx(
-            used[first:last].sum()
-        )
+    seconds = np.arange(100)
+    running = (starts <= seconds[:, None]) & (seconds[:, None] < ends)
+    expected = running / np.maximum(1, running.sum(1, keepdims=True))
+    np.testing.assert_allclose(timeline.seconds, expected.sum(0), atol=1e-9)
+    for first, last in ((0, 100), (10, 33)):
+        busy = timeline.busy(Span("gen", first * 1e9, last * 1e9))
+        assert busy == pytest.approx(running[first:last].any(1).sum())
 
 
 def test_groups():
     for name, opcodes, source, group in (
         ("sm90_xmma_gemm_bf16 custom-call.3", "custom-call", "", "matrix products"),
-        ("nvjet_hsh_192x192_64x4 gemm_fusion_dot.3", "fusion dot", "", "matrix products"),
         ("custom-call.9", "custom-call", "f/dot_general __cublas$lt$matmul", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_fprop", "custom-call", "", "attention"),
         ("custom-call.1", "custom-call", "f __cudnn$fmhaSoftmax", "attention"),
         ("ncclDevKernel_AllGather_RING_LL start.2", "all-gather-start", "", "collectives"),
-        ("reduce-scatter.7", "reduce-scatter", "", "collectives"),
         ("MemcpyD2D", "MemcpyD", "", "copies"),
         ("loop_copy_fusion.2", "fusion parameter copy bitcast", "", "copies"),
         ("loop_add_fusion.2", "fusion parameter copy add", "", "other"),
-        ("input_reduce_fusion", "fusion reduce multiply", "", "other"),
     ):
         assert operation_group(name, {*opcodes.split()}, source) == group, name
 
 
 def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):
-    jax.clear_caches()  # as above
     with caplog.at_level(logging.INFO):
         display = Display("training", 4)
         profiler = Profiler(range(2, 5), (1, 3), tmp_path, display)
@@ -171,9 +131,7 @@ def test_only_chosen_steps_are_traced(tmp_path, capsys, caplog):
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_3"]
     suffixes = {path.name.partition(".")[2] for path in (tmp_path / "profile").rglob("*.*")}
     assert {"txt", "xplane.pb", "trace.json.gz"} == suffixes
-    shown = capsys.readouterr().out
-    text = (tmp_path / "profile/step_3/summary.txt").read_text()
-    assert shown.startswith(text.partition("\n\n")[0]) and shown.startswith("step 3: ")
+    assert capsys.readouterr().out.startswith("step 3: ")
     assert not (tmp_path / "profile/step_3/old").exists()
 
 

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import termios
 import threading
-from pathlib import Path
 
 import pytest
 
 from jaxrl_llm.monitoring.display import Display
-from jaxrl_llm.monitoring.writer import BackgroundWriter, StderrHandler, Stream
+from jaxrl_llm.monitoring.writer import StderrHandler
 from tests.waiting import wait_until
 
 SOON_S = 120.0  # what takes longer hangs
@@ -36,40 +35,23 @@ sys.exit(3)
 """
 
 
-def start(program=PROGRAM, **files):
-    """Start a process whose stdout has a buffer, as usual."""
+@pytest.mark.parametrize(
+    ("is_closed", "said"), [(True, "Broken pipe"), (False, "keep up")], ids=["closed", "unread"]
+)
+def test_stdout_that_does_not_take_what_is_written(is_closed, said):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, env=env | {"JAX_PLATFORMS": "cpu"}, text=True, **files)
-
-
-def end(process):
-    """Wait for a process; return its status and what it said on stderr."""
-    try:
-        return process.wait(SOON_S), process.stderr.read()
-    finally:
-        process.kill()
-        process.stderr.close()
-
-
-@pytest.mark.parametrize("stdout", ["closed by its reader", "that nobody reads", "on a full disk"])
-def test_stdout_that_does_not_take_what_is_written(stdout):
-    if stdout == "on a full disk":
-        if not Path("/dev/full").exists():
-            pytest.skip("needs /dev/full")
-        with open("/dev/full", "w") as full:  # noqa: PTH123
-            program = PROGRAM.replace('print("before", flush=True)', "")
-            process, said = start(program, stdout=full, stderr=subprocess.PIPE), "No space left"
-    else:
-        process, said = start(stdout=subprocess.PIPE, stderr=subprocess.PIPE), "keep up"
-        if stdout == "closed by its reader":
-            assert process.stdout.readline() == "before\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=env | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == "before\n"
+        if is_closed:
             process.stdout.close()
-            said = "Broken pipe"
-    status, stderr = end(process)
-    if process.stdout is not None:
-        process.stdout.close()
-    assert status == 3 and said in stderr and "ignored" not in stderr
+        stderr = process.stderr.read()
+        assert process.wait(SOON_S) == 3 and said in stderr and "ignored" not in stderr
 
 
 class Reader(threading.Thread):
@@ -116,54 +98,29 @@ def test_a_terminal_that_is_stopped_and_goes_on(terminal, monkeypatch):
     assert b"100/100" in reader.text and display._writer.dropped == 0
 
 
-def test_a_long_text_comes_out_whole():
-    reader, writer = os.pipe()
-    collected = Reader(reader)
-    text = "".join(f"{number} é\n" for number in range(50_000))
-    with open(writer, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
-        screen = BackgroundWriter(Stream("stdout", file))
-        screen.write(text)
-        screen.write("end")
-        screen.close(SOON_S)
-    collected.join(SOON_S)
-    os.close(reader)
-    assert collected.text.decode() == text + "end"
+def read_now(end):
+    """Return what can be read from a pipe without waiting."""
+    text = b""
+    while select.select([end], [], [], 0)[0]:
+        text += os.read(end, 4096)
+    return text.decode()
 
 
-@pytest.fixture
-def logger(monkeypatch):
-    """A logger of its own, and the end of a pipe to read what it writes to stderr."""
+def test_log_lines_wait_for_a_reader_and_one_that_is_gone_stops_nothing(monkeypatch):
     reader, writer = os.pipe()
+    log = logging.Logger("alone")
+    lines = [f"{number} " + 90 * "x" for number in range(1000)]
     with contextlib.suppress(BrokenPipeError), open(writer, "w") as file:  # noqa: PTH123
         monkeypatch.setattr(sys, "stderr", file)
-        handler = StderrHandler()
-        alone = logging.Logger("alone")
-        alone.addHandler(handler)
-        yield alone, reader
-        handler._kept.clear()
-    with contextlib.suppress(OSError):
+        log.addHandler(handler := StderrHandler())
+        log.warning("first")
+        assert read_now(reader) == "first\n", "at once"
+        for line in lines:
+            log.warning(line)
+        text = read_now(reader)
+        assert len(text) < sum(len(line) + 1 for line in lines)
+        log.warning("one more")
+        assert (text + read_now(reader)).splitlines() == [*lines, "one more"]
         os.close(reader)
-
-
-def test_log_lines_are_on_stderr_at_once_and_one_that_is_closed_stops_nothing(logger):
-    log, reader = logger
-    log.warning("first")
-    assert os.read(reader, 100) == b"first\n"
-    os.close(reader)
-    for number in range(3):
-        log.warning("%d", number)
-
-
-def test_log_lines_wait_for_a_reader_and_hold_nothing_up(logger):
-    log, reader = logger
-    lines = [f"{number} " + 90 * "x" for number in range(1000)]
-    for line in lines:
-        log.warning(line)
-    text = b""
-    while select.select([reader], [], [], 0)[0]:
-        text += os.read(reader, 4096)
-    assert len(text) < sum(len(line) + 1 for line in lines)
-    log.warning("one more")
-    while select.select([reader], [], [], 0)[0]:
-        text += os.read(reader, 4096)
-    assert text.decode().splitlines() == [*lines, "one more"]
+        log.warning("unread")
+        handler._kept.clear()

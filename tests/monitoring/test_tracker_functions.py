@@ -1,31 +1,27 @@
 """What trackers tell the packages that they are for, and what TensorBoard's files hold."""
 
 import html
-import http.server
-import importlib.util
-import os
 import re
-import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.responses import PlainTextResponse
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.monitoring import trackers
 from jaxrl_llm.monitoring.trackers import (
     TrackedRun,
     TrackedStep,
-    as_table,
     distribution,
     is_reachable,
     markdown_table,
-    plain_rows,
 )
+from tests.listening import listening
 from tests.monitoring.test_trackers import events
 
 CONFIG = {"seed": 1, "model": {"path": "m", "lora": None}}
@@ -84,9 +80,15 @@ def run(folder):
     return TrackedRun(folder, CONFIG, 0)
 
 
-def test_tensorboard_shows_distributions_and_answers(tmp_path):
+def test_tensorboard_shows_the_config_distributions_and_answers(tmp_path):
     track(trackers.tensorboard(run(tmp_path)))
-    (event,) = (event for event in events(tmp_path / "tensorboard") if event.step == 3)
+    seen = events(tmp_path / "tensorboard")
+    values = {value.tag: value for event in seen for value in event.summary.value}
+    assert values["config/text_summary"].tensor.string_val == [b"    seed: 1\n    model.path: m"]
+    content = values["_hparams_/session_start_info"].metadata.plugin_data.content
+    keys = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert (keys["seed"].number_value, keys["model.path"].string_value) == (1, "m")
+    (event,) = (event for event in seen if event.step == 3)
     values = {value.tag: value for value in event.summary.value}
     assert {"loss", "val-core/a/mean_1", "histograms/score", "answers/text_summary"} == set(values)
     histogram = values["histograms/score"].histo
@@ -127,62 +129,42 @@ def wandb(installed):
 
 def test_weights_and_biases(tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
-    track(trackers.wandb(run(tmp_path), project="p", entity="e"))
+    track(trackers.wandb(run(tmp_path), project="p"))
     ((settings,),) = wandb.client.of("init")
-    expected = {"project": "p", "entity": "e", "name": tmp_path.name, "dir": tmp_path}
-    assert settings.items() >= {**expected, "config": CONFIG, "resume": "allow"}.items()
+    expected = {"project": "p", "name": tmp_path.name, "config": CONFIG, "resume": "allow"}
+    assert settings.items() >= expected.items()
     assert settings["mode"] is None, "WANDB_MODE has a say"
     ((data, more),) = wandb.client.of("log")
     assert more["step"] == 3 and data.items() >= STEP.metrics.items()
     assert (data["answers"].columns, data["answers"].data) == (COLUMNS, ROWS)
-    counts, edges = data["histograms/score"].np_histogram
-    assert counts.sum() == 3 and len(edges) == len(counts) + 1
+    assert data["histograms/score"].np_histogram[0].sum() == 3
     assert wandb.client.calls[-1][0] == "finish"
-    track(trackers.wandb(run(tmp_path), mode="offline"))
-    assert wandb.client.of("init")[-1][-1]["mode"] == "offline", "a mode that is asked for is taken"
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The address of a server that refuses everything, which is an answer."""
-
-    class Refuse(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_error(403)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Refuse) as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join()
+def test_a_server_that_refuses_everything_can_be_reached():
+    with listening(PlainTextResponse("no", 403)) as address:
+        assert is_reachable(address)
+    assert not is_reachable(NOWHERE) and not is_reachable("no address")
 
 
-def test_weights_and_biases_without_key_or_network(tmp_path, wandb, server, monkeypatch, caplog):
+def test_weights_and_biases_without_key_or_network(tmp_path, wandb, monkeypatch, caplog):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert is_reachable(server) and not is_reachable(NOWHERE) and not is_reachable("no address")
+    monkeypatch.setattr(trackers, "is_reachable", lambda url: url != NOWHERE)
 
-    def logged(url):
-        """Return the mode of a run, and what was warned of."""
+    def mode_of(url):
         wandb.setup.settings.base_url = url
-        caplog.clear()
         track(trackers.wandb(run(tmp_path)))
-        return wandb.client.of("init")[-1][-1]["mode"], " ".join(caplog.messages)
+        return wandb.client.of("init")[-1][-1]["mode"]
 
-    mode, why = logged(server)
-    assert mode == "offline" and "wandb login" in why and "wandb sync" in why
+    server = "http://127.0.0.1:8080"
+    assert mode_of(server) == "offline" and "wandb login" in caplog.text
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    mode, why = logged(NOWHERE)
-    assert mode == "offline" and NOWHERE in why
-    assert logged(server) == (None, "")
+    assert mode_of(NOWHERE) == "offline" and mode_of(server) is None
     monkeypatch.delenv("WANDB_API_KEY")
     netrc = tmp_path / ".netrc"
     netrc.write_text("machine 127.0.0.1 login user password k\n")
     netrc.chmod(0o600)
-    assert logged(server) == (None, "") and logged(NOWHERE)[0] == "offline"
+    assert mode_of(server) is None and len(caplog.messages) == 2
 
 
 def test_mlflow(tmp_path, installed, monkeypatch):
@@ -209,8 +191,6 @@ def test_mlflow(tmp_path, installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     with pytest.raises(ConfigError, match="sqlalchemy"):  # which a folder needs
         trackers.mlflow(run(tmp_path))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine")
-    trackers.mlflow(run(tmp_path))
 
 
 def test_trackio_and_a_package_that_is_broken(tmp_path, installed, monkeypatch):
@@ -219,10 +199,8 @@ def test_trackio_and_a_package_that_is_broken(tmp_path, installed, monkeypatch):
     installed("trackio", **vars(client.made("Table", "Histogram", init=session)))
     track(trackers.trackio(run(tmp_path), project="p"))
     ((settings,),), ((metrics, more),) = client.of("init"), client.of("log")
-    assert settings["project"] == "p" and settings["resume"] == "allow"
-    assert settings["name"].startswith(f"{tmp_path.name}-")
+    assert settings["project"] == "p" and settings["name"].startswith(f"{tmp_path.name}-")
     assert more["step"] == 3 and metrics.items() >= STEP.metrics.items()
-    assert metrics["answers"].data == ROWS and client.calls[-1][0] == "finish"
     (tmp_path / "trackio.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio")
@@ -230,15 +208,14 @@ def test_trackio_and_a_package_that_is_broken(tmp_path, installed, monkeypatch):
         trackers.trackio(run(tmp_path))
 
 
-@pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("k", "offline"), ("k", "local")])
-def test_swanlab(tmp_path, installed, caplog, key, mode):
+@pytest.mark.parametrize(("chosen", "mode"), [("online", "offline"), ("local", "local")])
+def test_swanlab(tmp_path, installed, caplog, chosen, mode):
+    """Without a network; SWANLAB_MODE chooses."""
     client = Client()
-    session = client.made("log", "finish")
-    chosen = "local" if mode == "local" else "online"  # by SWANLAB_MODE
-    known = SimpleNamespace(api_key=key, api_host=NOWHERE, mode=chosen)
+    known = SimpleNamespace(api_key="k", api_host=NOWHERE, mode=chosen)
     bar = client.made("add_xaxis", "add_yaxis")
     echarts = SimpleNamespace(Table=lambda: client.made("add"), Bar=lambda: bar)
-    made = vars(client.made(init=session))
+    made = vars(client.made(init=client.made("log", "finish")))
     installed("swanlab", Settings=lambda: known, echarts=echarts, **made)
     track(trackers.swanlab(run(tmp_path)))
     ((settings,),), ((data, more),) = client.of("init"), client.of("log")
@@ -261,7 +238,6 @@ def test_comet(tmp_path, installed, caplog):
     track(trackers.comet(run(tmp_path), project="p"))
     ((started,),) = client.of("start")
     assert started["online"] is False and started["project_name"] == "p"
-    assert started["experiment_config"].offline_directory == str(tmp_path / "comet")
     assert client.of("log_parameters")[0][0] == {"seed": 1, "model.path": "m"}
     assert client.of("log_metrics") == [(STEP.metrics, {"step": 3})]
     ((_, table),) = client.of("log_table")
@@ -277,64 +253,6 @@ def test_any_values_have_a_distribution(values):
         assert seen is None
         return
     assert seen.counts.sum() == len(finite)
+    if max(map(abs, finite)) < 1e37:
+        np.testing.assert_array_equal(seen.counts, np.histogram(finite, seen.edges)[0])
     assert (np.diff(seen.edges) > 0).all() and np.isfinite(seen.edges).all()
-
-
-def test_half_a_character_does_not_stop_a_table_and_a_folder_has_one_id(tmp_path):
-    assert as_table(plain_rows([{"answer": "a\ud800b"}])) == (["answer"], [["a?b"]])
-    assert run(tmp_path / "a").id == run(tmp_path / "b" / ".." / "a").id
-    assert run(tmp_path / "a").id != run(tmp_path / "b").id
-
-
-def test_a_distribution_is_numpys():
-    values = np.random.default_rng(0).normal(size=(50, 20)).astype(np.float32)
-    seen = distribution(values)
-    counts, edges = np.histogram(values.astype(float), len(seen.counts))
-    np.testing.assert_array_equal(seen.counts, counts)
-    np.testing.assert_allclose(seen.edges, edges)
-    np.testing.assert_allclose([seen.total, seen.squares], [values.sum(), (values**2).sum()], 1e-4)
-
-
-PROGRAM = """
-import logging, sys
-from pathlib import Path
-import numpy as np
-from jaxrl_llm.config.functions import FunctionSpec
-from jaxrl_llm.training.loop import MetricsLog
-
-logging.basicConfig()
-name, folder = sys.argv[1:]
-config = {"seed": 1, "model": {"path": "m", "lora": None}}
-answers = [{"prompt": "2+2|", "answer": "4\\n<b>", "score": 1.0, "advantage": None}]
-for done in (0, 2):
-    spec = [FunctionSpec(name)]
-    log = MetricsLog(Path(folder), step=done, position=0, trackers=spec, config=config)
-    for step in (done + 1, done + 2):
-        metrics = {"loss": step / 2, "val-core/a b/acc/mean@1": 1.0}
-        log.write(step, metrics, answers, {"score": np.array([0.0, 1.0, 1.0])})
-    log.close()
-    assert log._trackers[0].dropped == 0, name
-"""
-SECRETS = ("API_KEY", "TOKEN", "TRACKING_URI", "WANDB", "COMET", "SWANLAB", "TRACKIO", "MLFLOW")
-
-
-FILES = {
-    "mlflow": "my run/mlflow/artifacts/*/artifacts/answers/step_000003.json",
-    "trackio": "trackio/jaxrl_llm.db",
-    "wandb": "my run/wandb/offline-run-*/*.wandb",
-    "swanlab": "my run/swanlab/run-*/*.swanlab",
-    "comet": "my run/comet/*.zip",
-}
-PACKAGES = {"comet": "comet_ml"}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_run_is_kept_by_its_real_package_and_continued(tmp_path, name):
-    if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
-        pytest.skip(f"{name} is not installed")
-    inherited = {k: v for k, v in os.environ.items() if not any(s in k for s in SECRETS)}
-    env = inherited | {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
-    command = [sys.executable, "-c", PROGRAM, name, str(tmp_path / "my run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "can't write to" not in done.stderr, done.stderr
-    assert len([*tmp_path.glob(FILES[name])]) == (1 if name in ("mlflow", "trackio") else 2)

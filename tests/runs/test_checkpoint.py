@@ -126,79 +126,40 @@ def test_any_known_step_may_be_read_and_none_is_skipped_in_silence(opened, mesh,
         with pytest.raises(CheckpointError, match="4"):
             checkpoints.save(step, make_state(mesh), {})
     assert_same(checkpoints.restore(state).state, make_state(mesh, 4))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=r"5.*\[2, 4\]"):
         checkpoints.restore(state, 5)
-    assert "5" in str(error.value) and "[2, 4]" in str(error.value)
-
-
-def test_an_earlier_one_that_can_not_be_removed_is_no_failed_save(
-    opened, mesh, tmp_path, monkeypatch
-):
-    checkpoints = opened(tmp_path)
-    wait = checkpoints._manager.wait_until_finished
-
-    def wait_and_fail_to_remove():
-        wait()
-        raise PermissionError(1, "Operation not permitted", "metadata")
-
-    checkpoints.save(6, make_state(mesh), EXTRA)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints._manager, "wait_until_finished", wait_and_fail_to_remove)
-        with pytest.raises(CheckpointError, match="permitted") as error:
-            checkpoints.wait()
-        assert "step 6" in str(error.value)
-    assert opened(tmp_path).restore(like(make_state(mesh))).step == 6
 
 
 def test_saved_arrays_may_be_donated_at_once(opened, mesh, tmp_path):
     """The write goes on in the background while the buffers are overwritten."""
-    expected = {
-        "big": np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32),
-        "count": np.int32(5),
-    }
-    layout = {"big": NamedSharding(mesh, P("fsdp")), "count": replicated(mesh)}
+    expected = {"big": np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)}
+    layout = {"big": NamedSharding(mesh, P("fsdp"))}
     state = jax.device_put(expected, layout)
     overwrite = jax.jit(
-        lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0, out_shardings=layout
+        lambda tree: {"big": tree["big"] * 0 - 1}, donate_argnums=0, out_shardings=layout
     )
     wanted_like = like(state)
     checkpoints = opened(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, state, {})
-        for _ in range(5):
-            state = overwrite(state)
-        jax.block_until_ready(state)
-        checkpoints.wait()
-        assert_same(checkpoints.restore(wanted_like, step).state, expected)
-        state = jax.device_put(expected, layout)
-
-
-def test_the_newest_are_kept(opened, mesh, tmp_path):
-    checkpoints = opened(tmp_path, keep=2)
-    state = make_state(mesh)
-    for step in (1, 3, 5, 10):
-        checkpoints.save(step, state, {})
+    checkpoints.save(1, state, {})
+    for _ in range(5):
+        state = overwrite(state)
+    jax.block_until_ready(state)
     checkpoints.wait()
-    assert steps(tmp_path) == [5, 10]
-    assert checkpoints.latest() == 10
+    assert_same(checkpoints.restore(wanted_like).state, expected)
 
 
-def test_the_best_is_kept_too_even_over_a_restart(opened, mesh, tmp_path):
+def test_the_newest_and_the_best_are_kept_even_over_a_restart(opened, mesh, tmp_path):
     state = make_state(mesh)
-    first = opened(tmp_path, keep=1, best="validation")
+    first = opened(tmp_path, keep=2, best="validation")
     for step, score in [(1, 0.2), (2, 0.9), (3, None), (4, 0.5)]:
         first.save(step, state, {}, None if score is None else {"validation": score})
     first.close()
-    assert steps(tmp_path) == [2, 4]
-    second = opened(tmp_path, keep=1, best="validation")
+    assert steps(tmp_path) == [2, 3, 4]
+    second = opened(tmp_path, keep=2, best="validation")
     second.save(5, state, {})
     second.save(6, state, {}, {"validation": 0.7})
     second.wait()
-    assert steps(tmp_path) == [2, 6]
-    second.save(7, state, {}, {"validation": 0.95})
-    second.save(8, state, {}, {"validation": 0.1})
-    second.wait()
-    assert steps(tmp_path) == [7, 8]
+    assert steps(tmp_path) == [2, 5, 6]
 
 
 def test_read_only_writes_nothing(opened, mesh, tmp_path):
@@ -238,25 +199,20 @@ def test_another_model_is_refused_with_the_array_that_differs(opened, mesh, tmp_
     checkpoints = opened(tmp_path)
     checkpoints.save(4, {"actor": state}, {})
     checkpoints.wait()
-    for change, shape, dtype in (
+    for name, shape, dtype in (
         ("matrix", (8, 8), jnp.float32),
         ("matrix", (8, 6), jnp.bfloat16),
         ("head", (8, 6), jnp.float32),
-        ("fewer", (), None),
     ):
-        params = dict(like(state).params)
-        if change == "fewer":
-            del params["matrix"]
-        else:
-            params[change] = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
-        whole = {"actor": like(state)._replace(params=params)}
-        reads = [lambda whole=whole: checkpoints.restore(whole)]
-        if change != "fewer":
-            reads.append(lambda params=params: checkpoints.restore_params(params))
-        for read in reads:
-            with pytest.raises(CheckpointError, match="model") as error:
-                read()
-            assert f"params/{'matrix' if change == 'fewer' else change}" in str(error.value)
+        other = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
+        params = like(state).params | {name: other}
+        with pytest.raises(CheckpointError, match=rf"model.*params/{name}"):
+            checkpoints.restore({"actor": like(state)._replace(params=params)})
+        with pytest.raises(CheckpointError, match=rf"model.*params/{name}"):
+            checkpoints.restore_params(params)
+    fewer = {"layers": like(state).params["layers"]}
+    with pytest.raises(CheckpointError, match=r"model.*params/matrix"):
+        checkpoints.restore({"actor": like(state)._replace(params=fewer)})
 
 
 @pytest.fixture(scope="module")
@@ -284,13 +240,10 @@ WHOLE = "step {} is whole: remove the folder {} to continue from it"
 DAMAGE = {
     "arrays truncated": lambda f: truncate_all(data_files(f)),
     "arrays deleted": lambda f: [p.unlink() for p in data_files(f)],
-    "arrays emptied": lambda f: [os.truncate(p, 0) for p in data_files(f)],
     "all state deleted": lambda f: shutil.rmtree(f / "state"),
     "tree truncated": lambda f: truncate_all([f / "state" / "_METADATA"]),
-    "tree deleted": lambda f: (f / "state" / "_METADATA").unlink(),
     "index deleted": lambda f: [p.unlink() for p in (f / "state").rglob("manifest.ocdbt")],
     "extra truncated": lambda f: truncate_all([f / "extra" / "metadata"]),
-    "extra deleted": lambda f: shutil.rmtree(f / "extra"),
 }
 
 
@@ -334,10 +287,8 @@ def test_a_bit_of_an_array_is_missed_by_name(opened, mesh, tmp_path):
         lambda: checkpoints.restore(like(state)),
         lambda: checkpoints.restore_params({"big": jax.ShapeDtypeStruct((64, 64), np.float32)}),
     ):
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(CheckpointError, match=r"actor/params/big.*whole"):
             read()
-        assert f"{tmp_path / '1'} is damaged (actor/params/big" in str(error.value)
-        assert "whole" in str(error.value)
 
 
 def test_the_newest_whole_one_is_offered_and_following_the_advice_works(
@@ -355,8 +306,7 @@ def test_the_newest_whole_one_is_offered_and_following_the_advice_works(
     for step in (2, 3):
         shutil.rmtree(folder / str(step))
     checkpoints = opened(folder)
-    saved = checkpoints.restore(state)
-    assert (saved.step, saved.extra) == (1, EXTRA)
+    assert checkpoints.restore(state).step == 1
     checkpoints.save(2, make_state(mesh, 9), {})
     checkpoints.wait()
     assert_same(checkpoints.restore(state).state, make_state(mesh, 9))
@@ -418,32 +368,26 @@ import jax.numpy as jnp
 from jaxrl_llm.runs.checkpoint import Checkpoints
 
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
-state = {"a": jnp.arange(2_000_000.0)}
-checkpoints.save(1, state, {"n": 1})
+checkpoints.save(1, {"a": jnp.arange(3.0)}, {"n": 1})
 checkpoints.wait()
-checkpoints.save(2, state, {"n": 2})
+checkpoints.save(2, {"a": jnp.arange(2_000_000.0)}, {"n": 2})
 os._exit(9)
 """
 
 
 def test_an_unfinished_save_is_not_a_checkpoint(opened, tmp_path):
     """The process dies while it writes step 2."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", UNFINISHED, str(tmp_path)], env=environment, check=False
-    )
-    assert done.returncode == 9
+    words = [sys.executable, "-c", UNFINISHED, str(tmp_path)]
+    done = subprocess.run(words, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
     names = {p.name for p in tmp_path.iterdir()}
-    assert "1" in names
+    assert done.returncode == 9 and "1" in names
     assert "2" not in names, "the test needs a process that died in time"
     assert len(names) == 2, "and that had begun to write"
-    checkpoints = opened(tmp_path)
+    checkpoints, small = opened(tmp_path), {"a": jnp.arange(3.0)}
     assert checkpoints.latest() == 1
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    expected = {"a": jax.ShapeDtypeStruct((2_000_000,), jnp.float32, sharding=where)}
-    saved = checkpoints.restore(expected)
+    saved = checkpoints.restore(like(small))
     assert saved.extra == {"n": 1}
-    np.testing.assert_array_equal(saved.state["a"], np.arange(2e6, dtype=np.float32))
+    assert_same(saved.state, small)
     checkpoints.save(2, saved.state, {"n": 2})
     checkpoints.wait()
     assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}

@@ -76,10 +76,9 @@ def test_the_hub_reads_what_the_model_is(run_dir):
         "tags": ["jaxrl_llm", "reinforcement-learning", "grpo"],
     }
     local = card_of(make(run_dir, "adder", "base/of/mine", 4)).data.to_dict()
-    assert not {"base_model", "base_model_relation", "license"} & local.keys()
+    assert not {"base_model", "license"} & local.keys()
     adapter = card_of(make(run_dir, "adder", f"{SOURCE}@main", 4, adapter=True)).data
     assert (adapter.library_name, adapter.base_model) == ("peft", SOURCE)
-    assert adapter.to_dict()["base_model_relation"] == "adapter"
 
 
 def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
@@ -90,10 +89,8 @@ def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
         "| `critic/score/mean` | 0.500 (step 1) | 0.750 (step 2) | 0.750 |",
         f"{accuracy} 0.625 (step 2) | 0.625 |",
         "/train.parquet` | 3 | openai/gsm8k (3) |",
-        "/held-out.jsonl` | 1 | mine (1) |",
         "| `gone.parquet` | not there any more |  |",
         "| `reward.function` | `mine.py:judge` | `f00d` |",
-        "| devices | 2 x NVIDIA H100 |",
         "| commit | abc, with changed files |",
     ):
         assert row in text, row
@@ -103,25 +100,20 @@ def test_the_page_has_results_until_its_step_data_and_versions(run_dir):
 def test_the_config_beside_it_can_be_run_and_holds_no_secret(run_dir):
     files = make(run_dir, "adder", SOURCE, 4)
     assert "secret" not in "".join(files.values())
-    shown = re.search(r"```yaml\n(.*?)```", files["README.md"], re.DOTALL)[1]
-    assert shown == files["training.yaml"]
-    path = run_dir / "training.yaml"
-    path.write_text(files["training.yaml"])
-    config, original = load(TrainConfig, path), load(TrainConfig, run_dir / "config.yaml")
+    assert files["training.yaml"] in files["README.md"]
+    (run_dir / "training.yaml").write_text(files["training.yaml"])
+    config = load(TrainConfig, run_dir / "training.yaml")
+    original = load(TrainConfig, run_dir / "config.yaml")
     assert config.run_dir == "~/runs/a"
     assert dict(config.rollout.vllm.env) == {"HF_TOKEN": "(not published)"}
     assert config.reward.function.kwargs == {"api_key": "(not published)", "scale": 2}
     assert (config.algorithm, config.optim) == (original.algorithm, original.optim)
     assert "python -m jaxrl_llm.train --config training.yaml" in files["README.md"]
-
-
-def test_the_function_of_a_users_own_model_is_shown_without_its_secrets(run_dir):
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config["model"]["function"] = {"fn": "mine.py:model", "api_key": "sk-secret", "width": 4}
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    text = make(run_dir, "adder", SOURCE, 4, model=SimpleNamespace())["README.md"]
-    assert "library_name" not in text
-    use = re.search(r"## Use.*?```yaml\n(.*?)```", text, re.DOTALL)[1]
+    tree = yaml.safe_load((run_dir / "config.yaml").read_text())
+    tree["model"]["function"] = {"fn": "mine.py:model", "api_key": "sk-secret", "width": 4}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
+    page = make(run_dir, "adder", SOURCE, 4, model=SimpleNamespace())["README.md"]
+    use = re.search(r"## Use.*?```yaml\n(.*?)```", page, re.DOTALL)[1]
     shown = {"fn": "mine.py:model", "api_key": "(not published)", "width": 4}
     assert yaml.safe_load(use) == {"model": {"path": ".", "function": shown}}
 
@@ -129,10 +121,8 @@ def test_the_function_of_a_users_own_model_is_shown_without_its_secrets(run_dir)
 def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):
     config = load(SftConfig, "quickstart_sft", {"run_dir": str(tmp_path)})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    files = make(tmp_path, "base", config.model.path, 9)
-    assert files.keys() == {"README.md", "training.yaml"}
-    assert "jaxrl_llm.sft --config training.yaml" in files["README.md"]
-    assert "## Results" not in files["README.md"]
+    page = make(tmp_path, "base", config.model.path, 9)["README.md"]
+    assert "jaxrl_llm.sft --config training.yaml" in page and "## Results" not in page
     lines = ({"step": n, "train/loss": loss} for n, loss in enumerate([3.0, 1.0, 2.0], start=1))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = make(tmp_path, "base", config.model.path, 9)["README.md"]
@@ -140,17 +130,16 @@ def test_a_page_of_sft_and_of_a_run_that_wrote_nothing_else(tmp_path):
 
 
 def test_other_roles_and_what_the_policy_has_learned_by_are_named(run_dir):
-    value, config = Decoder(tiny_spec(value_head=True)), (run_dir / "config.yaml").read_text()
+    value = Decoder(tiny_spec(value_head=True))
     critic = make(run_dir, "v", SOURCE, 4, role="critic", model=value)["README.md"]
     assert "AutoModelForTokenClassification.from_pretrained" in critic
     assert "The critic after step 4" in critic and "pipeline_tag" not in critic
+    tree = yaml.safe_load((run_dir / "config.yaml").read_text())
     for algorithm, tag in (
         ({"pairs": {"fn": "all_pairs"}, "pair_loss": {"fn": "dpo"}}, "dpo"),
         ({"loss": None, "distillation": {"fn": "generalized_jsd"}}, "generalized_jsd"),
     ):
-        tree = yaml.safe_load(config)
-        tree["algorithm"] |= algorithm
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
+        other = tree | {"algorithm": tree["algorithm"] | algorithm}
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(other))
         card = card_of(make(run_dir, "adder", SOURCE, 2))
-        assert f"`{tag}`" in card.text
         assert card.data.to_dict()["tags"] == ["jaxrl_llm", "reinforcement-learning", tag]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster.launching import APART, EPOCH, check_same, slowly
+from tests.e2e.cluster.conftest import EPOCH, check_same, slowly
 from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 
@@ -51,8 +51,7 @@ def test_engines_sample_while_a_step_is_trained_and_a_lost_one_is_replaced(
     words += (f"model.path={workshop.root}/random", "validation.before=false")
     job = launch(*words)
     job.until(lambda: job.steps() >= 3)
-    victim = job.until(lambda: processes.titles("ray::EngineHost.sample_until"))
-    os.kill(next(iter(victim)), signal.SIGKILL)
+    os.kill(max(processes.titles("ray::EngineHost")), signal.SIGKILL)
     job.ok()
     assert job.counted("engine_restarts")[-1] == 1
     lines = job.result.metrics
@@ -78,14 +77,6 @@ def test_a_job_that_hangs_prints_its_stacks_and_begins_again(launch, undisturbed
     output = job.text("err") + job.text("out")
     assert "there was no step for 60 s" in output
     assert re.search(r"Thread 0x\w+ .*most recent call first", output)
-
-
-def test_an_engine_that_is_lost_too_often_ends_the_run(launch, processes):
-    job = launch(*APART, "cluster.restarts=0", "steps=1000")
-    job.until(lambda: job.steps() >= 2)
-    os.kill(min(processes.titles("ray::EngineHost")), signal.SIGKILL)
-    job.end()
-    job.result.refused("an engine was lost too often", status=1)
 
 
 def test_answers_are_scored_by_tasks_and_again_if_one_is_lost(

@@ -6,18 +6,25 @@ import signal
 import pytest
 
 from jaxrl_llm.cli import PREEMPTED
-from tests.e2e.cluster.launching import APART, TOGETHER
+from tests.e2e.cluster.conftest import APART, TOGETHER
 from tests.e2e.comparing import EXACTLY, close
 from tests.guarded import CLUSTER, RUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.guards(*CLUSTER, *RUN)]
 
 
-def test_a_job_that_is_lost_too_often_ends_with_the_reason(launch, processes):
-    job = launch(*TOGETHER, "cluster.restarts=0", "steps=100")
+@pytest.mark.parametrize(
+    ("words", "title", "reason"),
+    [
+        (TOGETHER, "ray::TrainProcess", "a training process was lost"),
+        (APART, "ray::EngineHost", "an engine was lost too often"),
+    ],
+)
+def test_a_job_that_is_lost_too_often_ends_with_the_reason(launch, processes, words, title, reason):
+    job = launch(*words, "cluster.restarts=0", "steps=1000")
     job.until(lambda: job.steps() >= 2)
-    os.kill(max(processes.titles("ray::TrainProcess")), signal.SIGKILL)
-    ended(job).refused("a training process was lost", "1 times", status=1)
+    os.kill(max(processes.titles(title)), signal.SIGKILL)
+    ended(job).refused(reason, status=1)
 
 
 def ended(job):
@@ -26,7 +33,6 @@ def ended(job):
 
 
 def test_an_error_of_the_run_is_the_launchers(workshop, launch):
-    ended(launch(*TOGETHER, "model.path=nowhere")).refused("model.path: ", "nowhere")
     ended(launch(*APART, "mesh.rollout={tensor: 3}")).refused("mesh.rollout: ")
     raising = f"reward.function={workshop.mine('reward_raises')}"
     result = ended(launch(*TOGETHER, raising, "reward.on_error=null"))
@@ -56,8 +62,8 @@ def test_the_end_of_the_launcher_is_the_end_of_everything(
 
 
 def test_nodes_that_do_not_come_are_an_error_in_time(launch):
-    for words, name in (("cluster.nodes=5", "5 nodes"), ("cluster.cpus=50", "50 CPU")):
-        ended(launch(words, "cluster.start_timeout_s=5")).refused(name, status=1)
+    result = ended(launch("cluster.nodes=5", "cluster.start_timeout_s=5"))
+    result.refused("5 nodes", status=1)
 
 
 def test_one_machine_needs_no_cluster(workshop, launch):

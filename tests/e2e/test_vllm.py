@@ -1,13 +1,22 @@
-"""Runs with vLLM as the engine: the quickstart from its documented command, and on a cluster."""
+"""vLLM as the engine of runs, and as the server of a reward model."""
 
+import asyncio
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from jaxrl_llm.config.sections import VllmConfig
+from jaxrl_llm.rewards.remote import classify
+from jaxrl_llm.rollout.vllm.setup import environment, find_python
+from tests.e2e.comparing import loaded, random_model
 from tests.guarded import CLUSTER, UPDATE
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.guards(*CLUSTER, *UPDATE)]
 
@@ -78,3 +87,51 @@ def test_vllm_samples_on_a_node_of_its_own(cluster, quickstart, tmp_path):
         assert line["training/rollout_probs_diff_max"] < 1e-4 and line["perf/moved_gb"] > 0
         assert line["episode/finish/end"] == 1.0
         assert line["num_turns/min"] == line["num_turns/max"] == 4
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A random reward model, and the address of a server that holds it."""
+    folder, kind = tmp_path_factory.mktemp("served") / "model", "Qwen3ForSequenceClassification"
+    random_model(
+        folder, ROOT / "configs/quickstart", kind=kind, num_labels=1, initializer_range=0.1
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--model", folder, "--served-model-name", "rm", "--runner", "pooling"]
+    words += ["--dtype", "float32", "--max-model-len", "64", "--port", str(port), "--enforce-eager"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= environment(VllmConfig(), 0, cpu=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [find_python(None), "-m", "vllm.entrypoints.openai.api_server", *words]
+    with (folder.parent / "log").open("w") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    def listens():
+        assert server.poll() is None, (folder.parent / "log").read_text()[-3000:]
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_until(listens, 400)
+        yield folder, f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.guards("jaxrl_llm/rewards/", "models/hf/")
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_its_scores_are_those_of_transformers(served, by_ids):
+    folder, url = served
+    tokenizer, model = loaded(folder, "SequenceClassification")
+    prompt, scores = [{"role": "user", "content": "12+34="}], []
+    for answer in ("46", "046", "7"):
+        chat = [*prompt, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        with torch.no_grad():
+            scores.append(model(torch.tensor([ids])).logits.item())
+        asked = {"url": url, "model": "rm", "tokenizer": str(folder) if by_ids else None}
+        got = asyncio.run(classify("", answer, None, {"prompt": prompt}, **asked))
+        assert got == pytest.approx(scores[-1], abs=1e-4)
+    assert max(scores) - min(scores) > 0.01
