@@ -143,7 +143,7 @@ CHATS = {
 def test_wrong_requests_are_refused(completion, chat, subtests):
     for ask, tables in ((completion, BOTH | COMPLETIONS), (chat, BOTH | CHATS)):
         for name, value in ((name, value) for name, values in tables.items() for value in values):
-            with subtests.test(f"{name}={str(value)[:40]}"):
+            with subtests.test(f"{name}={ascii(value)[:40]}"):
                 with pytest.raises(APIError, match=f"{name}|prompt") as caught:
                     ask(**{name: value})
                 assert caught.value.status == 400
