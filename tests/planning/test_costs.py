@@ -34,6 +34,7 @@ def check_costs(models, backend):
     assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr[-2000:]}{REMEDY}"
 
 
+@pytest.mark.repository
 def test_traced_programs_cost_what_the_file_says():
     check_costs(",".join(costs.MODELS), "traced")
 
