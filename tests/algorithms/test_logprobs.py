@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_whole_logits(tokens, chunk, softcap):
 
 def test_tokens_that_are_not_needed_have_zeros_and_no_gradient():
     """NaN would spread to the head's gradient if a chunk without a needed one were computed."""
-    hidden, head, targets = make(10)
+    hidden, head, targets = make(11)
 
     def scored(needed, hidden, head):
         return token_stats(hidden, head, targets, needed, chunk=4)
@@ -103,8 +103,8 @@ def test_tokens_that_are_not_needed_have_zeros_and_no_gradient():
         jax.jit(lambda needed, *x, f=f: values_and_gradients(partial(f, needed), *x))
         for f in (scored, whole)
     ]
-    for count in (0, 3, 4, 10):  # of 10 tokens in chunks of 4
-        needed = np.random.default_rng(count).permutation(10) < count
+    for count in (0, 3, 4, 11):  # of 11 tokens in chunks of 4
+        needed = np.random.default_rng(count).permutation(11) < count
         holes = hidden if count % 4 else jnp.where(needed[:, None], hidden, jnp.nan)
         got, want = runs[0](needed, holes, head), runs[1](needed, hidden, head)
         jax.tree.map(lambda g, w: assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
