@@ -64,6 +64,8 @@ def make_fields(seed: int = 0) -> dict:
 KEYWORDS = {
     "kl_penalized_rewards": {"coef": 0.5},
     "reward_to_go": {"gamma": 0.9},
+    "dppo_tv": {"clip_low": 0.05, "clip_high": 0.05},
+    "dppo_kl": {"clip_low": 0.01, "clip_high": 0.01},
     "dro": {"beta": 0.5},
     "implicit_reward_loss": {"beta": 0.5},
     "gspo": {"clip_low": 0.05, "clip_high": 0.05},

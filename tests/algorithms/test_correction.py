@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms import correction
-from tests.algorithms.fields import make_fields, run
+from tests.algorithms.fields import make_fields, named, run
 
 
 def per_answer(function):
@@ -19,24 +19,17 @@ def mean_k3(rho):
 
 
 # The weights of one answer from its ratios, before any normalisation.
-CASES = [
-    ("truncated_token", {"cap": 1.1}, lambda rho: [min(r, 1.1) for r in rho]),
-    ("truncated_sequence", {"cap": 1.1}, per_answer(lambda rho: min(np.prod(rho), 1.1))),
-    ("truncated_token_normalized", {"cap": 1.1}, lambda rho: [min(r, 1.1) for r in rho]),
-    ("truncated_sequence_normalized", {"cap": 1.1}, per_answer(lambda rho: min(np.prod(rho), 1.1))),
-    ("icepop", {"low": 0.9, "high": 1.2}, lambda rho: [r * (0.9 <= r <= 1.2) for r in rho]),
-    (
-        "reject_sequence",
-        {"low": 0.8, "high": 1.2},
-        per_answer(lambda rho: float(0.8 <= np.prod(rho) <= 1.2)),
+LOOPS = {
+    "truncated_token": lambda rho: [min(r, 1.1) for r in rho],
+    "truncated_sequence": per_answer(lambda rho: min(np.prod(rho), 1.1)),
+    "icepop": lambda rho: [r * (0.9 <= r <= 1.2) for r in rho],
+    "reject_sequence": per_answer(lambda rho: float(0.8 <= np.prod(rho) <= 1.2)),
+    "reject_sequence_geometric": per_answer(
+        lambda rho: float(0.95 <= np.prod(rho) ** (1 / len(rho)) <= 1.05)
     ),
-    (
-        "reject_sequence_geometric",
-        {"low": 0.95, "high": 1.05},
-        per_answer(lambda rho: float(0.95 <= np.prod(rho) ** (1 / len(rho)) <= 1.05)),
-    ),
-    ("reject_sequence_k3", {"cap": 0.02}, per_answer(lambda rho: float(mean_k3(rho) <= 0.02))),
-]
+    "reject_sequence_k3": per_answer(lambda rho: float(mean_k3(rho) <= 0.02)),
+}
+LOOPS |= {f"{name}_normalized": LOOPS[name] for name in ("truncated_token", "truncated_sequence")}
 
 
 def ratios(fields):
@@ -47,10 +40,10 @@ def ratios(fields):
     return [np.exp(row[on]) for row, on in zip(log_ratio, mask, strict=True)]
 
 
-@pytest.mark.parametrize(("name", "keywords", "loop"), CASES, ids=[case[0] for case in CASES])
-def test_weights_are_their_loop_and_one_for_the_same_policy(name, keywords, loop):
-    function, fields = partial(getattr(correction, name), **keywords), make_fields()
-    rows = [np.array(loop(rho)) for rho in ratios(fields)]
+@pytest.mark.parametrize("name", LOOPS)
+def test_weights_are_their_loop_and_one_for_the_same_policy(name):
+    function, fields = named(correction)[name], make_fields()
+    rows = [np.array(LOOPS[name](rho)) for rho in ratios(fields)]
     flat, scale = np.concatenate(rows), 1.0
     if name == "truncated_token_normalized":
         scale = flat.mean()
@@ -62,12 +55,10 @@ def test_weights_are_their_loop_and_one_for_the_same_policy(name, keywords, loop
     same = fields | {"rollout_logprobs": fields["old_logprobs"]}
     assert_allclose(run(function, same), mask.astype(float), rtol=1e-6)
     assert not run(function, fields | {"mask": np.zeros_like(mask)}).any()
-    for key in keywords:
+    for key in function.keywords:
+        wrong = {key: {"cap": 0.0, "low": 2.0, "high": -1.0}[key]}
         with pytest.raises(ValueError, match=key):
-            run(
-                partial(function, **{key: -1.0 if key == "high" else 2.0 if key == "low" else 0.0}),
-                fields,
-            )
+            run(partial(function, **wrong), fields)
 
 
 def test_mismatch_metrics_are_the_loops():

@@ -1,12 +1,9 @@
 """KL estimators and coefficient controllers."""
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 from jaxrl_llm.algorithms import kl
 from tests.algorithms.fields import as64, jitted, make_fields, run
@@ -36,17 +33,12 @@ def test_estimators_are_their_formulas():
         assert_allclose(slope(fields["logprobs"]), new - ref, rtol=1e-4, atol=1e-6)
 
 
-lists = st.lists(st.floats(-1e4, 0, width=32), min_size=10, max_size=10)
-
-
-@hypothesis.given(lists, lists)
-def test_k3_lies_between_0_and_10_and_does_not_hide_nan(new, ref):
-    new, ref = np.array([new], np.float32), np.array([ref], np.float32)
-    got = np.asarray(jitted(kl.k3)(new, ref))
-    assert (got >= 0).all() and (got <= 10).all()
-    assert_array_equal(jitted(kl.k3)(new, new), np.zeros((1, 10)))
-    new[0, 0] = np.nan
-    assert np.isnan(jitted(kl.k3)(new, ref)[0, 0])
+def test_k3_lies_between_0_and_10_and_does_not_hide_nan():
+    some = np.float32([-1e4, -30, -1, -1e-3, -1e-8, 0, np.nan])
+    got = np.asarray(jitted(kl.k3)(*np.meshgrid(some, some)))
+    assert (got[:-1, :-1] >= 0).all() and got[:-1, :-1].max() == 10
+    assert not got.diagonal()[:-1].any()
+    assert np.isnan(got[-1]).all() and np.isnan(got[:, -1]).all()
 
 
 def test_an_adaptive_coefficient_moves_by_a_fifth_at_most_and_stays_positive():
@@ -57,8 +49,6 @@ def test_an_adaptive_coefficient_moves_by_a_fifth_at_most_and_stays_positive():
             if not np.isclose(kl.adaptive(0.5, observed, answers), 0.5 * (1 + move * share), 1e-5):
                 wrong.append((answers, observed))
     assert not wrong
-    traced = jax.jit(kl.adaptive)(jnp.float32(0.5), jnp.float32(9.0), 256)
-    assert_allclose(traced, 0.5 * (1 + 0.2 * 256 / 10_000), rtol=1e-6)
 
 
 def test_a_fixed_coefficient_stays_and_bad_keywords_are_named():

@@ -1,4 +1,4 @@
-"""Policy and value losses against loops written from the papers, and what must hold of them."""
+"""Policy and value losses and their reductions, against loops written from the papers."""
 
 import math
 from functools import partial
@@ -11,22 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxrl_llm.algorithms import losses, reduce, values
 from jaxrl_llm.config.functions import call
-from tests.algorithms.fields import as64, make_fields, run
-
-LOSSES = {
-    "ppo_clip": losses.ppo_clip,
-    "reinforce": losses.reinforce,
-    "cispo": losses.cispo,
-    "sapo": losses.sapo,
-    "dppo_tv": partial(losses.dppo_tv, clip_low=0.05, clip_high=0.05),
-    "dppo_tv, capped": partial(losses.dppo_tv, clip_low=9.0, clip_high=9.0, cap=1.25),
-    "dppo_kl": partial(losses.dppo_kl, clip_low=0.01, clip_high=0.01),
-    "dro": partial(losses.dro, beta=0.5),
-    "gspo": partial(losses.gspo, clip_low=0.05, clip_high=0.05),
-    "gmpo": partial(losses.gmpo, clip_low=0.2, clip_high=0.2),
-    "clip_cov": losses.clip_cov,
-    "kl_cov": losses.kl_cov,
-}
+from tests.algorithms.fields import as64, make_fields, named, run
 
 
 @pytest.fixture
@@ -89,6 +74,8 @@ def loop_gmpo(advantages, log_ratios):
 
 
 ANSWER_LOOPS = {"gspo": loop_gspo, "gmpo": loop_gmpo}
+LOSSES = {name: f for name, f in named(losses).items() if name in TOKEN_LOOPS | ANSWER_LOOPS}
+LOSSES["dppo_tv, capped"] = partial(losses.dppo_tv, clip_low=9.0, clip_high=9.0, cap=1.25)
 
 
 def loop(name, lp, old, adv, mask, marked):
@@ -185,7 +172,6 @@ def test_implicit_reward_loss_is_the_cross_entropy_of_each_answer(fields):
     assert 0 < right.sum() < 6
     assert_array_equal(diagnostics["accuracy"], np.repeat(right[:, None], 5, axis=1))
     weights = reduce.sequence_mean_token_mean(fields["mask"])
-    assert_allclose((weights * loss).sum(), want.mean(), rtol=1e-5)
 
     def scalar(x):
         return (weights * call(loss_of, fields | {"logprobs": x}).loss).sum()
@@ -199,10 +185,11 @@ def test_implicit_reward_loss_is_the_cross_entropy_of_each_answer(fields):
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("reinforce", "dppo_tv, capped")])
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, fields):
-    """With one advantage per answer and the paper's average, so that it holds for sequences."""
+    """Of each token with its own advantage; GMPO's are of whole answers."""
     mask = fields["mask"]
     fields |= {"old_logprobs": fields["logprobs"], "high_covariance": jnp.zeros_like(mask)}
-    fields["advantages"] = jnp.broadcast_to(fields["scores"][:, None], mask.shape)
+    if name == "gmpo":
+        fields["advantages"] = jnp.broadcast_to(fields["scores"][:, None], mask.shape)
     weights = reduce.sequence_mean_token_mean(mask)
 
     def scalar(logprobs):
@@ -210,21 +197,6 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, fields):
 
     got = jax.jit(jax.grad(scalar))(fields["logprobs"])
     assert_allclose(got, -weights * fields["advantages"], rtol=1e-5, atol=1e-7)
-
-
-def test_gspo_credits_a_token_with_its_own_advantage(fields):
-    """The form for tokens: dL_t / d log π_t = −A_t s, and nothing reaches the other tokens."""
-    weights = reduce.sequence_mean_token_mean(fields["mask"])
-
-    def scalar(logprobs):
-        loss = partial(losses.gspo, clip_low=1.0, clip_high=9.0)
-        return (weights * call(loss, fields | {"logprobs": logprobs}).loss).sum()
-
-    mask = np.asarray(fields["mask"])
-    log_ratio = np.where(mask, fields["logprobs"] - fields["old_logprobs"], 0.0)
-    s = np.exp(log_ratio.sum(1, keepdims=True) / mask.sum(1, keepdims=True))
-    got = jax.jit(jax.grad(scalar))(fields["logprobs"])
-    assert_allclose(got, -weights * fields["advantages"] * s, rtol=1e-5, atol=1e-7)
 
 
 def test_bad_hyper_parameters_are_named(fields):
@@ -316,3 +288,26 @@ def test_a3po_is_decoupled_ppo_around_an_interpolated_policy(fields):
         assert float(slopes[at]) == pytest.approx(slope, rel=1e-5, abs=1e-6)
         are_flat.add(slope == 0)
     assert are_flat == {True, False}
+
+
+WEIGHED_MASK = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
+WEIGHED = np.array([[1.0, 2, 3, 99], [99, 99, 10, 99], [99, 99, 99, 99]])
+REDUCTIONS = {
+    reduce.token_mean: (1 + 2 + 3 + 10) / 4,
+    reduce.token_sum: 1 + 2 + 3 + 10,
+    reduce.sequence_mean_token_sum: (6 + 10) / 2,
+    reduce.sequence_mean_token_mean: (2 + 10) / 2,
+    partial(reduce.sequence_mean_token_sum_norm, horizon=4.0): (6 + 10) / 2 / 4,
+}
+
+
+def test_weighted_sums_are_those_by_hand():
+    for function, want in REDUCTIONS.items():
+        weights = run(function, {"mask": WEIGHED_MASK})
+        assert_allclose((weights * WEIGHED).sum(), want, rtol=1e-6)
+        assert not weights[~WEIGHED_MASK].any()
+        more = run(function, {"mask": np.pad(WEIGHED_MASK, [(0, 3), (0, 2)])})
+        assert_allclose(more, np.pad(weights, [(0, 3), (0, 2)]), rtol=1e-6)
+        assert not run(function, {"mask": np.zeros((3, 4), bool)}).any()
+    with pytest.raises(ValueError, match="horizon"):
+        run(partial(reduce.sequence_mean_token_sum_norm, horizon=0.0), {"mask": WEIGHED_MASK})

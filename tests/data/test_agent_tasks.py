@@ -5,45 +5,23 @@ import random
 
 import pytest
 
-from jaxrl_llm.configs.tasks._code import TOLD_OF_A_BROKEN_PROGRAM, Code, taught_program
-from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task, agent_task_splits
+from jaxrl_llm.configs.tasks._code import Code, taught_program
+from jaxrl_llm.configs.tasks.agent_task import AGENT_TASKS, agent_task
 from jaxrl_llm.data.rows import sft_rows, verl_rows
 from jaxrl_llm.rollout.agents.environments import grid, guess_number
-from jaxrl_llm.rollout.observation import EpisodeRow, FailedTool
-from jaxrl_llm.rollout.tools.builtin import look_up, search, told_result
-from jaxrl_llm.sandbox.interpreter import open_interpreter
-from tests.sandboxes import needs_landlock
-
-TASKS = sorted(AGENT_TASKS)
+from jaxrl_llm.rollout.observation import EpisodeRow
+from jaxrl_llm.rollout.tools.builtin import look_up
 
 
-def episodes(task, count, **settings):
-    """Draw rows with the teacher's chats."""
-    drawn, rng = AGENT_TASKS[task](**settings), random.Random(1)
-    for number in range(count):
-        row = drawn.row(number, rng)
-        yield row, drawn.chat(row, rng)
-
-
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", sorted(AGENT_TASKS))
 def test_rows_fit_the_schema_and_validation_is_held_out(tmp_path, task):
-    written = agent_task(tmp_path, task=task, train_rows=400, validation_rows=100, sft_episodes=300)
-    paths = {path.stem: str(path) for path in written}
-    assert list(paths) == ["train", "validation", "sft"]
-    train, validation = (verl_rows([paths[name]]) for name in ("train", "validation"))
-    taught = sft_rows([paths["sft"]])
+    paths = agent_task(tmp_path, task=task, train_rows=400, validation_rows=100, sft_episodes=300)
+    train, validation = (verl_rows([str(path)]) for path in [*paths][:2])
+    taught = sft_rows([str(tmp_path / "sft.parquet")])
     assert (len(train), len(validation)) == (400, 100)
-    assert len(taught) == written[tmp_path / "sft.parquet"] > 300 - (task == "calculator")
+    assert len(taught) == paths[tmp_path / "sft.parquet"] > 300 - (task == "calculator")
     assert all(row["data_source"] == task for row in train + validation)
-    splits = [
-        agent_task_splits(
-            task, {}, rows={"train": 40, "validation": 10}, sft_episodes=20, seed=seed
-        )
-        for seed in (1, 1, 2)
-    ]
-    assert splits[0] == splits[1] and splits[0]["sft"] != splits[2]["sft"]
-    if task == "guess_number":
-        assert len({row["reward_model"]["ground_truth"] for row in train}) == 31
+    if task == "guess_number":  # of 31 numbers
         return
 
     def known(row):
@@ -66,7 +44,10 @@ def test_tasks_refuse(tmp_path, subtests):
 
 
 def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
-    for row, chat in episodes("look_up", 50):
+    task, rng = AGENT_TASKS["look_up"](), random.Random(1)
+    for number in range(50):
+        row = task.row(number, rng)
+        chat = task.chat(row, rng)
         about = EpisodeRow(0, extra_info=row["extra_info"])
         letter = row["prompt"][0]["content"][0]
         for said, told in zip(chat[1:-1:2], chat[2:-1:2], strict=True):
@@ -75,19 +56,6 @@ def test_what_the_teacher_of_look_up_is_told_is_what_the_tool_tells():
             assert told == {"role": "tool", "content": letter}
 
 
-def test_what_the_teacher_of_search_is_told_is_what_the_tool_finds(tmp_path):
-    agent_task(tmp_path, task="search", train_rows=1, validation_rows=1, sft_episodes=0)
-    searches = 0
-    for _, chat in episodes("search", 150, guess=0.0, stop=0.2):
-        for said, told in zip(chat[1:-1:2], chat[2:-1:2], strict=True):
-            query = said["content"].removeprefix("[search(query='").removesuffix("')]")
-            found = search(query, corpus=str(tmp_path / "corpus"), k=1, passage="{contents}")
-            assert told == {"role": "tool", "content": found}
-            searches += 1
-    assert searches > 150
-
-
-@needs_landlock
 def test_programs_print_what_the_teacher_is_told():
     rng = random.Random(2)
     for bug, number in itertools.product(range(3), range(20)):
@@ -97,11 +65,6 @@ def test_programs_print_what_the_teacher_is_told():
             exec(program.source, {})
         assert out.getvalue().strip() == program.value
         assert (program.value == row["reward_model"]["ground_truth"]) == (bug == 0)
-    source = taught_program("c7372:3|7=").source.replace("):", ")")
-    with open_interpreter("process") as interpreter, pytest.raises(FailedTool) as failed:
-        told_result(interpreter.run(source))
-    head, tail = TOLD_OF_A_BROKEN_PROGRAM.split(" ... ")
-    assert str(failed.value).startswith(head) and str(failed.value).endswith(tail)
 
 
 def test_guesses_are_told_and_cost_and_what_is_no_number_tells_nothing():

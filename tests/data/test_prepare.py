@@ -1,11 +1,17 @@
+import io
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
+from scipy import ndimage
 
 from jaxrl_llm.configs.tasks.arithmetic import arithmetic
 from jaxrl_llm.configs.tasks.gsm8k import gsm8k
+from jaxrl_llm.configs.tasks.pictures import GREY, SHAPES, pictures
 from jaxrl_llm.data.prepare import main
 from jaxrl_llm.data.rows import read_rows, sft_rows, verl_rows
+from jaxrl_llm.rewards.functions import by_source
 
 
 def drawn(out, **changes):
@@ -19,13 +25,8 @@ def question(row):
 
 
 def test_arithmetic_files_fit_the_schema_and_are_right(tmp_path):
-    *_, shown = drawn(tmp_path, operators="+", zero_pad=True, mistakes=1.0, shown=True)["sft"]
-    first, second, answer = map(int, re.findall(r"\d+", question(shown)))
-    assert answer == first + second and shown["response"] == f"{answer:03}"
     files = drawn(tmp_path, terms=3)
-    assert {name: len(rows) for name, rows in files.items()} == {
-        **{"train": 60, "validation": 20, "sft": 30}
-    }
+    assert [*map(len, files.values())] == [60, 20, 30]
     for name in ("train", "validation"):
         for index, row in enumerate(verl_rows([str(tmp_path / f"{name}.parquet")])):
             assert row["reward_model"]["ground_truth"] == str(eval(question(row)))
@@ -34,8 +35,6 @@ def test_arithmetic_files_fit_the_schema_and_are_right(tmp_path):
             assert row["extra_info"] == {"split": name, "index": index}
     for row in sft_rows([str(tmp_path / "sft.parquet")]):
         assert row["response"] == str(eval(question(row)))
-    for row in drawn(tmp_path / "products", terms=4, operators="-*+", digits=1)["train"]:
-        assert row["reward_model"]["ground_truth"] == str(eval(question(row)))
 
 
 def test_validation_problems_occur_nowhere_else_and_the_seed_decides(tmp_path):
@@ -66,26 +65,42 @@ def test_arithmetic_refuses(tmp_path, subtests):
 
 
 def test_mistakes_forget_every_carry_in_the_supervised_file_only(tmp_path):
-    files = drawn(tmp_path, sft_rows=400, operators="+", mistakes=0.5)
-    wrong = carrying = 0
+    files = drawn(tmp_path, operators="+", mistakes=1.0)
     for row in files["sft"]:
-        a, b = map(int, re.findall("[0-9]+", question(row)))
-        carried, forgotten = a + b, (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
-        assert int(row["response"]) in (carried, forgotten)
-        carrying += carried != forgotten
-        wrong += int(row["response"]) != carried
-    assert 0.35 < wrong / carrying < 0.65
+        a, b = map(int, question(row).split("+"))
+        assert int(row["response"]) == (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
     assert all(r["reward_model"]["ground_truth"] == str(eval(question(r))) for r in files["train"])
 
 
-def test_command_line_prints_what_it_wrote(tmp_path, capsys):
-    sizes = ["--train-rows", "9", "--validation_rows", "3", "--sft_rows", "4"]
-    main(["arithmetic", "--out", str(tmp_path), *sizes, "--operators=-"])
-    expected = [("train", 9), ("validation", 3), ("sft", 4)]
-    assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path / name}.parquet: {rows} rows" for name, rows in expected
-    ]
-    assert all("-" in question(row) for row in read_rows(tmp_path / "train.parquet"))
+def pixels(row):
+    (image,) = row["images"]
+    return np.array(Image.open(io.BytesIO(image["bytes"]))).astype(int)
+
+
+def test_pictures_show_their_answers_or_nothing(tmp_path):
+    sizes, answers = {"train_rows": 60, "validation_rows": 30, "sft_rows": 30}, set()
+    pictures(tmp_path / "shown", **sizes)
+    pictures(tmp_path / "blank", **sizes, blank=True, mistakes=1.0)
+    for name in ("train", "validation"):
+        rows, blank = (
+            verl_rows([str(tmp_path / f"{d}/{name}.parquet")]) for d in ("shown", "blank")
+        )
+        for row, other in zip(rows, blank, strict=True):
+            kind, answer = row["data_source"], row["reward_model"]["ground_truth"]
+            if kind == "pictures/dots":
+                light = pixels(row).sum(-1) > 3 * 110
+                assert answer == str(ndimage.label(light, np.ones((3, 3)))[1])
+            for reply, score in ((answer, 1.0), (f"{answer}1", 0.0)):
+                assert by_source(kind, reply, answer, {})["score"] == score
+            assert (pixels(other) == GREY).all()
+            assert other | {"images": None} == row | {"images": None}
+            answers.add(answer)
+    assert len(answers) > 25 and set(SHAPES) < answers
+    right, wrong = (sft_rows([str(tmp_path / f"{d}/sft.parquet")]) for d in ("shown", "blank"))
+    assert all(a["response"] != b["response"] for a, b in zip(right, wrong, strict=True))
+    for name, value in {"kinds": ["cats"], "side": 15, "train_rows": 0, "mistakes": 1.5}.items():
+        with pytest.raises(ValueError, match=name):
+            pictures(tmp_path / "out", **sizes | {name: value})
 
 
 def test_command_line_errors_are_one_line(tmp_path, capsys):

@@ -2,18 +2,16 @@ import copy
 import functools
 import json
 import logging
-from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxrl_llm.data.chat import encode_prompt, load_tokenizer
+from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.turns import Answer, ToolCall, TurnTemplate
 from tests.data.real_templates import build
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 LOOK_UP = {"name": "look_up", "description": "Look a word up.", "parameters": PARAMETERS}
 SCHEMA = {"type": "function", "function": LOOK_UP}
@@ -233,14 +231,7 @@ def test_results_are_the_users_where_there_is_no_role_for_tools(caplog):
     assert caplog.text.count("as the user's") == 3
 
 
-def test_quickstart_tokenizer_and_a_template_without_an_end(tokenizer):
-    quickstart = load_tokenizer(QUICKSTART)
-    turns = TurnTemplate(quickstart, (257,))
-    turns.check()
-    told = turns.following([{"role": "user", "content": "7<|end|>"}])
-    assert quickstart.decode(told) == "<|user|>7<|end|><|end|><|assistant|>"
-    assert told.count(257) == 1
-    assert turns.parse([*quickstart.encode("4 "), 257]) == Answer("4 ")
+def test_a_template_without_an_end(tokenizer):
     eos, user, reply = 15, 16, 17  # of the character tokenizer
     turns = TurnTemplate(tokenizer, (eos,))
     message = {"role": "user", "content": "7"}

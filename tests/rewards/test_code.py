@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -74,10 +75,8 @@ def test_programs_that_fail_score_nothing_and_take_the_time_of_one_test():
     assert result["passed"] == 1.0 and result["error"].startswith("test 1: took")
 
 
-def test_a_program_has_its_own_lines_and_only_its_own_names():
+def test_a_program_has_only_its_own_names():
     tests = {"inputs": [""], "outputs": [""]}
-    line = "import sys\nx = Counter()\nprint(sys._getframe().f_lineno)"
-    assert score(line, tests)["error"] == r"test 0: got '3\n'"
     names = "print([n for n in globals() if not n.startswith('__')], __name__)"
     got = score(f"{names}\nprint(Counter, copy)", tests)["error"]
     assert "[] __main__" in got
@@ -97,8 +96,6 @@ def test_long_output_is_compared_to_its_end():
     assert score(code, tests)["score"] == 1.0
     assert score(code + "\nprint(1)", tests)["score"] == 0.0
     assert score("for i in range(30000): print(i if i != 15000 else 0)", tests)["score"] == 0.0
-    reads, digits = {"inputs": ["6000"]}, "1" + "0" * 6000
-    assert score("print(10 ** int(input()))", reads | {"outputs": [digits]})["score"] == 1.0
 
 
 BLOCKS = {
@@ -198,3 +195,74 @@ def test_what_can_not_be_run_is_refused_before_the_run():
         with pytest.raises(ConfigError, match=named) as raised:
             check_reward_function(FunctionSpec("python_tests", keywords))
         assert raised.value.keys == ("reward.function",)
+
+
+PROGRAMS = r"""
+print(int(input()) * 2)
+exit()
+print('no')
+#: "", "4", "8", ["exit()", "exit(3)"]
+import sys
+
+def main():
+    n = int(input())
+    if n < 0:
+        print('neg')
+        sys.exit(0)
+    print(n)
+
+if __name__ == '__main__':
+    main()
+#: "", "-3", "neg", ["sys.exit(0)", "sys.exit('neg')"]
+exec('y = sqrt(int(input()))')
+print(eval('floor(y)'), globals()['y'])
+#: "", "16", "4 4.0", ["sqrt", "abs"]
+import numpy as np
+
+def f(xs):
+    return np.array(xs).sum()
+#: "f", "[1, 2]", "3", [".sum()", ""]
+from fractions import Fraction
+
+def f(n):
+    return [Fraction(n, 2), Fraction(n)]
+#: "f", "3", "[1.5, 3]", ["(n, 2)", "(n, 3)"]
+from __future__ import annotations
+
+class Solution:
+    def f(self, tree: TreeNode | None, ys: list[int]) -> int | None:
+        return ys[bisect_right(ys, 2)]
+#: "f", "null\n[1, 2, 5]", "5", ["bisect_right", "bisect_left"]
+from math import gcd
+#: "gcd", "12\n8", "4", ["import gcd", "import lcm"]
+def f(n: int) -> List[int]:
+    return [i for i in range(2, n) if all(i % d for d in range(2, isqrt(i) + 1))]
+#: "assert", null,
+#: "def check(candidate):\n    assert candidate(12) == [2, 3, 5, 7, 11]\n\ncheck(f)",
+#: ["isqrt(i) + 1", "isqrt(i)"]
+print('3')
+f = partial(max, 2)
+if __name__ == '__main__':
+    exit()
+#: "assert", null, "assert f(1) == 2", ["max", "min"]
+"""
+"""Programs as people write them for tests of public data sets.
+
+Behind each stands a list of: the name of the function that is called, or none; what is given; what
+is expected; and a slip: a text in the program, and another with which it passes no test.
+"""
+
+
+def programs():
+    """Return programs, their tests, and wrong ones."""
+    for code, about in re.findall(r"(.*?)\n((?:#: [^\n]*\n)+)", PROGRAMS.lstrip(), re.DOTALL):
+        name, given, expected, slip = json.loads(f"[{about.replace('#: ', '')}]")
+        tests = {"inputs": [given], "outputs": [expected]} | ({"fn_name": name} if name else {})
+        yield code, [expected] if name == "assert" else tests, code.replace(*slip)
+
+
+def test_right_programs_score_one_and_wrong_ones_nothing(subtests):
+    for code, tests, wrong in programs():
+        with subtests.test(code):
+            assert score(code, tests)["score"] == 1.0
+            assert score(wrong, tests)["score"] == 0.0

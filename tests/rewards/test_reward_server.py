@@ -1,13 +1,15 @@
 import asyncio
 import contextlib
-import http.server
 import json
 import math
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import FunctionSpec
@@ -19,55 +21,33 @@ from jaxrl_llm.rewards.scoring import check_scoring
 from jaxrl_llm.rewards.worker import RewardItem
 from jaxrl_llm.rollout.servers import ServerError
 from jaxrl_llm.workers import retries
+from tests.listening import listening
 from tests.refusals import refuses
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 PROMPT = [{"role": "user", "content": "1+1="}]
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Scores the number of letters, less 3; `knows` are the keys that turn the sigmoid off."""
-
-    daemon_threads = True
-
-    def __init__(self, *, knows=("use_activation",), shift=-3.0, failures=(), reply=None):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/"
-        self.knows, self.shift, self.reply = knows, shift, reply
-        self.failures, self.bodies = list(failures), []
-
-    def score(self, body):
-        text = body.get("input") or body["messages"][-1]["content"]
-        score = self.shift + 0.1 * len(text)
-        is_off = any(body.get(name) is False for name in self.knows)
-        return score if is_off else 1 / (1 + math.exp(-score))
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        status = self.server.failures.pop(0) if self.server.failures else 200
-        entry = {"index": 0, "probs": [self.server.score(body)], "num_classes": 1}
-        text = self.server.reply or json.dumps({"data": [entry]})
-        self.send_response(status if self.path == "/classify" else 404)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
-
-
 @contextlib.contextmanager
-def serving(**keywords):
-    with Server(**keywords) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+def serving(*, knows=("use_activation",), shift=-3.0, failures=(), reply=None):
+    """Score the number of letters, less 3; `knows` are the keys that turn the sigmoid off."""
+    server = SimpleNamespace(failures=list(failures), bodies=[])
+
+    async def score(request):
+        body = await request.json()
+        server.bodies.append(body)
+        text = body.get("input") or body["messages"][-1]["content"]
+        scored = shift + 0.1 * len(text)
+        if not any(body.get(name) is False for name in knows):
+            scored = 1 / (1 + math.exp(-scored))
+        made = {"data": [{"index": 0, "probs": [scored], "num_classes": 1}]}
+        status = server.failures.pop(0) if server.failures else 200
+        return Response(reply or json.dumps(made), status)
+
+    app = Starlette(routes=[Route("/classify", score, methods=["POST"])])
+    with listening(app) as address:
+        server.url = f"{address}/"
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +142,6 @@ def test_failures_that_would_be_scores_are_refused(monkeypatch):
     spec = FunctionSpec("classify", {"url": "http://localhost:8000", "model": "rm"})
     with refuses("reward.on_error"):
         check_scoring(RewardConfig(), spec)
-    check_scoring(RewardConfig(on_error="unscored"), spec)
     monkeypatch.setattr("jaxrl_llm.rollout.servers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="httpx2"):
         check_scoring(RewardConfig(on_error="unscored"), spec)

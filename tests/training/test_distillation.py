@@ -155,13 +155,3 @@ def test_a_teachers_likeliest_tokens_are_those_of_its_distributions():
     for logprobs in (likeliest, at_ids):
         np.testing.assert_allclose(found["teacher_top_logprobs"][mask], logprobs[mask], atol=1e-4)
     assert found["teacher_ids"].dtype == np.int32
-
-
-def test_a_divergence_that_returns_something_else_is_named():
-    def one_number(student_logprobs, teacher_logprobs):
-        return jnp.sum(student_logprobs - teacher_logprobs)
-
-    params = draw(STUDENT)
-    learner = learner_on(mesh_of(), "top", one_number, params)
-    with pytest.raises(TypeError, match="one_number"):
-        learner.update(learner.init(params), *inputs(mesh_of(), "top"))

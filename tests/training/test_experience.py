@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from jaxrl_llm.algorithms import losses, preferences, shaping
+from jaxrl_llm.algorithms import losses, shaping
 from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.algorithms.pairs import Pairs, all_pairs, best_and_worst
 from jaxrl_llm.algorithms.reduce import sequence_mean_token_mean
@@ -23,7 +23,6 @@ from jaxrl_llm.rewards.runner import RewardError, Score
 from jaxrl_llm.rewards.scoring import with_components
 from jaxrl_llm.rollout.engine import Completion
 from jaxrl_llm.rollout.rollouts import Episode, Rollouts, lay_out
-from jaxrl_llm.sharding.layout import batch_shards
 from jaxrl_llm.training.experience import (
     AdvantageError,
     ScoreError,
@@ -39,11 +38,11 @@ from jaxrl_llm.training.experience import (
     with_scores,
 )
 from jaxrl_llm.training.trainer import batch_metrics
-from jaxrl_llm.training.update import PolicyObjective, PreferenceObjective
+from jaxrl_llm.training.update import PolicyObjective
 from jaxrl_llm.types import Batch
 from tests.specs import DENSE as SPEC
 from tests.specs import draw
-from tests.updates import assert_same, by_rows, chosen, learn, mesh_of, place, updated
+from tests.updates import assert_same, by_rows, chosen, learn, updated
 
 
 def prompt(*tokens):
@@ -162,7 +161,7 @@ def test_something_else_than_advantages_is_named(batch):
 def test_advantages_that_are_not_finite_are_named(batch):
     for poison in (np.nan, np.inf):
         step = advantage_step(lambda scores, p=poison: jnp.where(scores >= 1, p, scores))
-        with pytest.raises(AdvantageError, match=r"2 of 4.*number 1 with score 1.0"):
+        with pytest.raises(AdvantageError, match=r"2 of 4.*1\.0"):
             step(batch.take([1, 0, 3, 2]))
 
 
@@ -242,16 +241,10 @@ def test_a_component_that_is_no_number_costs_its_answer(on_error, score):
 # ------------------------------------------------------------------- what of a step is trained on
 
 WIDTH, GROUP = 8, 4
-DPO = functools.partial(preferences.dpo, beta=0.3)
 SCORES = [0.0, 1.0, 0.5, 1.0] + [1.0] * 4 + [0.25, 0.0, 0.0, 0.75]
 """Of three groups; the second one's are all equal."""
 UNUSABLE = 11  # the best of the last group
 ANSWERS = len(SCORES)
-
-
-@pytest.fixture(scope="module")
-def params():
-    return draw(SPEC, scale=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -282,16 +275,6 @@ def graded():
     return Batch(tokens.astype(np.int32), sizes.astype(np.int32), fields)
 
 
-def build(params, objective, reduce, *, width, rows=16, mesh=None):
-    """Return a function from a mini-batch to the gradient and metrics of an update."""
-    mesh = mesh or mesh_of()
-    placed, ranks = place(params, SPEC, mesh), batch_shards(mesh)
-    shape = row_shape(rows * width, width, sequences=16, multiple_of=ranks)
-    learner = learn(SPEC, placed, objective, shape, mesh=mesh, reduce=reduce)
-    coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
-    return lambda minibatch: updated(learner, placed, minibatch, coefs)[:2]
-
-
 def pairs_of(graded, function=best_and_worst, size=ANSWERS):
     return select_pairs(pair_maker(function), size, size // GROUP, graded)
 
@@ -312,7 +295,7 @@ def preferences_of(graded, pairs):
 
 
 def test_ties_and_unusable_answers_make_no_pair(graded):
-    """The last group's best answer is not usable, so that its second best takes its place."""
+    """The last group's best answer is not usable: its second best takes its place."""
     (minibatch,), metrics = pairs_of(graded)
     assert metrics == {"pairs/count": 2.0, "pairs/tied_groups": 1.0}
     assert minibatch["margins"].tolist() == [1.0, 0.25, 0.0]
@@ -321,7 +304,12 @@ def test_ties_and_unusable_answers_make_no_pair(graded):
     assert_array_equal(minibatch.tokens[:2], wanted.tokens)
     for name in ("mask", "second_start", "ref_chosen_logps", "ref_rejected_logps"):
         assert_allclose(minibatch[name][:2], wanted[name], rtol=1e-6, err_msg=name)
-    assert pairs_of(graded, all_pairs)[1]["pairs/count"] == 5 + 2
+    chosen, rejected = pair_maker(all_pairs)(graded)
+    (minibatch,), metrics = pairs_of(graded, all_pairs)
+    assert metrics["pairs/count"] == len(chosen) == 5 + 2 < len(minibatch.tokens)
+    for row, both in zip(minibatch["mask"], zip(chosen, rejected, strict=True), strict=False):
+        joined = [graded["mask"][i, : graded.sequence_lengths[i]] for i in both]
+        assert_array_equal(row[: sum(map(len, joined))], np.concatenate(joined))  # holes and all
 
 
 def test_pairs_go_to_the_mini_batch_of_their_prompts(graded):
@@ -330,28 +318,6 @@ def test_pairs_go_to_the_mini_batch_of_their_prompts(graded):
     cut, _ = pairs_of(graded, size=GROUP)
     assert [int((m.sequence_lengths > 0).sum()) for m in cut] == [1, 0, 1]
     assert [m["mask"].any() for m in cut] == [True, False, True]
-
-
-def test_an_update_on_pairs_is_that_of_prefer(params, graded):
-    """In other rows on a mesh; rows that fill a mini-batch up count for nothing."""
-    chosen, rejected = pair_maker(all_pairs)(graded)
-    pairs = [*zip(chosen, rejected, strict=True)]
-    wanted = preference_batch(preferences_of(graded, pairs), 2 * WIDTH)
-    mask = np.zeros_like(wanted["mask"])
-    for row, both in zip(mask, pairs, strict=True):  # holes and all
-        joined = [graded["mask"][i, : graded.sequence_lengths[i]] for i in both]
-        row[: sum(map(len, joined))] = np.concatenate(joined)
-    assert (mask != wanted["mask"]).any()
-    wanted = wanted.add(mask=mask)
-    how = PreferenceObjective(loss=DPO), sequence_mean_token_mean
-    expected = build(params, *how, width=2 * WIDTH)(wanted)
-    run = build(params, *how, width=2 * WIDTH, rows=4, mesh=mesh_of(fsdp=4, tensor=2))
-    (minibatch,), metrics = pairs_of(graded, all_pairs)
-    assert len(minibatch.tokens) == 12 > int(metrics["pairs/count"])
-    got = run(minibatch)
-    assert_same(got[0], expected[0])
-    for name in ("loss", "rewards/margins", "rewards/accuracies"):
-        assert_allclose(got[1][name], expected[1][name], rtol=2e-5, err_msg=name)
 
 
 def test_what_is_no_pair_is_refused(graded):
@@ -363,11 +329,6 @@ def test_what_is_no_pair_is_refused(graded):
     ):
         with pytest.raises(ScoreError, match=expected):
             pair_maker(function)(graded)
-
-
-def kept_by(graded, function, size=ANSWERS):
-    keep = per_answer(function, "algorithm.answer_filter", np.bool_)
-    return select_kept(keep, size, size // GROUP, graded)
 
 
 @jax.jit
@@ -382,10 +343,13 @@ def imitation(params, tokens, sizes, mask, shares):
     return jax.value_and_grad(loss)(params)
 
 
-def test_imitating_the_kept_answers_is_supervised_training_on_them(params, graded):
-    """One by one, without packing; the mean is over the kept answers."""
-    (minibatch,), metrics = kept_by(graded, functools.partial(shaping.at_least, threshold=1.0))
-    rows, counts = [1, 3, 4, 5, 6, 7], graded["mask"].sum(1)
+def test_imitating_the_kept_answers_is_supervised_training_on_them(graded):
+    """One by one, without packing; rows that fill a mini-batch up count for nothing."""
+    high = functools.partial(shaping.at_least, threshold=0.5)
+    keep = per_answer(high, "algorithm.answer_filter", np.bool_)
+    (minibatch,), metrics = select_kept(keep, ANSWERS, ANSWERS // GROUP, graded)
+    params = draw(SPEC, scale=0.3)
+    rows, counts = [1, 2, 3, 4, 5, 6, 7], graded["mask"].sum(1)
     assert metrics == {"batch/kept_answers": len(rows)}
     shares = np.zeros(graded["mask"].shape, np.float32)
     for i in rows:
@@ -393,20 +357,13 @@ def test_imitating_the_kept_answers_is_supervised_training_on_them(params, grade
     arrays = graded.tokens, graded.sequence_lengths, graded["mask"], shares
     loss, gradient = jax.device_get(imitation(params, *arrays))
     objective = PolicyObjective(loss=losses.negative_log_likelihood)
-    assert len(minibatch.tokens) == 6, "three prompts, twice"
-    got = build(params, objective, sequence_mean_token_mean, width=WIDTH)(minibatch)
-    assert_same(got[0], gradient)
-    assert_allclose(got[1]["loss"], loss, rtol=2e-5)
-
-
-def test_the_best_of_each_group_is_kept(graded):
-    (minibatch,), metrics = kept_by(graded, shaping.best_of_group)
-    assert metrics == {"batch/kept_answers": 2.0}
-    assert_array_equal(minibatch.tokens[:2], graded.tokens[[1, 8]])
-    assert minibatch.sequence_lengths[2] == 0
-    high = functools.partial(shaping.best_of_group, threshold=1.5)
-    (empty,), _ = kept_by(graded, high)
-    assert minibatch["mask"].any() and not empty["mask"].any()
+    assert len(minibatch.tokens) == 12, "three prompts, four times"
+    shape = row_shape(16 * WIDTH, WIDTH, sequences=16)
+    learner = learn(SPEC, params, objective, shape, reduce=sequence_mean_token_mean)
+    coefs = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    got, metrics, _ = updated(learner, params, minibatch, coefs)
+    assert_same(got, gradient)
+    assert_allclose(metrics["loss"], loss, rtol=2e-5)
 
 
 def test_mini_batches_are_whole_groups_in_their_order_and_filled_up_to_powers_of_two(graded):

@@ -159,8 +159,6 @@ WRONG = [
     ({"teacher.path": "t"} | SELF, "teacher.path"),
     ({"teacher.path": "t", "teacher.ema": 0.1}, "teacher.ema"),
     ({"teacher.max_prompt_tokens": 9} | SELF, "teacher.max_prompt_tokens"),
-    (SELF | {"teacher.prompt": "with_demonstratoin"}, "teacher.prompt"),
-    (SELF | {"teacher.prompt": {"fn": "with_feedback", "nam": "x"}}, "teacher.prompt"),
     (SELF | SHOWN | {"rollout.tools": ["python"]}, "teacher.prompt"),
     (SELF | SHOWN | {"teacher.max_prompt_tokens": 10**6}, "batch.max_tokens_per_device"),
     (SHOWN | {"teacher.weights": "live", "offload.teacher": True}, "offload.teacher"),
