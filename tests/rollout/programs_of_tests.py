@@ -32,10 +32,6 @@ def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
     return scale * value if isinstance(value, int | float) else value
 
 
-def once(ask, chat, client):
-    ask(chat)
-
-
 def tools(ask, chat, client):
     """Run calls until there are none, and echo history as other libraries write it."""
     while True:
@@ -68,7 +64,6 @@ def turns(ask, chat, client):
 
 
 def rewrites(ask, chat, client):
-    """Ask twice, the second time with another history."""
     goes_on(ask, chat, "on", said="not {}")
     ask(chat)
 
@@ -81,7 +76,6 @@ def branches(ask, chat, client):
 
 
 def streams(ask, chat, client):
-    """Ask with a stream."""
     options = {"stream_options": {"include_usage": True}, "tools": [ADD], "stream": True}
     chunks = list(client.chat.completions.create(model="gpt-4o", messages=chat, **options))
     return float(chunks[-1].usage.completion_tokens)
@@ -102,7 +96,6 @@ def responses(ask, chat, client):
 
 
 def parallel(ask, chat, client):
-    """Ask the same and other things at once."""
     chats = [[*chat, {"role": "user", "content": text}] for text in ("x", "y", "x")]
     with ThreadPoolExecutor(3) as pool:
         answers = [answer.message.content for answer in pool.map(ask, chats)]
@@ -117,7 +110,7 @@ def retries(ask, chat, client):
 
 
 def short(ask, chat, client):
-    """Ask for less than the run allows; return what that was said to be."""
+    """Ask for less than the run allows."""
     answer = ask(chat, max_tokens=2)
     stopped = ask([*chat, {"role": "user", "content": "on"}], stop="!")
     return float(answer.finish_reason == "length") + 2 * (stopped.message.content == "a")
@@ -130,7 +123,6 @@ def endless(ask, chat, client):
 
 
 def fills(ask, chat, client):
-    """Ask until there is no room."""
     try:
         endless(ask, chat, client)
     except openai.BadRequestError as error:
@@ -163,17 +155,15 @@ def refused(ask, chat, client):
 
 
 def elsewhere(ask, chat, client):
-    """Ask at addresses of others; return how often that is refused."""
-    base, count = str(client.base_url), 0
-    secret = base.rstrip("/").split("/")[-2]
-    for other in ("x", secret[:-1] + ("0" if secret[-1] != "0" else "1")):
-        try:
-            client.with_options(base_url=base.replace(secret, other)).models.list()
-        except openai.NotFoundError:
-            count += 1
+    """Ask at the address of another; return whether that is refused."""
     assert [model.id for model in client.models.list()] == ["policy"]
     ask(chat)
-    return count
+    secret = str(client.base_url).rstrip("/").split("/")[-2]
+    other = str(client.base_url).replace(secret, secret[::-1])
+    try:
+        client.with_options(base_url=other).models.list()
+    except openai.NotFoundError:
+        return 1.0
 
 
 def hangs(ask, chat, client):
@@ -207,6 +197,10 @@ def forges(ask, chat, client):
 
 def silent(ask, chat, client):
     return 1.0
+
+
+def once(ask, chat, client):
+    ask(chat)
 
 
 def images(ask, chat, client):
