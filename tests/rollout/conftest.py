@@ -24,7 +24,6 @@ MAX_TOKENS = 40
 
 
 def spec_of(model):
-    """Return the spec of one of these models, or one that is given."""
     return SPECS[model] if isinstance(model, str) else model
 
 

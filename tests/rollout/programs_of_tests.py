@@ -1,7 +1,4 @@
-"""Programs that the tests of the gateway run; nothing in them is this library's.
-
-A program does what its row says: `do` names one of the functions below.
-"""
+"""Programs that tests of the gateway run, as rows name them in `do`; none is the library's."""
 
 import contextlib
 import json
@@ -22,7 +19,6 @@ ADD = {"type": "function", "function": FUNCTION}
 
 
 def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
-    """Do what the row says, with a client."""
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
 
     def ask(chat, **more):
@@ -110,14 +106,12 @@ def retries(ask, chat, client):
 
 
 def short(ask, chat, client):
-    """Ask for less than the run allows."""
     answer = ask(chat, max_tokens=2)
     stopped = ask([*chat, {"role": "user", "content": "on"}], stop="!")
     return float(answer.finish_reason == "length") + 2 * (stopped.message.content == "a")
 
 
 def endless(ask, chat, client):
-    """Ask on, whatever the answer is, until there is none."""
     while True:
         goes_on(ask, chat, "more")
 
@@ -159,9 +153,9 @@ def elsewhere(ask, chat, client):
     assert [model.id for model in client.models.list()] == ["policy"]
     ask(chat)
     secret = str(client.base_url).rstrip("/").split("/")[-2]
-    other = str(client.base_url).replace(secret, secret[::-1])
+    other = client.with_options(base_url=str(client.base_url).replace(secret, secret[::-1]))
     try:
-        client.with_options(base_url=other).models.list()
+        other.models.list()
     except openai.NotFoundError:
         return 1.0
 

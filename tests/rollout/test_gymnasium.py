@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 import pytest
 
 from jaxrl_llm.config.functions import FunctionSpec
@@ -9,6 +7,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 LAKE = {"id": "FrozenLake-v1", "is_slippery": False}
 NAMES = ["left", "down", "right", "up"]
+CLOSED = []
 
 
 def observe(observation):
@@ -24,7 +23,6 @@ class Countdown(gymnasium.Env):
 
     observation_space = gymnasium.spaces.Discrete(1000)
     action_space = gymnasium.spaces.Discrete(2)
-    closed: ClassVar = []
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -36,7 +34,7 @@ class Countdown(gymnasium.Env):
         return self.steps, 3.0 if action == 0 else 1.0, action == 0, self.steps == 3, {}
 
     def close(self):
-        self.closed.append(True)
+        CLOSED.append(True)
 
 
 def played(turns, *, samples=1, seed=(0, 1), workers=0, **keywords):
@@ -81,11 +79,11 @@ def test_rewards_add_up_to_the_return_of_the_environment():
         for answers, rewards, score in (
             *(("0", (0.0,), 3.0), ("10", (1.0, 0.0), 3.0), ("111", (1.0, 1.0, 0.0), 1.0)),
         ):
-            Countdown.closed.clear()
+            CLOSED.clear()
             (episode,) = played(answers, **keywords).episodes
             assert (episode.rewards, episode.score, episode.finish) == (rewards, score, "end")
             assert told(episode) == [f"at {step + 1}" for step in range(len(answers) - 1)]
-            assert Countdown.closed == [True]
+            assert CLOSED == [True]
     finally:
         gymnasium.registry.pop("Countdown-v0")
 

@@ -15,8 +15,7 @@ from jaxrl_llm.rollout.native.scheduler import SequenceState
 FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler)}
 FOLDER = Path(page_pool.__file__).parent
 ROWS, PARTS, STEPS, NEW = 32, 2, 4, 8
-GROWTH = 2.1
-"""Of the calls for twice as many sequences, at most."""
+GROWTH = 2.1  # of the calls for twice as many sequences, at most
 
 
 def prompts(kind, count):

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import time
 
 import numpy as np
 import pytest
@@ -142,10 +143,11 @@ def test_calls_run_side_by_side_the_surplus_is_refused_and_failures_are_told():
     keys = {"tools": [add], "tokens": 150}
     (episode,) = play(engine, [prompt("x")], limits={"parallel_calls": 1}, **keys).episodes
     assert "<|tool|>2<|end|><|tool|>error: " in picture(episode)[1]
-    engine = Scripted(lambda text, seed: "ok" if "error" in text else "[add(a='one', b=2)]")
-    (episode,) = play(engine, [prompt("x")], **keys).episodes
-    assert episode.usable and episode.last_answer == "ok"
-    assert [record.failure for record in episode.tool_records] == ["failed"]
+    for wrong in ("add(a='one', b=2)", "akt(a=1, b=2)", "add(a=1, b=2, row=3)", "add(1"):
+        engine = Scripted(lambda text, seed, w=wrong: "ok" if "error" in text else f"[{w}]")
+        (episode,) = play(engine, [prompt("x")], **keys).episodes
+        assert episode.usable and episode.last_answer == "ok"
+        assert [record.failure for record in episode.tool_records] == ["failed"]
 
 
 def test_an_episode_whose_tool_is_broken_is_no_part_of_its_group():
@@ -189,28 +191,23 @@ def test_an_engine_that_fails_ends_the_run_whatever_agents_catch():
         assert "no running event loop" not in str(raised.getrepr(chain=True))
 
 
-SLOW_ADD = '''
-import random, time
-
-def add(a: int, b: int) -> str:
-    """Add two numbers, after a while.\\n\\nArgs:\\n    a: the first.\\n    b: the second."""
-    time.sleep(random.SystemRandom().random() * 0.02)
+def slow(a: int, b: int) -> str:
+    time.sleep(episodes.shuffled())
     return str(a + b)
-'''
 
 
-def test_lockstep_is_the_same_whatever_time_tools_take(tmp_path):
-    (tmp_path / "mine.py").write_text(SLOW_ADD)
-    prompts = [prompt(f"{i}=") for i in range(4)]
+slow.__name__, slow.__doc__ = add.__name__, add.__doc__
 
+
+def test_lockstep_is_the_same_whatever_time_tools_take():
     def run(tool, **keys):
-        engine = Scripted(adds_once)
+        engine, prompts = Scripted(adds_once), [prompt(f"{i}=") for i in range(4)]
         return engine, play(engine, prompts, samples=4, tools=[tool], **keys)
 
     engine, expected = run(add)
     assert [len(batch) for batch in engine.batches] == [16, 16]
-    slow_engine, slow = run(f"{tmp_path / 'mine.py'}:add", workers=2)
-    assert same(slow, expected) and slow_engine.batches == engine.batches
+    slow_engine, slowed = run(slow)
+    assert same(slowed, expected) and slow_engine.batches == engine.batches
     assert same(run(add, order="free")[1], expected)
 
 

@@ -1,5 +1,4 @@
-"""The engine on layers that have a state and on prompts with images: it draws what the trainer's
-forward pass does, and reads no more."""
+"""The engine on layers that have a state and on prompts with images, against a forward pass."""
 
 import contextlib
 import dataclasses

@@ -1,5 +1,4 @@
-"""The native engine with matrices in float8, or with keys and values in int8, against a forward
-pass by the formula, or over what int8 restores."""
+"""The engine with matrices in float8, or a cache in int8, against a forward pass by the formula."""
 
 import contextlib
 import dataclasses
@@ -160,12 +159,10 @@ def test_donated_weights_go(shared):
 
 def test_gpus_without_float8_are_refused():
     for capability in ("7.5", "8.6", "8.9", "10.0"):
-        gpu = types.SimpleNamespace(
-            platform="gpu", compute_capability=capability, device_kind="GPU X"
-        )
+        named = {"platform": "gpu", "device_kind": "GPU X", "compute_capability": capability}
         refused = float(capability) < 8.9
         with pytest.raises(ValueError, match="fp8") if refused else contextlib.nullcontext():
-            check_fp8(Decoder(DENSE), gpu)
+            check_fp8(Decoder(DENSE), types.SimpleNamespace(**named))
 
 
 GROUPED = dataclasses.replace(

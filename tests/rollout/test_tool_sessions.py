@@ -203,7 +203,6 @@ def test_schemas_calls_and_results(make, file, workers):
 
     results = asyncio.run(episode())
     assert [r.text for r in results[:2]] == ["4.0", str(2**70)]
-    assert all(r.failure is None and r.seconds >= 0 for r in results)
     assert results[2].text != results[5].text and "60.0" in results[2].text
     assert asyncio.run(episode())[2].text == results[2].text  # by seed and number alone
 
@@ -270,17 +269,6 @@ def test_what_is_broken_may_be_up_again_and_what_hangs_is_given_up(make, tmp_pat
             return failures
 
     assert asyncio.run(episode()) == [None, "timeout", None, "timeout", None]
-
-
-def test_a_wrong_call_runs_nothing(make):
-    pool = make("act")
-    for call, word in (
-        *((ToolCall("", {}, error="no JSON"), "no JSON"), (tool("akt", word="die"), "'act'")),
-        *((tool("act", word=5), "'word'"), (tool("act", word="die", row=1), "'row'")),
-    ):
-        result = asyncio.run(pool.open(0, row(), 7, None).call(call))
-        assert result.failure == "failed" and word in result.text
-    assert not pool.failures.counts and not pool.backend.workers
 
 
 def test_a_failing_episode_takes_no_other_along(make):
@@ -419,5 +407,3 @@ def test_closing_ends_everything_at_once(make):
     results = asyncio.run(episodes())
     assert all(isinstance(r, ToolError) and "closed" in str(r) for r in results)
     assert not pool.backend.workers
-    with pytest.raises(ToolError, match="closed"):
-        run(pool, "a")
