@@ -7,7 +7,6 @@ from jaxrl_llm.config.errors import RunError
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.configs.tasks.verifiers import verifiers as write_rows
 from jaxrl_llm.data.rows import read_rows
-from jaxrl_llm.data.verifiers_rows import load_verifiers
 from tests.episodes import Scripted, picture, play, prompt
 
 pytest.importorskip("verifiers")
@@ -37,7 +36,7 @@ def respond(text, seed):
 
 
 def test_an_environment_gives_rows_tells_its_tools_and_scores_an_episode(tmp_path, monkeypatch):
-    name = f"mine_{tmp_path.name}"
+    name, before = f"mine_{tmp_path.name}", signal.getsignal(signal.SIGTERM)
     (tmp_path / f"{name}.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     written = write_rows(tmp_path / "out", id=name, args={"system": "be brief"}, validation_rows=2)
@@ -54,10 +53,7 @@ def test_an_environment_gives_rows_tells_its_tools_and_scores_an_episode(tmp_pat
     (episode,) = play(Scripted(respond), prompts, tools=tools, **keys).episodes
     told = "<<|tool|>2<|end|><|assistant|>>"
     assert picture(episode) == ["[double(n=1)]<|end|>", told, "2<|end|>"]
-    assert (episode.score, episode.finish, episode.error) == (1.0, "stop", None)
+    assert (episode.score, episode.error) == (1.0, None)
     with pytest.raises(RunError):  # its tools are not those of the run
         play(Scripted(respond), prompts, **keys)
-
-    before = signal.getsignal(signal.SIGTERM)
-    load_verifiers(name, "{}")
     assert signal.getsignal(signal.SIGTERM) == before, "the trainer's own"
