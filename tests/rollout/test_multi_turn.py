@@ -20,7 +20,12 @@ from tests.refusals import refuses
 
 def add(a: int, b: int) -> str:
     """Add two numbers.\n\nArgs:\n    a: the first.\n    b: the second."""
+    time.sleep(pause())
     return str(a + b)
+
+
+def pause():
+    return 0.0
 
 
 def broken(a: int) -> str:
@@ -140,7 +145,7 @@ def test_calls_run_side_by_side_the_surplus_is_refused_and_failures_are_told():
     engine = Scripted(lambda text, seed: "done" if "<|tool|>" in text else calls)
     (episode,) = play(engine, [prompt("x")], tools=[add]).episodes
     assert picture(episode)[1] == "<<|tool|>2<|end|><|tool|>4<|end|><|assistant|>>"
-    keys = {"tools": [add], "tokens": 150}
+    keys = {"tools": [add], "tokens": 400}
     (episode,) = play(engine, [prompt("x")], limits={"parallel_calls": 1}, **keys).episodes
     assert "<|tool|>2<|end|><|tool|>error: " in picture(episode)[1]
     for wrong in ("add(a='one', b=2)", "akt(a=1, b=2)", "add(a=1, b=2, row=3)", "add(1"):
@@ -191,24 +196,17 @@ def test_an_engine_that_fails_ends_the_run_whatever_agents_catch():
         assert "no running event loop" not in str(raised.getrepr(chain=True))
 
 
-def slow(a: int, b: int) -> str:
-    time.sleep(episodes.shuffled())
-    return str(a + b)
-
-
-slow.__name__, slow.__doc__ = add.__name__, add.__doc__
-
-
-def test_lockstep_is_the_same_whatever_time_tools_take():
-    def run(tool, **keys):
+def test_lockstep_is_the_same_whatever_time_tools_take(monkeypatch):
+    def run(**keys):
         engine, prompts = Scripted(adds_once), [prompt(f"{i}=") for i in range(4)]
-        return engine, play(engine, prompts, samples=4, tools=[tool], **keys)
+        return engine, play(engine, prompts, samples=4, tools=[add], **keys)
 
-    engine, expected = run(add)
+    engine, expected = run()
     assert [len(batch) for batch in engine.batches] == [16, 16]
-    slow_engine, slowed = run(slow)
-    assert same(slowed, expected) and slow_engine.batches == engine.batches
-    assert same(run(add, order="free")[1], expected)
+    monkeypatch.setattr(f"{__name__}.pause", episodes.shuffled)
+    slow_engine, slow = run()
+    assert same(slow, expected) and slow_engine.batches == engine.batches
+    assert same(run(order="free")[1], expected)
 
 
 def lottery(n: int) -> str:
