@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_llm.data.turns import ToolCall
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rollout.engine import EngineSettings
 from jaxrl_llm.rollout.native import page_pool
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -23,13 +24,18 @@ MAX_TOKENS = 40
 
 
 def spec_of(model):
-    """Return the spec of one of these models, or one that is given."""
     return SPECS[model] if isinstance(model, str) else model
 
 
 @functools.cache
 def weights(model="dense", seed=0):
     return draw(spec_of(model), seed)
+
+
+def far_from_uniform(spec, seed, times):
+    """Return parameters under which some next tokens are much likelier than others."""
+    drawn = init_params(spec, key=jax.random.key(seed))
+    return jax.tree.map(lambda x: times * x if x.ndim > 1 and x.size > 500 else x, drawn)
 
 
 def build(devices=1, axes=None, model="dense", sizes=None, **options):
@@ -82,14 +88,19 @@ def drawn_from(params, request, answer, model="dense"):
     ]
 
 
+def expected_logprobs(params, request, answer, model="dense"):
+    """Return the log-probs [n] of an answer's tokens by one pass over prompt and answer."""
+    after = drawn_from(params, request, answer, model) / (request.sampling.temperature or 1.0)
+    return log_softmax(after)[np.arange(len(after)), answer.tokens]
+
+
 def check_logprobs(params, request, answer, model="dense", atol=1e-5):
     """Compare an answer with one pass over prompt and answer."""
-    after, sampling = drawn_from(params, request, answer, model), request.sampling
-    expected = log_softmax(after / (sampling.temperature or 1.0))
-    count = np.arange(len(answer.tokens))
-    np.testing.assert_allclose(answer.logprobs, expected[count, answer.tokens], atol=atol)
-    if sampling.temperature == 0 and sampling.repetition_penalty == 1:
-        assert answer.tokens.tolist() == after.argmax(-1).tolist()
+    expected = expected_logprobs(params, request, answer, model)
+    np.testing.assert_allclose(answer.logprobs, expected, atol=atol)
+    if request.sampling.temperature == 0 and request.sampling.repetition_penalty == 1:
+        best = drawn_from(params, request, answer, model).argmax(-1)
+        assert answer.tokens.tolist() == best.tolist()
 
 
 def check_same(answers, expected, atol=1e-5):

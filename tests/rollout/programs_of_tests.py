@@ -1,7 +1,4 @@
-"""Programs that the tests of the gateway run; nothing in them is this library's.
-
-A program does what its row says: `do` names one of the functions below.
-"""
+"""Programs that tests of the gateway run, as rows name them in `do`; none is the library's."""
 
 import contextlib
 import json
@@ -22,7 +19,6 @@ ADD = {"type": "function", "function": FUNCTION}
 
 
 def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
-    """Do what the row says, with a client."""
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
 
     def ask(chat, **more):
@@ -30,10 +26,6 @@ def main(base_url, api_key, model, row, messages, extra_info, *, scale=1.0):
 
     value = globals()[extra_info["do"]](ask, list(messages), client)
     return scale * value if isinstance(value, int | float) else value
-
-
-def once(ask, chat, client):
-    ask(chat)
 
 
 def tools(ask, chat, client):
@@ -68,7 +60,6 @@ def turns(ask, chat, client):
 
 
 def rewrites(ask, chat, client):
-    """Ask twice, the second time with another history."""
     goes_on(ask, chat, "on", said="not {}")
     ask(chat)
 
@@ -81,7 +72,6 @@ def branches(ask, chat, client):
 
 
 def streams(ask, chat, client):
-    """Ask with a stream."""
     options = {"stream_options": {"include_usage": True}, "tools": [ADD], "stream": True}
     chunks = list(client.chat.completions.create(model="gpt-4o", messages=chat, **options))
     return float(chunks[-1].usage.completion_tokens)
@@ -102,7 +92,6 @@ def responses(ask, chat, client):
 
 
 def parallel(ask, chat, client):
-    """Ask the same and other things at once."""
     chats = [[*chat, {"role": "user", "content": text}] for text in ("x", "y", "x")]
     with ThreadPoolExecutor(3) as pool:
         answers = [answer.message.content for answer in pool.map(ask, chats)]
@@ -117,20 +106,17 @@ def retries(ask, chat, client):
 
 
 def short(ask, chat, client):
-    """Ask for less than the run allows; return what that was said to be."""
     answer = ask(chat, max_tokens=2)
     stopped = ask([*chat, {"role": "user", "content": "on"}], stop="!")
     return float(answer.finish_reason == "length") + 2 * (stopped.message.content == "a")
 
 
 def endless(ask, chat, client):
-    """Ask on, whatever the answer is, until there is none."""
     while True:
         goes_on(ask, chat, "more")
 
 
 def fills(ask, chat, client):
-    """Ask until there is no room."""
     try:
         endless(ask, chat, client)
     except openai.BadRequestError as error:
@@ -163,17 +149,15 @@ def refused(ask, chat, client):
 
 
 def elsewhere(ask, chat, client):
-    """Ask at addresses of others; return how often that is refused."""
-    base, count = str(client.base_url), 0
-    secret = base.rstrip("/").split("/")[-2]
-    for other in ("x", secret[:-1] + ("0" if secret[-1] != "0" else "1")):
-        try:
-            client.with_options(base_url=base.replace(secret, other)).models.list()
-        except openai.NotFoundError:
-            count += 1
+    """Ask at the address of another; return whether that is refused."""
     assert [model.id for model in client.models.list()] == ["policy"]
     ask(chat)
-    return count
+    secret = str(client.base_url).rstrip("/").split("/")[-2]
+    other = client.with_options(base_url=str(client.base_url).replace(secret, secret[::-1]))
+    try:
+        other.models.list()
+    except openai.NotFoundError:
+        return 1.0
 
 
 def hangs(ask, chat, client):
@@ -207,6 +191,10 @@ def forges(ask, chat, client):
 
 def silent(ask, chat, client):
     return 1.0
+
+
+def once(ask, chat, client):
+    ask(chat)
 
 
 def images(ask, chat, client):

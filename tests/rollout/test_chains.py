@@ -6,6 +6,7 @@ from jaxrl_llm.algorithms.advantages import grpo
 from jaxrl_llm.config.functions import FunctionSpec
 from jaxrl_llm.rewards.runner import Score
 from jaxrl_llm.rewards.scoring import about
+from jaxrl_llm.rollout.agents.agents import one_answer
 from jaxrl_llm.rollout.rollouts import lay_out
 from jaxrl_llm.training.buffer import check_chains
 from jaxrl_llm.training.experience import ScoreError, with_scores
@@ -36,13 +37,6 @@ async def asks_another(chat):
     other = chat.new("what is 1+1?")
     answer = await other.generate()
     chat.append(answer.text)
-    await chat.generate()
-
-
-async def appends(chat):
-    """Draw turns of one chain."""
-    await chat.generate()
-    chat.append("more")
     await chat.generate()
 
 
@@ -122,5 +116,6 @@ def test_a_model_reads_each_chain_as_the_policy_did(rollouts):
     assert check_chains(batch, []) is batch
     with pytest.raises(ScoreError, match="pairs"):
         check_chains(batch, ["algorithm.pairs", "teacher"])
-    plain = lay_out(play(Scripted(echo), [prompt("7?")], agent=appends), samples=1, max_tokens=100)
+    plain = play(Scripted(echo), [prompt("7?")], agent=one_answer)
+    plain = lay_out(plain, samples=1, max_tokens=100)
     assert cut_chains(plain, ["turn_ids"], 100) is check_chains(plain, ["algorithm.pairs"]) is plain

@@ -1,5 +1,6 @@
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ from jaxrl_llm.data.chat import encode_prompt, load_tokenizer, stop_ids
 from jaxrl_llm.data.dataset import Prompt
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.rollout.agents.sampler import EpisodeSampler
-from jaxrl_llm.rollout.engine import Completion, Engine, SamplingParams
+from jaxrl_llm.rollout.engine import Completion, SamplingParams
 from jaxrl_llm.rollout.observation import Observation
 from jaxrl_llm.rollout.rollouts import lay_out
 from jaxrl_llm.rollout.tools import tool
 from jaxrl_llm.rollout.tools.verl import response_content
 from jaxrl_llm.types import VISUALS
-from tests.episodes import config
+from tests import episodes
 
 PROGRAMS = Path(__file__).with_name("programs_of_tests.py")
 MODEL = Path(__file__).parents[2] / "configs" / "vision" / "model"
@@ -37,37 +38,27 @@ def chart(side: int) -> Observation:
     return Observation(["seen: ", drawn(side), "done"], reward=0.5)
 
 
-class Scripted(Engine):
-    """An engine that answers with what a function makes of the text so far."""
+class Scripted(episodes.Scripted):
+    """An engine that answers with what a function makes of the text so far, and a stop token."""
 
-    def __init__(self, respond):
-        self.respond, self.requests = respond, []
-
-    async def generate(self, request):
-        self.requests.append(request)
+    def answer(self, request):
+        self.batches.append(request)
         text = self.respond(TOKENIZER.decode(request.prompt))
         tokens = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], STOPS[0]]
-        count = len(tokens)
-        arrays = np.array(tokens, np.int32), -np.ones(count, np.float32), np.zeros(count, np.int32)
-        return Completion(*arrays, "stop", STOPS[0])
-
-    def sample(self, requests):
-        raise AssertionError("turns are asked for one by one")
+        zeros = np.zeros(len(tokens), np.int32)
+        return Completion(np.array(tokens, np.int32), zeros - 1.0, zeros, "stop", STOPS[0])
 
 
-def play(respond, prompts=None, *, tokens=120, journal=None, **keys):
+def play(respond, prompts=None, *, tokens=120, visual_tokens=None, processor=PROCESSOR, **keys):
     """Sample an episode for each prompt; return the episodes, and the engine's requests."""
-    engine = Scripted(respond)
-    seen = {"processor": keys.pop("processor", PROCESSOR)}
-    seen |= {"visual_tokens": keys.pop("visual_tokens", None), "prompt_tokens": 60}
-    made = config(order="free", call_format="pythonic", **keys)
+    engine, sampling = Scripted(respond), SamplingParams(max_new_tokens=tokens, stop_ids=STOPS)
+    made = episodes.config(order="free", call_format="pythonic", **keys)
+    options = {"template_kwargs": {}, "processor": processor, "visual_tokens": visual_tokens}
     with contextlib.closing(
-        EpisodeSampler(made, TOKENIZER, STOPS, template_kwargs={}, **seen)
-    ) as episodes:
-        sampling = SamplingParams(max_new_tokens=tokens, stop_ids=STOPS)
-        options = {"samples": 1, "seed": (0, 1), "journal": journal}
-        played = episodes.sample(engine, prompts or [asks("show")], sampling, **options)
-    return played, engine.requests
+        EpisodeSampler(made, TOKENIZER, STOPS, prompt_tokens=60, **options)
+    ) as sampler:
+        prompts = prompts or [asks("show")]
+        return sampler.sample(engine, prompts, sampling, samples=1, seed=(0, 1)), engine.batches
 
 
 def asks(text, *visuals, **extra_info):
@@ -177,16 +168,11 @@ def test_a_program_gets_the_row_s_images_and_shows_them_again():
 
 
 def test_long_texts_beside_an_image_are_cut():
-    def talks(side: int) -> list:
+    def chart(side: int) -> list:
         """Talk much.\n\nArgs:\n    side: of the image."""
         return ["a" * 50, drawn(side), "b" * 50]
 
-    limits = {"observation_tokens": 41}
-
-    def respond(text):
-        return "ok" if "<|tool|>" in text else "[talks(side=48)]"
-
-    played, _ = play(respond, tools=[talks], limits=limits)
+    played, _ = play(asks_for(48), tools=[chart], limits={"observation_tokens": 41})
     told = TOKENIZER.decode(played.episodes[0].pieces[1].tokens)
     shown = f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|>"
     assert f"{'a' * 8} ... aaa{shown}{'b' * 8} ... bbb" in told
@@ -206,50 +192,49 @@ class Looks:
         inputs = self.processor(text=[text], images=images, videos=None, return_tensors="pt")
         return inputs.pop("input_ids").squeeze(0).tolist()
     async def run(self, sampling_params, raw_prompt, **_):
+        async def draw(ids, images):
+            given = {"prompt_ids": ids, "sampling_params": sampling_params, "image_data": images}
+            return (await self.server.generate("x", **given)).token_ids
         size = self.processor.image_processor.patch_size
         images = list(self.dataset.process_vision_info(raw_prompt, image_patch_size=size)[0])
         prompt = self.encode(raw_prompt, images)
-        tokens, mask = list(prompt), []
-        for turn in range(2):
-            if turn:
-                images += [Image.new("RGB", (16, 16))]
-                content = [{"type": "image"}, {"type": "text", "text": "more"}]
-                told = self.encode([{"role": "user", "content": content}], images[1:])
-                tokens, mask = tokens + told, mask + [0] * len(told)
-            given = {"prompt_ids": tokens, "sampling_params": sampling_params}
-            shown = images[1:] if turn and FORGETS else images
-            ids = (await self.server.generate("x", **given, image_data=shown)).token_ids
-            tokens, mask = tokens + ids, mask + [1] * len(ids)
-        fields = {"prompt_ids": prompt, "response_ids": tokens[len(prompt) :]}
-        fields |= {"response_mask": mask, "multi_modal_data": {"images": images}}
-        return SimpleNamespace(**fields, reward_score=0.5)
+        first = await draw(prompt, images)
+        images.append(Image.new("RGB", (16, 16)))
+        content = [{"type": "image"}, {"type": "text", "text": "more"}]
+        told = self.encode([{"role": "user", "content": content}], images[1:])
+        last = await draw(prompt + first + told, self.shown(images))
+        mask = [1] * len(first) + [0] * len(told) + [1] * len(last)
+        fields = {"prompt_ids": prompt, "response_ids": first + told + last, "response_mask": mask}
+        return SimpleNamespace(**fields, multi_modal_data={"images": images}, reward_score=0.5)
+    def shown(self, images):
+        return images
+
+class Forgets(Looks):
+    def shown(self, images):
+        return images[-1:]
 """
 
 
 def test_a_loop_of_verl_s_shows_images(tmp_path):
+    (tmp_path / "looks.py").write_text(LOOP)
     first = PROCESSOR.image(drawn(32, 90))
-    for forgets in (True, False):
-        (tmp_path / f"{forgets}.py").write_text(f"FORGETS = {forgets}\n{LOOP}")
-        agent = FunctionSpec("verl_agent_loop", {"loop": f"{tmp_path / str(forgets)}.py:Looks"})
-        if forgets:
-            with pytest.raises(RunError, match="stream"):
-                play(lambda text: "ok", [asks("?", first)], agent=agent)
-            continue
-        played, requests = play(lambda text: "ok", [asks("?", first)], agent=agent)
+
+    def run(name):
+        agent = FunctionSpec("verl_agent_loop", {"loop": f"{tmp_path / 'looks.py'}:{name}"})
+        return play(lambda text: "ok", [asks("?", first)], agent=agent)
+
+    with pytest.raises(RunError, match="stream"):
+        run("Forgets")
+    played, requests = run("Looks")
     (episode,) = played.episodes
     assert [visual.tokens for visual in episode.visuals] == [4, 1]
     assert episode.visuals[0].key == first.key and episode.score == 0.5
     assert [len(request.visuals) for request in requests] == [1, 2]
 
 
-class Response:
-    """As verl's `ToolResponse`."""
-
-    text, image, video = "here", [drawn(16), drawn(16)], None
-
-
 def test_what_verl_s_tools_show_stands_before_their_text():
-    answer = tool.to_result(Observation(response_content(Response)))
+    response = SimpleNamespace(text="here", image=[drawn(16), drawn(16)], video=None)
+    answer = tool.to_result(Observation(response_content(response)))
     assert (answer.text, [place for place, _ in answer.images]) == ("here", [0, 0])
     result = tool.ToolResult("t", answer.text, images=answer.images)
     assert [part["type"] for part in result.content] == ["image", "image", "text"]

@@ -1,42 +1,40 @@
 import pytest
 
-from jaxrl_llm.config.functions import FunctionSpec, find_function
+from jaxrl_llm.config.functions import FunctionSpec
 from tests.episodes import Scripted, picture, play, prompt, same
 
 gymnasium = pytest.importorskip("gymnasium")
 
 LAKE = {"id": "FrozenLake-v1", "is_slippery": False}
 NAMES = ["left", "down", "right", "up"]
-MINE = '''
-import gymnasium
+CLOSED = []
+
 
 def observe(observation):
     return f"at {observation}"
 
+
 def act(text):
     return "LDRU".index(text)
 
+
 class Countdown(gymnasium.Env):
     """Ends at once at 0, with reward 3; else each step earns 1, and the third is the last."""
+
     observation_space = gymnasium.spaces.Discrete(1000)
     action_space = gymnasium.spaces.Discrete(2)
-    closed = []
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         return int(self.np_random.integers(1000)), {}
+
     def step(self, action):
         self.steps += 1
         return self.steps, 3.0 if action == 0 else 1.0, action == 0, self.steps == 3, {}
+
     def close(self):
-        self.closed.append(True)
-'''
-
-
-@pytest.fixture
-def file(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    return str(tmp_path / "mine.py")
+        CLOSED.append(True)
 
 
 def played(turns, *, samples=1, seed=(0, 1), workers=0, **keywords):
@@ -53,10 +51,10 @@ def told(episode):
     return [part.removeprefix("<<|user|>").split("<|end|>")[0] for part in parts]
 
 
-def test_a_path_leads_over_the_lake(file):
+def test_a_path_leads_over_the_lake():
     names = ["down", "down", "right", "down", "right", "right"]
     for path, keywords in (
-        *((names, {"actions": NAMES}), ("DDRDRR", {"act": f"{file}:act"})),
+        *((names, {"actions": NAMES}), ("DDRDRR", {"act": f"{__file__}:act"})),
         ("112122", {"workers": 1}),
     ):
         (episode,) = played(path, **LAKE, **keywords).episodes
@@ -74,19 +72,18 @@ def test_a_text_that_is_no_action_costs_a_turn():
         assert (episode.score, episode.finish) == end
 
 
-def test_rewards_add_up_to_the_return_of_the_environment(file):
-    countdown = find_function(FunctionSpec(f"{file}:Countdown"), "")
-    gymnasium.register("Countdown-v0", entry_point=countdown, order_enforce=False)
-    keywords = {"id": "Countdown-v0", "observe": f"{file}:observe", "disable_env_checker": True}
+def test_rewards_add_up_to_the_return_of_the_environment():
+    gymnasium.register("Countdown-v0", entry_point=Countdown, order_enforce=False)
+    keywords = {"id": "Countdown-v0", "observe": f"{__file__}:observe", "disable_env_checker": True}
     try:
         for answers, rewards, score in (
             *(("0", (0.0,), 3.0), ("10", (1.0, 0.0), 3.0), ("111", (1.0, 1.0, 0.0), 1.0)),
         ):
-            countdown.closed.clear()
+            CLOSED.clear()
             (episode,) = played(answers, **keywords).episodes
             assert (episode.rewards, episode.score, episode.finish) == (rewards, score, "end")
             assert told(episode) == [f"at {step + 1}" for step in range(len(answers) - 1)]
-            assert countdown.closed == [True]
+            assert CLOSED == [True]
     finally:
         gymnasium.registry.pop("Countdown-v0")
 

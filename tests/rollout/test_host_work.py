@@ -15,8 +15,7 @@ from jaxrl_llm.rollout.native.scheduler import SequenceState
 FILES = {str(Path(module.__file__)) for module in (page_pool, scheduler)}
 FOLDER = Path(page_pool.__file__).parent
 ROWS, PARTS, STEPS, NEW = 32, 2, 4, 8
-GROWTH = 2.1
-"""Of the calls for twice as many sequences, at most."""
+GROWTH = 2.1  # of the calls for twice as many sequences, at most
 
 
 def prompts(kind, count):
@@ -31,8 +30,7 @@ def prompts(kind, count):
 def count_calls(engine: Any, asked):
     """Sample twice with programs that draw nothing; return the calls of each step.
 
-    Of the steps that admit and prefill, these are the calls of scheduler and pool; of those that
-    only decode, all of the engine's.
+    Of steps that prefill, these are those of scheduler and pool; of others, all of the engine's.
     """
     runner, programs, steps = engine._runner, engine.programs, []
 
@@ -59,9 +57,8 @@ def count_calls(engine: Any, asked):
             finally:
                 sys.setprofile(None)
             files = FILES if is_new else [str(path) for path in FOLDER.glob("*.py")]
-            steps.append(
-                Counter({c.co_name: n for c, n in calls.items() if c.co_filename in files})
-            )
+            own = {code.co_name: n for code, n in calls.items() if code.co_filename in files}
+            steps.append(Counter(own))
     return steps
 
 

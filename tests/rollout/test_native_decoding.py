@@ -81,9 +81,8 @@ def test_sampling_follows_the_policy(engine):
     frequencies = np.bincount([int(a.tokens[0]) for a in answers], minlength=32) / count
     p = np.exp(conftest.log_softmax(conftest.next_logits(weights(), start)[-1]))
     assert np.all(np.abs(frequencies - p) <= 4.5 * np.sqrt(p * (1 - p) / count) + 1e-3)
-    same, again, other = engine.sample(
-        [Request(start, SamplingParams(16), seed) for seed in (3, 3, 2**32 - 1)]
-    )
+    seeded = [Request(start, SamplingParams(16), seed) for seed in (3, 3, 2**32 - 1)]
+    same, again, other = engine.sample(seeded)
     assert same.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
 
 
@@ -105,18 +104,6 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(engine):
         assert answer.finish == finish
     exact = Request(start, greedy(late + 1, stop_ids=(tokens[late],)), 0)
     assert engine.sample([exact])[0].finish == "stop", "also where it is the last that fits"
-
-
-def test_equal_prompts_are_read_once(engine):
-    for lengths, read in (
-        *(([3, 3, 3, 3], 2), ([3, 5, 3, 5], 6), ([3, 5, 7, 9], 20), ([20] * 6 + [5], 23)),
-    ):
-        engine.load(weights(), version=0)
-        before = engine.stats().prompt_tokens
-        engine.sample(
-            [Request(draw_prompt(n), SamplingParams(2), s) for s, n in enumerate(lengths)]
-        )
-        assert engine.stats().prompt_tokens - before == read
 
 
 def gb_of(pages):
@@ -183,6 +170,9 @@ def test_nothing_is_lost_and_nothing_hangs_whatever_is_done_meanwhile(variant):
     asked = [dataclasses.replace(request, seed=n) for n, request in enumerate(MIXED * 4)]
 
     async def ask(number, request):
+        if number % 5 == 0:  # given up
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.generate(request), 0.05)
         if number % 2:
             return await engine.generate(request)
         return await listen(engine, request, 1 if number % 3 else 99)
@@ -210,9 +200,7 @@ def test_nothing_is_lost_and_nothing_hangs_whatever_is_done_meanwhile(variant):
         assert versions == sorted(versions)
         assert answer.finish != "length" or len(versions) == request.sampling.max_new_tokens
         for version in {*versions}:
-            after = conftest.drawn_from(weights(seed=version % 2), request, answer)
-            expected = conftest.log_softmax(after / (request.sampling.temperature or 1.0))
-            expected = expected[np.arange(len(versions)), answer.tokens]
+            expected = conftest.expected_logprobs(weights(seed=version % 2), request, answer)
             mine = answer.versions == version
             np.testing.assert_allclose(answer.logprobs[mine], expected[mine], atol=5e-5)
     (pages,) = engine._runner.scheduler.pages
@@ -224,8 +212,6 @@ def test_the_variants_are_what_they_are_called(variant):
     assert (pieces.rows, pieces.widths, pieces.prefill_shapes) == ((3,), (32, 48), ((2, 8),))
     assert (cramped.rows, cramped.pages, pieces.steps, cramped.steps) == ((3, 6), 7, 1, 7)
     assert variant("in place").programs.sizes == cramped._replace(has_rows=False)
-    names = {key[0] for key in variant("in place").programs._programs}
-    assert names == {"pool", "copy", "prefill", "decode"}
 
 
 @VARIANTS
@@ -281,10 +267,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 )
 def test_families_over_rows_and_in_place(model, options):
     requests = [Request(draw_prompt(n), SamplingParams(7), seed=n) for n in (1, 5, 19, 30)]
-    few, atol = (
-        {"PREFILL_LENGTHS": (16,), "PREFILL_TOKENS": (64,)},
-        2e-3 if model == "delta" else 1e-4,
-    )
+    few = {"PREFILL_LENGTHS": (16,), "PREFILL_TOKENS": (64,)}
+    atol = 2e-3 if model == "delta" else 1e-4
     with opened(model, sizes=few, steps=5, **options) as engine:
         for _ in range(2):  # at the second time prompts are cached
             for request, answer in zip(requests, engine.sample(requests), strict=True):
@@ -345,18 +329,14 @@ def test_pages_are_read_in_place_where_every_process_can(monkeypatch):
     assert choose() == ("xla", "no memory", None)
 
 
-def expected_logprobs(tokens):
-    return conftest.log_softmax(conftest.next_logits(weights(), tokens))[:-1]
-
-
 def test_scores_are_those_of_a_forward_pass(monkeypatch, hollow):
     monkeypatch.setattr(programs, "READ_AT_ONCE", 8)
     engine = hollow(devices=2)  # a row of each part is read
-    assert engine.scores_tokens
     engine.load(weights(), version=0)
     for length in (1, 2, 19, 39):
         tokens = np.random.default_rng(length).integers(0, 32, length).tolist()
-        scored, logprobs = engine.score_tokens(tokens), expected_logprobs(tokens)
+        scored = engine.score_tokens(tokens)
+        logprobs = conftest.log_softmax(conftest.next_logits(weights(), tokens))[:-1]
         assert scored.logprobs.shape == (length,) and scored.logprobs[0] == 0
         drawn = logprobs[np.arange(length - 1), tokens[1:]]
         np.testing.assert_allclose(scored.logprobs[1:], drawn, atol=1e-5)

@@ -1,5 +1,4 @@
-"""The native engine with matrices in float8, or with keys and values in int8, against a forward
-pass by the formula, or over what int8 restores."""
+"""The engine with matrices in float8, or a cache in int8, against a forward pass by the formula."""
 
 import contextlib
 import dataclasses
@@ -58,9 +57,6 @@ def dequantized(params, model):
 
     declared = declare_quantized(spec_of(model))
     return jax.tree.map(one, declared, params, is_leaf=lambda d: isinstance(d, QuantizedMatrix))
-
-
-"""For each rounding, which tokens [R L] have numbers with ties."""
 
 
 def project_rounded(x, matrix, *, inputs=1):
@@ -130,8 +126,8 @@ def test_answers_are_those_of_the_formula_after_each_of_two_syncs(shared, model)
 
 @pytest.mark.slow
 @pytest.mark.guards(*MODEL, *NATIVE)
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
-def test_a_mesh_gives_the_same(shared, axes):
+def test_a_mesh_gives_the_same(shared):
+    axes = {"fsdp": 2, "tensor": 2}
     with contextlib.closing(build(4, axes, quantization="fp8", sizes=SIZES)) as mesh:
         receipts = [engine.load(weights(), version=0) for engine in (shared, mesh)]
         assert receipts[0].checksum == receipts[1].checksum
@@ -150,9 +146,6 @@ def test_what_the_engine_holds_and_its_checksum(hollow):
         engine_checksum(Decoder(DENSE), "bfloat16", quantized=q)(weights()) for q in (True, False)
     ]
     assert receipt.checksum == int(sent[0]) != int(sent[1])
-    changed = jax.tree.map(lambda x: x, weights())
-    changed["layers"]["down"] = changed["layers"]["down"] * 1.01
-    assert narrow.load(changed, version=1).checksum != receipt.checksum
 
 
 def test_donated_weights_go(shared):
@@ -166,12 +159,10 @@ def test_donated_weights_go(shared):
 
 def test_gpus_without_float8_are_refused():
     for capability in ("7.5", "8.6", "8.9", "10.0"):
-        gpu = types.SimpleNamespace(
-            platform="gpu", compute_capability=capability, device_kind="GPU X"
-        )
+        named = {"platform": "gpu", "device_kind": "GPU X", "compute_capability": capability}
         refused = float(capability) < 8.9
         with pytest.raises(ValueError, match="fp8") if refused else contextlib.nullcontext():
-            check_fp8(Decoder(DENSE), gpu)
+            check_fp8(Decoder(DENSE), types.SimpleNamespace(**named))
 
 
 GROUPED = dataclasses.replace(
@@ -246,13 +237,11 @@ def spec(request):
     "options",
     [
         {"max_running_sequences": 3, "cache_pages": 7.5, "kernel": attend_gathered},
-        slow({"max_running_sequences": 12, "sizes": {"PREFILL_LENGTHS": (256,)}}),
-        slow({"max_running_sequences": 12, "kernel": KERNEL}),
         slow({"max_running_sequences": 12} | ON_MESH),
         slow({"max_running_sequences": 12, "kernel": KERNEL} | ON_MESH),
         slow({"max_running_sequences": 3, "cache_pages": 15.0}),
     ],
-    ids=["in place", "whole", "interpreted", "mesh", "interpreted on a mesh", "cramped rows"],
+    ids=["in place", "mesh", "interpreted on a mesh", "cramped rows"],
 )
 def test_answers_are_those_of_restored_keys_and_values(spec, options):
     options = {"sizes": PIECES, "steps": 7, "kv_cache_dtype": "int8"} | options
@@ -262,19 +251,8 @@ def test_answers_are_those_of_restored_keys_and_values(spec, options):
     with opened(spec, **options) as engine:
         for _ in range(2):  # at the second time prompts are cached
             check(engine.sample(MIXED), spec)
+        if "devices" not in options:
+            held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._runner.pool))
+            assert held == engine.programs.sizes.pages * engine.programs.page_bytes()
         assert (engine.stats().preemptions > 0) == bool(pages)
         assert engine.stats().reused_tokens > 0
-
-
-def test_as_many_bytes_hold_about_twice_the_tokens():
-    spec = dataclasses.replace(DENSE, layers=1, kv_heads=1, head_dim=64, max_positions=2048)
-    settings = {"max_running_sequences": 512, "max_tokens": 2048, "cache_gb": 4e-3}
-    pages = []
-    for kind in ("int8", "auto"):
-        made = build(model=spec, dtype="bfloat16", kv_cache_dtype=kind, **settings)
-        made.close()
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.shapes()[1][0]))
-        pages.append(made.programs.sizes.pages)
-        assert held == pages[-1] * made.programs.page_bytes() <= 2e6  # as much again for rows
-        assert held + made.programs.page_bytes() > 2e6
-    assert pages[0] / pages[1] == pytest.approx(1.93, rel=0.02)

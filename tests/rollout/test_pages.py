@@ -242,19 +242,6 @@ def test_what_was_used_least_recently_goes_first(touch):
     assert [matched(pages, tokens) for tokens in (first, second)] == [6, 0]
 
 
-def test_two_that_wrote_the_same_share_it_in_the_end():
-    pages, both = PagePool(4, size=SIZE), (PageTable(), PageTable())
-    for table in both:
-        assert pages.allocate(table, SIZE + 1)
-    for table in both:
-        pages.cache_prefix(table, (1, 1, 1))
-    assert both[0].shared == both[1].shared
-    assert pages.available == 1  # the second's copy; each has a page of its own besides
-    for table in both:
-        pages.free(table)
-    assert pages.available == 4
-
-
 def test_kept_pages_are_of_who_was_begun_under_their_weights():
     pages = PagePool(6, size=SIZE)
     for version in (1, 2):

@@ -13,17 +13,9 @@ from jaxrl_llm.rollout.native.sampler import (
 
 LOGITS = np.array([1.0, 3.0, -2.0, 0.5, 2.5, -np.inf, 1.0, 0.0], np.float32)
 DRAWS = 20_000
-ALLOWED = [1e-9, 19.51, 23.03, 25.90, 28.47, 30.86, 33.11]  # chi-squared's, by degrees of freedom
 
 choose = jax.jit(choose_tokens)
 least = jax.jit(least_kept, static_argnames="digit")
-
-
-def cut(logprobs, *limits):
-    """Set what is cut off to -inf."""
-    logprobs = np.asarray(logprobs, np.float32)
-    kept = np.asarray(least(logprobs, *(np.asarray(limit) for limit in limits)))[:, None]
-    return np.where(logprobs >= kept, logprobs, -np.inf)
 
 
 def params_of(seeds, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
@@ -67,6 +59,18 @@ def truncated(p, top_p, top_k, min_p=0.0):
     return out
 
 
+def check_frequencies(tokens, probs):
+    """Compare tokens with a distribution by chi-squared, rare ones taken together."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert len(counts) == len(probs)
+    assert np.all(counts[probs == 0] == 0)
+    often = probs * DRAWS >= 5
+    wanted = np.append(probs[often], probs[~often].sum()) * DRAWS
+    got = np.append(counts[often], counts[~often].sum())
+    statistic, freedom = np.sum((got - wanted) ** 2 / np.maximum(wanted, 1)), often.sum() - 1
+    assert statistic <= freedom + 4.5 * np.sqrt(2 * freedom) + 10
+
+
 def test_frequencies_are_those_of_the_truncated_distribution(subtests):
     for temperature, top_p, top_k, min_p in (
         *((1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (2.0, 1.0, 3, 0.0), (1.0, 0.8, 0, 0.0)),
@@ -79,12 +83,7 @@ def test_frequencies_are_those_of_the_truncated_distribution(subtests):
             tokens, logprobs = draw(LOGITS, **options)
             full = softmax(LOGITS / temperature)
             expected = truncated(full, top_p, top_k, min_p)
-            counts = np.bincount(tokens, minlength=len(LOGITS))
-            assert np.all(counts[expected == 0] == 0)
-            left = expected > 0
-            wanted = expected[left] * DRAWS
-            statistic = np.sum((counts[left] - wanted) ** 2 / wanted)
-            assert statistic <= ALLOWED[int(left.sum()) - 1]
+            check_frequencies(tokens, expected)
             np.testing.assert_allclose(logprobs, np.log(full[tokens]), atol=1e-5)
 
 
@@ -94,16 +93,7 @@ def test_frequencies_over_blocks_of_any_vocabulary(vocabulary):
     logits = rng.normal(0, 3, vocabulary).astype(np.float32)
     logits[rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
     logits[-1] = -np.inf if vocabulary > 2 else 0.0
-    probs = softmax(logits)
-    counts = np.bincount(draw(logits)[0], minlength=vocabulary)
-    assert len(counts) == vocabulary
-    assert np.all(counts[probs == 0] == 0)
-    often = probs * DRAWS >= 5
-    expected, got = probs[often] * DRAWS, counts[often]
-    rest = [probs[~often].sum() * DRAWS, counts[~often].sum()]
-    terms = np.append((got - expected) ** 2 / expected, (rest[1] - rest[0]) ** 2 / max(rest[0], 1))
-    freedom = often.sum()
-    assert terms.sum() <= freedom + 4.5 * np.sqrt(2 * freedom)
+    check_frequencies(draw(logits)[0], softmax(logits))
 
 
 def test_streams_are_those_of_seed_and_step():
@@ -200,7 +190,7 @@ def test_truncation_is_that_of_transformers():
     nothing = jnp.full((4, 1), 50), jnp.zeros((4, 1))
     extras = Extras(jnp.asarray(previous), jnp.full(4, 1.7), *nothing)
     mine = jax.nn.log_softmax(process(jnp.asarray(logits), jnp.asarray(held), extras) / 1.3)
-    ones = np.ones(4, np.float32)
-    kept = cut(mine, 0.9 * ones, np.full(4, 20, np.int32), 0.05 * ones)
+    limits = np.full(4, 0.9, np.float32), np.full(4, 20, np.int32), np.full(4, 0.05, np.float32)
+    kept = jnp.where(mine >= least(mine, *limits)[:, None], mine, -jnp.inf)
     expected = torch.log_softmax(warped, -1).numpy()
     np.testing.assert_allclose(jax.nn.log_softmax(kept), expected, atol=1e-5)

@@ -43,25 +43,21 @@ def define(signature, docstring="Do it.\n\nArgs:\n{args}", name="tool"):
 
 
 def ours(function, **keywords):
-    return tool_schema(function, function.__name__, key="rollout.tools", **keywords)
+    name = getattr(function, "__name__", "tool")
+    return tool_schema(function, name, key="rollout.tools", **keywords)
 
 
 SIGNATURES = [
-    *("x: int", "x: float", "x: str", "x: bool", "x: Any", "x: None", "x: list", "x: dict"),
-    *("x: list[int]", "x: list[list[str]]", "x: dict[str, float]", "x: dict[str, list[int]]"),
-    *("x: tuple[int, str]", "x: tuple", "x: list[tuple[int, int]]", "x: list[Any]"),
-    *("x: Literal['a', 'b']", "x: Literal[1, 'b', None]", "x: Literal[True, False]", "x: Color"),
-    *("x: int | str", "x: Union[str, float, bool]", "x: list[int] | str", "x: Color | int"),
-    *("x: Optional[int] = None", "x: str | None", "x: list[str] | None = None"),
-    *("x: Literal['a'] | None = None", "x: int | str | None", "x: list | tuple"),
-    *("x: int; y: str = 'a'; z: float = 0.5", "x: int = 3", "", "x: int -> str"),
-    *("x: int -> dict[str, int] | None", "x: 'int | None' = None", "x: int -> Random"),
+    *("x: float", "x: str", "x: bool", "x: Any", "x: None", "x: list", "x: dict", ""),
+    *("x: list[list[str]]", "x: dict[str, list[int]]", "x: tuple", "x: list[tuple[int, int]]"),
+    *("x: Literal[1, 'b', None]", "x: Literal[True, False]", "x: Literal['a'] | None = None"),
+    *("x: Union[str, float, bool]", "x: list[int] | str", "x: Color | int", "x: list | tuple"),
+    *("x: Optional[int] = None", "x: int | str | None", "x: 'int | None' = None"),
+    *("x: int; y: str = 'a'; z: float = 0.5", "x: int -> dict[str, int] | None"),
 ]
 DOCSTRINGS = [
-    "Do it.\n\nArgs:\n    x: one\n        and more: of it\n        here.\n    y: two.",
     "Do it\n over lines.\n\n More: of it.\n\nArgs:\n    x (int): one.\n    y (str, optional): two.",
     "Do it.\n\nArgs:\n    x: one.\n\n    y: two.\n\nReturns:\n    the sum\n    of both.",
-    "Do it.\nArgs:\n    x: one.\n    y: two.\nReturns:\n    it\nRaises:\n    ValueError: no.",
     'Do it.\n\nArgs:\n    x: one (choices: [1, 2])\n    y: two (choices: ["a", " b "])',
     "Do it.\n\nArgs:\n    x:\n        one.\n    y: two\n    and more.\nRaises:\n    KeyError: no.",
 ]
@@ -79,7 +75,8 @@ def test_schemas_are_transformers(subtests):
 def test_what_is_not_the_models_is_hidden_and_callable_objects_have_types():
     signature = "x: int; k: int = 2; row: EpisodeRow = None; rng: 'Unknown' = None; *; n: int = 1"
     function = define(signature.replace("*;", "*, "), "Do it.\n\nArgs:\n    x: what x is.")
-    assert ours(function, hidden=["k"])["function"] == ours(define("x: int"))["function"]
+    plain = define("x: int")
+    assert ours(function, hidden=["k"])["function"] == ours(plain)["function"]
 
     class Add:
         """Add one.\n\nArgs:\n    x: a number."""
@@ -87,8 +84,8 @@ def test_what_is_not_the_models_is_hidden_and_callable_objects_have_types():
         def __call__(self, x: int) -> int:
             return x + 1
 
-    schema = tool_schema(Add(), "add", key="rollout.tools")
-    assert schema["function"]["parameters"]["properties"]["x"]["type"] == "integer"
+    properties = ours(Add())["function"]["parameters"]["properties"]
+    assert properties["x"]["type"] == "integer"
 
 
 def test_a_signature_that_says_too_little_is_refused(subtests):
@@ -150,10 +147,9 @@ EXACT = {
     "10 ** 400 / 3": f"{10**400}/3, about 3.33333333333E+399",
 }
 INEXACT = [
-    *("", "1 +", "x", "f(1)", "().__class__", "'a' * 9", "1 if 1 else 2", "[1]", "1, 2"),
-    *("9 ** 9 ** 9", "10 ** 5000", "1e999999999", "1e-9999", "2 ** 0.5", "1 / 0", "0 ** -1"),
-    *("1" * 1001, "(" * 300 + "1" + ")" * 300, "True", "1j", "0x10", "2 ^ 3", "~1"),
-    *("*".join(["9" * 60] * 16) + "**9", "lambda: 1", "__import__('os')", "1 < 2"),
+    *("", "1 +", "f(1)", "().__class__", "'a' * 9", "1, 2", "9 ** 9 ** 9", "10 ** 5000"),
+    *("1e999999999", "1e-9999", "2 ** 0.5", "1 / 0", "0 ** -1", "True", "1j", "2 ^ 3", "~1"),
+    *("1" * 1001, "(" * 300 + "1" + ")" * 300, "*".join(["9" * 60] * 16) + "**9", "1 < 2"),
 ]
 
 

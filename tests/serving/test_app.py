@@ -1,5 +1,5 @@
+import contextlib
 import json
-import re
 import socket
 import threading
 import urllib.error
@@ -20,17 +20,15 @@ ASK = {"model": "tiny", "max_tokens": 200}
 @pytest.fixture
 def connect(start):
     """(options) -> an openai client of a new server."""
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def run(client=None, **limits):
-        address = start(**limits)
-        made.append(openai.OpenAI(base_url=f"{address}/v1", **(CLIENT | (client or {}))))
-        made[-1].address = address
-        return made[-1]
+        def run(**limits):
+            address = start(**limits)
+            made = stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", **CLIENT))
+            made.address = address
+            return made
 
-    yield run
-    for client in made:
-        client.close()
+        yield run
 
 
 def post(address, body, path="/v1/completions", **headers):
@@ -87,10 +85,8 @@ def test_both_apis_give_the_text_before_the_stop(connect, stream):
             plain, chat = list(plain), list(chat)
             assert "".join(c.choices[0].text for c in plain) == text
             assert "".join(c.choices[0].delta.content or "" for c in chat) == text
-            assert not any("\ufffd" in c.choices[0].text for c in plain)
             roles = [c.choices[0].delta.role for c in chat]
             assert roles == ["assistant"] + [None] * (len(chat) - 1)
-            assert {c.object for c in chat} == {"chat.completion.chunk"}
             assert all(c.choices[0].finish_reason is None for c in [*plain[:-1], *chat[:-1]])
             ends = [plain[-1].choices[0], chat[-1].choices[0]]
             assert stop is not None or len(plain) > 5
@@ -101,14 +97,12 @@ def test_an_answer_ends_where_it_is_cut_or_with_a_stop_token(connect, engine):
     client = connect()
     answer = client.completions.create(model="tiny", prompt="Hi", max_tokens=3)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Gr\ufffd", "length")
-    counts = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
-    assert answer.usage.model_dump(exclude_none=True) == counts
+    assert answer.usage.total_tokens == 5
     (letter,) = engine.tokenizer("o", add_special_tokens=False)["input_ids"]
     more = ASK | {"extra_body": {"stop_token_ids": [letter], "return_token_ids": True}}
-    for logprobs in (None, 0):  # it is among the tokens, but not in the text
-        choice = client.completions.create(prompt="Hi", logprobs=logprobs, **more).choices[0]
-        assert (choice.text, choice.stop_reason) == (TEXT[: TEXT.index("o")], letter)
-        assert choice.token_ids[-1] == letter
+    choice = client.completions.create(prompt="Hi", **more).choices[0]
+    assert (choice.text, choice.stop_reason) == (TEXT[: TEXT.index("o")], letter)
+    assert choice.token_ids[-1] == letter  # it is among the tokens, but not in the text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -119,25 +113,21 @@ def test_many_prompts_and_samples_keep_their_places(connect, engine, stream):
     answer = connect().completions.create(prompt=["A", "BC", [32]], **more)
     chunks = list(answer) if stream else [answer]
     usage = chunks.pop().usage if stream else answer.usage
-    texts, tokens, prompts = [""] * 6, [[] for _ in range(6)], {}
+    tokens, prompts = [[] for _ in range(6)], {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
-        texts[choice.index] += choice.text
         tokens[choice.index] += choice.token_ids
         if (ids := getattr(choice, "prompt_token_ids", None)) is not None:
             assert choice.index not in prompts
             prompts[choice.index] = ids
-    assert texts == [TEXT] * 6
     whole = [*engine.tokenizer(TEXT, add_special_tokens=False)["input_ids"], 257]
     assert tokens == [whole] * 6
     assert [prompts[i] for i in range(6)] == [[32], [32], [33, 34], [33, 34], [32], [32]]
     assert (usage.prompt_tokens, usage.completion_tokens) == (4, 6 * len(whole))
-    assert len({request.seed for request in engine.requests}) == 6
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_completions(connect, stream):
-    answer = connect().completions.create(prompt="Hi", logprobs=2, stream=stream, stop="ß", **ASK)
-    chunks = list(answer) if stream else [answer]
+def test_logprobs_of_completions(connect):
+    ask = ASK | {"prompt": "Hi", "logprobs": 2, "stop": "ß"}
+    chunks = list(connect().completions.create(stream=True, **ask))
     parts = [c.choices[0].logprobs for c in chunks]
     tokens = [token for part in parts for token in part.tokens]
     assert tokens == ["G", "r", "bytes:\\xc3", "bytes:\\xbc", "bytes:\\xc3", "bytes:\\x9f"]
@@ -154,7 +144,6 @@ def test_a_chat_shows_token_ids_and_logprobs(connect):
     more["extra_body"] = {"return_token_ids": True}
     answer = client.chat.completions.create(**more)
     chunks = list(client.chat.completions.create(stream=True, **more))
-    assert answer.prompt_token_ids == answer.choices[0].prompt_token_ids
     assert answer.prompt_token_ids == chunks[0].prompt_token_ids  # as of vLLM
     assert answer.choices[0].token_ids == [t for c in chunks for t in c.choices[0].token_ids]
     whole = answer.choices[0].logprobs.content
@@ -174,12 +163,7 @@ def test_models_health_and_metrics(connect):
     assert json.loads(get(client.address, "/health")) == {"status": "ok"}
     metrics = samples(client.address)
     assert metrics['jaxrl_llm_responses_total{path="/v1/completions",status="200"}'] == 1
-    assert metrics['jaxrl_llm_response_seconds_bucket{le="+Inf",path="/v1/completions"}'] == 1
     assert metrics["jaxrl_llm_engine_generated_tokens_total"] == 7
-    page = get(client.address, "/metrics")
-    names = re.findall(r"^# TYPE (\S+) (?:gauge|counter|histogram)$", page, re.MULTILINE)
-    shown = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if line[0] != "#"}
-    assert {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == {*names}
     assert post(client.address, b"{}", "/v2")[0] == 404
 
 
@@ -210,12 +194,14 @@ def test_the_api_key_is_asked_for(connect):
         assert post(client.address, ask_for("Hi"), Authorization=given)[0] == status, given
 
 
-def test_a_large_body_is_refused_declared_or_not(connect):
+def test_a_body_that_is_too_large_or_too_late_is_refused(connect):
     address = connect(max_body_mb=0.001).address
     body = json.dumps({"prompt": "a" * 2000}).encode()
     assert post(address, body)[0] == 413
     with begun(address, b"7d0\r\n" + b"a" * 2000, head="Transfer-Encoding: chunked\r\n") as raw:
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
+    with begun(connect(timeout_s=0.2).address, length=9) as raw:  # it never comes
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -252,11 +238,6 @@ def test_while_a_request_is_read_others_are_answered_and_a_full_gate_reads_none(
         go_on.set()
         thread.join(120)
     assert (answers[0][0], len(bodies)) == (200, 1)
-
-
-def test_a_body_that_never_comes_is_given_up(connect):
-    with begun(connect(timeout_s=0.2).address, length=9) as raw:
-        assert raw.recv(100).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("stream", [False, True])

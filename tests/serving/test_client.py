@@ -23,26 +23,20 @@ def logprob(before, token):
 
 
 class Teacher:
-    """A stand-in for a server. `behave` sees each request, and may answer in its place.
-
-    A text has the tokens of `encode`.
-    """
+    """A stand-in for a server. `behave` sees each request, and may answer in its place."""
 
     def __init__(self):
         self.behave, self.asked, self.running, self.most = lambda body: None, [], 0, 0
         self.encode = lambda text: list(text.encode())
-        self.model = {"id": "tiny", "max_model_len": 512}
 
     async def complete(self, request):
         body = await request.json()
         self.asked.append(body)
         self.running += 1
         self.most = max(self.most, self.running)
-        try:
-            answer = self.behave(body)
-            answer = await answer if asyncio.iscoroutine(answer) else answer
-        finally:
-            self.running -= 1
+        answer = self.behave(body)
+        answer = await answer if asyncio.iscoroutine(answer) else answer
+        self.running -= 1
         return answer or JSONResponse(self.answer(body))
 
     def answer(self, body):
@@ -55,17 +49,6 @@ class Teacher:
             entries.append({str(token): told for token, told in entry.items()})
         return {"choices": [{"text": "", "prompt_logprobs": entries}]}
 
-    async def models(self, request):
-        return JSONResponse({"data": [self.model]})
-
-    def app(self):
-        return Starlette(
-            routes=[
-                Route("/v1/completions", self.complete, methods=["POST"]),
-                Route("/v1/models", self.models),
-            ]
-        )
-
 
 @pytest.fixture
 def teacher():
@@ -76,9 +59,10 @@ def teacher():
 def connect(teacher, monkeypatch):
     """(limits) -> a client of the stand-in."""
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-    made = []
+    made, models = [], JSONResponse({"data": [{"id": "tiny", "max_model_len": 512}]})
     ENDING.clear()
-    with listening(teacher.app()) as address:
+    routes = [Route("/v1/completions", teacher.complete, methods=["POST"])]
+    with listening(Starlette(routes=[*routes, Route("/v1/models", lambda _: models)])) as address:
 
         def run(**limits):
             made.append(ScoringClient(f"{address}/v1", **(QUICK | limits)))
@@ -154,7 +138,6 @@ def test_closing_gives_up_what_is_asked_for(teacher, connect):
     wait_until(lambda: teacher.running)
     client.close()
     assert future.cancelled() or future.exception() is not None
-    assert "scoring" not in {thread.name for thread in threading.enumerate()}
 
 
 def answered(entries):
@@ -179,10 +162,7 @@ def test_an_answer_that_is_not_of_the_tokens_is_refused():
 
 
 def test_another_vocabulary_is_found_by_a_known_text(teacher, connect):
-    client = connect()
-
-    def encode(text):
-        return list(text.encode())
+    client, encode = connect(), teacher.encode
 
     def doubled(body):
         answer = teacher.answer(body)

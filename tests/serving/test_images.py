@@ -21,15 +21,13 @@ TOKENIZER = load_tokenizer(MODEL)
 STOPS = stop_ids(TOKENIZER, MODEL)
 PROCESSOR = VisualProcessor.from_directory(MODEL)
 IMAGE = PROCESSOR.placeholders.image_id
-ROOM = 256
-SEEING = ServedModel(
-    "tiny", TOKENIZER, STOPS, 272, ROOM, 8, text_limit(TOKENIZER, ROOM), processor=PROCESSOR
-)
+LIMIT = text_limit(TOKENIZER, 256)
+SEEING = ServedModel("tiny", TOKENIZER, STOPS, 272, 256, 8, LIMIT, processor=PROCESSOR)
 
 
-def file_of(kind="PNG", size=(32, 48), **options):
+def file_of(kind="PNG", size=(32, 48)):
     file = io.BytesIO()
-    Image.new("RGB", size, (9, 99, 199)).save(file, kind, **options)
+    Image.new("RGB", size, (9, 99, 199)).save(file, kind)
     return file.getvalue()
 
 
@@ -37,10 +35,10 @@ def url_of(data, kind="png"):
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def shows(*urls, text="what is it?", role="user"):
+def shows(*urls, text="what is it?"):
     """Return a message that shows images before its text."""
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def chat(*messages, **fields):
@@ -62,49 +60,37 @@ def test_tools_show_images_and_the_responses_api_does():
     tokenizer = copy.deepcopy(TOKENIZER)
     end = "{{- '<|end|>' }}"
     tokenizer.chat_template = tokenizer.chat_template.replace(end, calls + end)
-    calling = SEEING._replace(tokenizer=tokenizer)
     url, look = url_of(file_of()), {"name": "look", "arguments": "{}"}
-    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": look}]}
-    told = shows(url, role="tool", text="seen") | {"tool_call_id": "a"}
-    asked = parse_chat({"messages": [{"role": "user", "content": "look"}, call, told]}, calling)
-    assert "<|vision_end|>seen<|end|>" in TOKENIZER.decode(asked.prompts[0])
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "Hi"}]
     output = {"type": "function_call_output", "call_id": "a", "output": parts}
     items = [{"type": "function_call", "call_id": "a"} | look, output]
     for said in ([{"role": "user", "content": parts}], items):
-        request = parse_chat(chat_request({"input": said}), calling)
-        assert [v.key for v in request.visuals] == [v.key for v in asked.visuals]
+        request = parse_chat(chat_request({"input": said}), SEEING._replace(tokenizer=tokenizer))
+        assert [v.key for v in request.visuals] == [PROCESSOR.image(file_of()).key]
         assert request.prompts[0].count(IMAGE) == 6
+        assert "<|vision_end|>Hi<|end|>" in TOKENIZER.decode(request.prompts[0])
 
 
-def test_an_image_that_can_t_be_used_is_refused(subtests):
+def test_an_image_that_can_t_be_used_is_refused(served, subtests):
     """Which files are none, and how they are told, is for tests/data/test_pictures.py."""
-    animated = {"save_all": True, "append_images": [Image.new("RGB", (32, 48))]}
-    for url in (
-        *("http://localhost:1/a.png", "/etc/passwd", "file:///etc/passwd", url_of(b"hello")),
-        *("data:image/png;base64,%%%", "data:text/plain;base64,aGk="),
-        *(url_of(file_of(size=(64, 64))[:60]), url_of(file_of("GIF", **animated), "gif")),
+    hello, good = {"role": "user", "content": "Hi"}, url_of(file_of())
+    for url, model in (
+        *(("http://localhost:1/a.png", SEEING), ("/etc/passwd", SEEING), (good, served)),
+        *(("file:///etc/passwd", SEEING), (url_of(b"hello"), SEEING)),
+        *(("data:image/png;base64,%%%", SEEING), ("data:text/plain;base64,aGk=", SEEING)),
     ):
-        before = [{"role": role, "content": "Hi"} for role in ("user", "assistant")]
         with subtests.test(url=url[:40]):
             with pytest.raises(APIError) as caught:
-                chat(*before, shows(url))
-            assert (caught.value.status, caught.value.param) == (400, "messages[2]")
-    for part in [
-        {"type": "image_url", "image_url": {"url": 3}},
-        {"type": "image_url", "image_url": {"url": url_of(file_of()), "detail": "most"}},
-        {"type": "video_url", "video_url": {"url": "x"}},
-    ]:
-        with subtests.test(str(part)), pytest.raises(APIError, match="parts"):
-            chat({"role": "user", "content": [part]})
+                parse_chat({"messages": [hello, shows(url)]}, model)
+            assert (caught.value.status, caught.value.param) == (400, "messages[1]")
+    for image in ({"url": 3}, {"url": good, "detail": "most"}):
+        with subtests.test(str(image)[:40]), pytest.raises(APIError, match="parts"):
+            chat({"role": "user", "content": [{"type": "image_url", "image_url": image}]})
 
 
 def test_a_text_can_t_pass_for_an_image():
-    mark = "<|image_pad|>"
-    for message in ({"role": "user", "content": mark}, shows(url_of(file_of()), text=mark)):
-        with pytest.raises(APIError, match="placeholder") as caught:
-            chat(message)
-        assert caught.value.status == 400
+    with pytest.raises(APIError, match="placeholder"):
+        chat(shows(url_of(file_of()), text="<|image_pad|>"))
 
 
 def test_images_that_can_t_fit_are_not_decoded(monkeypatch):
@@ -116,18 +102,9 @@ def test_images_that_can_t_fit_are_not_decoded(monkeypatch):
     assert len(decoded) < 30
 
 
-def test_a_model_of_text_refuses_images(served):
-    with pytest.raises(APIError) as caught:
-        parse_chat({"messages": [shows(url_of(file_of()))]}, served)
-    assert (caught.value.status, caught.value.param) == (400, "messages[0]")
-
-
 def test_images_are_read_as_the_server_s_config_says(monkeypatch):
-    towers = []
-
     def policy(path, layout, *, vision, **_):
-        towers.append(vision)
-        model = Decoder(read_spec(path, vision=True))
+        model = Decoder(read_spec(path, vision=vision))
         loaded = {"tokenizer": TOKENIZER, "stops": STOPS, "source": path, "params": {}}
         return SimpleNamespace(model=model, layout=layout, **loaded)
 
@@ -138,8 +115,8 @@ def test_images_are_read_as_the_server_s_config_says(monkeypatch):
         served, _ = open_served_model(ServeConfig(model=str(MODEL), kv_cache_gb=0.1, **keys))
         return served.processor and served.processor.image(file_of(size=(side, side))).tokens
 
-    assert tokens(64) is None and towers == [False]
-    assert tokens(64, vision=True, max_pixels=1024) == 4 and towers == [False, True]
+    assert tokens(64) is None
+    assert tokens(64, vision=True, max_pixels=1024) == 4
     assert tokens(32, vision=True, min_pixels=64 * 64) == 16
     for keys in ({"max_pixels": 9}, {"vision": True, "max_pixels": 9}):
         with refuses():

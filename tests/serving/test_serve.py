@@ -19,7 +19,7 @@ from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.load import from_tree
 from jaxrl_llm.config.programs import ServeConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.openai_api.client import ScoringClient, parse_scores
+from jaxrl_llm.rollout.openai_api.client import ScoringClient
 from jaxrl_llm.serve import bind, default_cache_gb, open_served_model
 from jaxrl_llm.serve import main as serve_main
 from jaxrl_llm.serving.app import make_app
@@ -121,13 +121,8 @@ def test_greedy_answers_are_those_of_transformers(client, model, opened):
     expected = [greedy(prompt) for prompt in prompts]
     assert len(np.unique(np.concatenate(expected))) > 8
     assert [choice.token_ids for choice in answer.choices] == expected
-    kept = [[t for t in tokens if t != END] for tokens in expected]
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in kept]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected]
     assert [choice.text for choice in answer.choices] == texts
-    streamed = [""] * 4
-    for chunk in client.completions.create(stream=True, prompt=prompts, **fields):
-        streamed[chunk.choices[0].index] += chunk.choices[0].text
-    assert streamed == texts
     answer = client.chat.completions.create(messages=HI, **fields)
     assert tokenizer.decode(answer.prompt_token_ids) == "<|user|>Hi é<|end|><|assistant|>"
     assert answer.choices[0].token_ids == greedy(answer.prompt_token_ids)
@@ -152,24 +147,19 @@ def test_logprobs_are_those_of_transformers(client, model):
         np.testing.assert_allclose(sorted(top.values())[::-1][:3], best, atol=1e-4)
 
 
-def test_prompts_are_scored_as_by_transformers(client, address, model):
+def test_prompts_are_scored_as_by_transformers(address, model):
     prompts = random_prompts(3, seed=6)
     scorer = ScoringClient(f"{address}/v1", api_key="secret")
     assert scorer.open() == 96
     scored = scorer.score(prompts, 3)
     scorer.close()
-    fields = {"model": "tiny", "prompt": prompts, "max_tokens": 1, "n": 2}
-    choices = client.completions.create(**fields, extra_body={"prompt_logprobs": 3}).choices
-    for index, prompt in enumerate(prompts):
+    for prompt, scores in zip(prompts, scored, strict=True):
         expected = logprobs_of(model, prompt)[:-1]
         own = expected[range(len(prompt) - 1), prompt[1:]]
-        np.testing.assert_allclose(scored[index].logprobs[1:], own, atol=1e-4)
+        np.testing.assert_allclose(scores.logprobs[1:], own, atol=1e-4)
         best = torch.topk(expected, 3)
-        np.testing.assert_allclose(scored[index].top_logprobs[1:], best.values, atol=1e-4)
-        assert scored[index].top_ids[1:].tolist() == best.indices.tolist()
-        for choice in choices[2 * index : 2 * index + 2]:
-            again = parse_scores({"choices": [choice.model_dump()]}, prompt, 3)
-            np.testing.assert_allclose(again.logprobs, scored[index].logprobs, atol=1e-4)
+        np.testing.assert_allclose(scores.top_logprobs[1:], best.values, atol=1e-4)
+        assert scores.top_ids[1:].tolist() == best.indices.tolist()
 
 
 def is_healthy(address):
@@ -205,32 +195,22 @@ def test_the_program_serves_and_ends_with_a_signal(directory, monkeypatch):
     def too_early(*_):
         raise AssertionError("it had not begun to serve")
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.signal(number, too_early) for number in numbers]
+    handler = signal.signal(signal.SIGTERM, too_early)
     try:
         client = threading.Thread(target=ask)
         client.start()
         assert serve_main(words) == 0
         client.join(120)
     finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, handler)
     assert len(texts) == 2 and texts[0] == texts[1]
 
 
-def test_a_wrong_command_is_one_line(directory, capsys):
-    for words, key in (
-        *((["--model", str(directory), "portt=4"], "'portt'"), ([], "model is missing")),
-        (["--model", "/no/such", "port=0"], "model: "),
-    ):
-        assert serve_main(words) == 2
-        assert key in capsys.readouterr().err
+def test_what_can_not_be_served_is_said(capsys):
+    assert serve_main(["--model", "/no/such", "port=0"]) == 2
+    assert "model: " in capsys.readouterr().err
     assert serve_main(["--model", "123", "--api-key", "456", "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    assert "model: '123'" in printed and "api_key: '456'" in printed
-
-
-def test_an_address_that_is_taken_is_said_before_the_model_is_read():
+    assert "api_key: '456'" in capsys.readouterr().out
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="port"):

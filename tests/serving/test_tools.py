@@ -19,7 +19,7 @@ from jaxrl_llm.serving.app import make_app
 from tests.data.real_templates import build
 from tests.listening import listening
 from tests.refusals import refuses
-from tests.serving.conftest import Scripted, sentencepiece
+from tests.serving.conftest import Scripted
 
 CLIENT = {"api_key": "none", "max_retries": 0, "timeout": 120}
 QUESTION = {"role": "user", "content": "How warm is it?"}
@@ -51,19 +51,15 @@ def called(name, count=1, identity="abcdefgh{}"):
     """Return the assistant's message with calls, as the template wants it."""
     as_text = name.startswith("deepseek")
     arguments = json.dumps(ARGUMENTS, ensure_ascii=False) if as_text else ARGUMENTS
-    function = {"name": "weather", "arguments": arguments}
-    calls = [
-        {"id": identity.format(i), "type": "function", "function": function} for i in range(count)
-    ]
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    calls = [{"id": identity.format(number)} | call for number in range(count)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def written(name, count=1):
     """Return how the template itself writes calls, without the turn's end."""
-    whole, before = (
-        render(name, [QUESTION, called(name, count)], more=False),
-        render(name, [QUESTION]),
-    )
+    before = render(name, [QUESTION])
+    whole = render(name, [QUESTION, called(name, count)], more=False)
     assert whole.startswith(before), "take a template that is append-only"
     text = whole[len(before) :]
     stops = build(name)[0].convert_ids_to_tokens(list(build(name)[1]))
@@ -97,7 +93,6 @@ def test_the_developers_message_reaches_the_model_and_an_unknown_role_is_refused
     client = connect("qwen2_5", "yes")
     rule, user = {"role": "developer", "content": "RULE"}, {"role": "user", "content": "hi"}
     told = render("qwen2_5", [rule | {"role": "system"}, user], tools=())
-    assert "RULE" in told
     client.responses.create(model="tiny", input=[rule, user])
     assert prompt_of(client) == told
     named = user | {"name": "Nora", "cache_control": {"type": "ephemeral"}}
@@ -121,9 +116,8 @@ def test_a_call_that_a_template_writes_is_read_and_told_again(connect, name):
     with client.chat.completions.stream(messages=[QUESTION], **ask) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.finish_reason == "tool_calls"
-    assert [(c.id, c.function.arguments) for c in streamed.message.tool_calls] == [
-        (call.id, call.function.arguments)
-    ]
+    (again,) = streamed.message.tool_calls
+    assert (again.id, again.function.arguments) == (call.id, call.function.arguments)
     result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
     chat = [QUESTION, choice.message.model_dump(), result]
     client.chat.completions.create(messages=chat, **ask)
@@ -136,10 +130,6 @@ def test_text_comes_before_a_call_and_what_is_none_stays_in_the_text(connect):
     ask = {"model": "tiny", "tools": [TOOL], "messages": [QUESTION]}
     message = client.chat.completions.create(**ask).choices[0].message
     assert (message.content, len(message.tool_calls)) == ("Let me see.", 1)
-    deltas = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **ask)]
-    assert len([d for d in deltas if d.content]) > 1
-    assert "".join(d.content or "" for d in deltas) == "Let me see."
-    assert [bool(d.tool_calls) for d in deltas] == [False] * (len(deltas) - 1) + [True]
     client.engine.script = script = written("qwen2_5")  # without tools it is no call
     answer = client.chat.completions.create(**ask, tool_choice="none")
     assert answer.choices[0].message.content == script
@@ -174,29 +164,19 @@ GOOD = '{"name": "f", "arguments": {"x": "<think>"}}'
 CALLED = f"a<tool_call>{GOOD}</tool_call>"
 WORDS = [CALLED, f"<tool_call>{GOOD}", GOOD, "<think>", "</think>", "<tool_call>", "</tool_call>"]
 WORDS += ['{"name": "f", "parameters": {}}', "[f(x=1)]", "[", "{", " \n", "  ", "é🙂", "a b", "<to"]
-WORDS += ["<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"]
-WORDS += [
-    '[TOOL_CALLS]f[ARGS]{"a":1}',
-    "STOP",
-    "ST",
-    "so\n</think>\n\n4.",
-    "<|end|><|start|>assistant",
-]
+WORDS += ["<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>", "STOP", "ST"]
+WORDS += ['[TOOL_CALLS]f[ARGS]{"a":1}', "so\n</think>\n\n4.", "<|end|><|start|>assistant"]
 WORDS += ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"]
 WORDS += ["<｜tool▁calls▁end｜>", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"]
 WORDS += ["<|channel|>commentary to=functions.f<|message|>{}", " to=f"]
 ALL = [*range(1, 60)]
 SCRIPTS = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
-FORMATS = {"phi3": "hermes", "llama 2": "hermes"}  # whose templates write no calls
 
 
 @functools.cache
 def template_of(name, *, with_tools):
-    if name == "llama 2":
-        tokenizer, stops = sentencepiece(), (2,)
-    else:
-        tokenizer, stops = build(name)
-    form = FORMATS.get(name) if with_tools else None
+    tokenizer, stops = build(name)
+    form = "hermes" if with_tools and name == "phi3" else None  # whose template writes no calls
     return TurnTemplate(tokenizer, stops, tools=[TOOL] * with_tools, call_format=form)
 
 
@@ -211,7 +191,7 @@ def until_stopped(tokenizer, tokens, stops):
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([*TEMPLATES, "phi3", "llama 2"]),
+    st.sampled_from([*TEMPLATES, "phi3"]),
     st.booleans(),
     SCRIPTS,
     st.lists(st.integers(1, 60), max_size=6),
@@ -220,7 +200,6 @@ def until_stopped(tokenizer, tokens, stops):
 )
 @example("phi3", True, CALLED, ALL, False, ())
 @example("qwen3_8", False, "</think>\nhm\n</think>\n\nThe answer is 4.", ALL, False, ())
-@example("llama 2", False, "</think>\nhm\n</think>\n\nThe answer is 4.", ALL, False, ())
 @example("qwen2_5", False, "<think>\n\n</think>\n\nhi", ALL, False, ())
 @example("qwen2_5", True, "  Let me see. <tool_call>", ALL, False, ())
 @example("phi3", True, f"so\n</think>{CALLED}STOP", ALL, True, ("STOP",))
@@ -270,39 +249,30 @@ def events_of(client, **fields):
 
 def test_a_response_has_openais_form(connect):
     client = connect("qwen2_5", "Let me see.\n" + written("qwen2_5", 2))
-    ask = {"model": "tiny", "input": "How warm is it?", "tools": [FLAT]}
-    ask["instructions"] = "Be brief."
+    ask = {"model": "tiny", "input": "Hi", "tools": [FLAT], "instructions": "Be brief."}
     raw = client.responses.with_raw_response.create(**ask)
     Response.model_validate(raw.http_response.json(), strict=True)
     response = raw.parse()
     system = {"role": "system", "content": "Be brief."}
-    assert prompt_of(client) == render("qwen2_5", [system, QUESTION])
+    assert prompt_of(client) == render("qwen2_5", [system, {"role": "user", "content": "Hi"}])
     text, *calls = response.output
     assert (text.type, response.output_text) == ("message", "Let me see.")
     assert [(c.name, json.loads(c.arguments)) for c in calls] == [("weather", ARGUMENTS)] * 2
     assert calls[0].call_id != calls[1].call_id
     assert response.status == "completed"
-    usage, script = response.usage, client.engine.script
-    assert usage.input_tokens == len(client.engine.requests[-1].prompt)
-    drawn = client.engine.tokenizer(script, add_special_tokens=False)["input_ids"]
-    assert usage.output_tokens == len(drawn) + 1
+    assert response.usage.input_tokens == len(client.engine.requests[-1].prompt)
     # the next turn, as the Agents SDK sends it, is the chat's
-    results = [f"{i} degrees" for i in range(2)]
-    outputs = [
-        {"type": "function_call_output", "call_id": call.call_id, "output": result}
-        for call, result in zip(calls, results, strict=True)
-    ]
+    output = {"type": "function_call_output", "output": "18 degrees"}
+    outputs = [output | {"call_id": call.call_id} for call in calls]
     client.responses.create(**ask | {"input": [QUESTION, *response.output, *outputs]})
-    told = [{"role": "tool", "content": result} for result in results]
+    told = [{"role": "tool", "content": "18 degrees"}] * 2
     turn = called("qwen2_5", 2) | {"content": "Let me see."}
     assert prompt_of(client) == render("qwen2_5", [system, QUESTION, turn, *told])
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_8"])
-def test_events_make_up_the_response(connect, name):
-    thought = "One place.\n</think>\n\n" if name == "qwen3_8" else ""
-    call = written(name).rpartition("</think>")[2]
-    client = connect(name, f"{thought}Let me see.\n\n{call}")
+def test_events_make_up_the_response(connect):
+    call = written("qwen3_8").rpartition("</think>")[2]
+    client = connect("qwen3_8", f"One place.\n</think>\n\nLet me see.\n\n{call}")
     events = events_of(client, tools=[FLAT])
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
@@ -310,7 +280,7 @@ def test_events_make_up_the_response(connect, name):
     final = events[-1]["response"]
     Response.model_validate(final, strict=True)
     names = [item["type"] for item in final["output"]]
-    assert names == (["reasoning"] if thought else []) + ["message", "function_call"]
+    assert names == ["reasoning", "message", "function_call"]
     for place, item in enumerate(final["output"]):
         own = [event for event in events if event.get("output_index") == place]
         assert own[0]["type"] == "response.output_item.added"
@@ -324,11 +294,10 @@ def test_events_make_up_the_response(connect, name):
 
 def test_a_response_that_is_cut_or_empty(connect):
     client = connect("qwen2_5", "It is rather warm today")
-    response = client.responses.create(model="tiny", input="Hi", max_output_tokens=5)
-    reason = response.incomplete_details.reason
-    assert (response.status, reason) == ("incomplete", "max_output_tokens")
-    assert response.output[0].status == "incomplete"
-    assert events_of(client, max_output_tokens=5)[-1]["type"] == "response.incomplete"
+    last = events_of(client, max_output_tokens=5)[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"]["reason"] == "max_output_tokens"
+    assert last["response"]["output"][0]["status"] == "incomplete"
     client.engine.script = ""
     assert events_of(client)[-1]["response"]["output"][0]["type"] == "message"
 
@@ -338,8 +307,7 @@ def test_a_wrong_response_is_refused(subtests):
         **{"previous_response_id": ["resp_1"], "conversation": ["conv_1"], "background": [True]},
         **{"truncation": ["auto"], "reasoning": [{"effort": "high"}], "top_logprobs": [2]},
         **{"text": [{"format": {"type": "json_object"}}], "messages": [[QUESTION]], "n": [2]},
-        **{"include": [["message.output_text.logprobs"]], "max_tokens": [3]},
-        **{"max_output_tokens": [0], "tools": [[{"type": "web_search"}]]},
+        **{"max_tokens": [3], "max_output_tokens": [0], "tools": [[{"type": "web_search"}]]},
         "input": [
             *([], None, [3], [{"type": "item_reference", "id": "msg_1"}]),
             [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}],
@@ -352,13 +320,10 @@ def test_a_wrong_response_is_refused(subtests):
                     chat_request({"input": "Hi", key: value})
                 assert caught.value.status == 400
 
-
-def test_what_asks_for_nothing_is_accepted():
     fields = {"store": True, "include": [], "truncation": "disabled", "user": "me", "seed": 3}
     fields |= {"text": {"format": {"type": "text"}}, "stream": True, "background": False}
-    chat = chat_request({"input": "Hi", "temperature": 0.5, "frequency_penalty": 0} | fields)
+    chat = chat_request({"input": "Hi", "frequency_penalty": 0} | fields)  # asks for nothing else
     assert (chat["seed"], chat["stream"]) == (3, True)
-    assert parse_chat(chat, model_of("qwen2_5")).sampling.temperature == 0.5
 
 
 def test_tools_that_a_template_can_not_write_are_refused(served):

@@ -1,8 +1,4 @@
-"""A float8 kernel for vLLM on CPUs without AMX, in torch: for tests, in vLLM's environment.
-
-As kernels of GPUs do, it lays weights out anew once they are loaded, so that none can be loaded a
-second time into what is there.
-"""
+"""A float8 kernel for vLLM on CPUs without AMX, in torch: for tests, in vLLM's environment."""
 
 import torch
 from jaxrl_worker import Worker  # what vLLM is to find here
@@ -15,7 +11,7 @@ __all__ = ["Worker"]
 
 
 class TorchKernel(Fp8BlockScaledMMLinearKernel):
-    """Multiplies by the weights that values and scales stand for; activations stay as they are."""
+    """Lays weights out anew once they are loaded, as those of GPUs do: no others can be loaded."""
 
     @classmethod
     def is_supported(cls, compute_capability=None):
