@@ -152,6 +152,15 @@ def compiles_on_demand(monkeypatch):
     BACKGROUND.clear()
 
 
+@pytest.fixture(scope="module")
+def one_device():
+    """Has runs take one of the eight devices, where they would take all."""
+    some = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax.devices", lambda: some)
+        yield
+
+
 @pytest.fixture
 def compile_rest():
     """Compiles what is needed later, and waits for it."""

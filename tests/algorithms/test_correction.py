@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
@@ -106,6 +107,13 @@ def test_the_largest_second_moments_are_dropped():
         weights = run(partial(correction.second_moment_mask, threshold=share * mean), fields)
         np.testing.assert_array_equal(weights, moments <= max(left, default=-1.0))
         assert not 0 < share < 1 or 0 < weights.sum() < mask.sum()
+    impossible = {"old_logprobs": fields["old_logprobs"].at[mask > 0].set(-np.inf)}
+    assert not run(correction.second_moment_mask, fields | impossible).any()
+    rounded = {name: fields[name].astype(jnp.bfloat16) for name in names[:2]}
+    exact = {name: value.astype(jnp.float32) for name, value in rounded.items()}
+    np.testing.assert_array_equal(
+        *(run(correction.second_moment_mask, fields | given) for given in (rounded, exact))
+    )
     with pytest.raises(ValueError, match="threshold"):
         run(partial(correction.second_moment_mask, threshold=-1.0), fields)
 

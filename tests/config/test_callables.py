@@ -126,6 +126,15 @@ def test_a_source_is_another_one_only_if_something_that_counts_has_changed(tmp_p
         assert (given == before) == same, new
 
 
+def test_a_file_that_is_no_text_has_a_source_that_tells_it_from_others(tmp_path):
+    """As an extension module, or one in another encoding."""
+    path, sources = tmp_path / "mine.py", []
+    for text in ("é = 1", "é = 2"):
+        path.write_text(f"# -*- coding: latin-1 -*-\n{text}\n", encoding="latin-1")
+        sources.append(source_of(FunctionSpec(f"{path}:capped")))
+    assert sources[0] != sources[1] and all(s.startswith("# no source") for s in sources)
+
+
 MODULE = """
 WIDTH = 3
 

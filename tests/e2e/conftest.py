@@ -264,15 +264,6 @@ def plain(run):
     return run(*EXACTLY).ok()
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Runs that are not `run`'s take one of the eight devices, too."""
-    some = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax.devices", lambda: some)
-        yield
-
-
 @pytest.fixture
 def copy_of(workshop):
     """Copies a run's folder, to damage it or to go on with it."""

@@ -52,14 +52,6 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    some = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax.devices", lambda: some)
-        yield
-
-
-@pytest.fixture(scope="module")
 def policy(directory, one_device):
     return load_policy(directory)
 

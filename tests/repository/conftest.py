@@ -1,4 +1,7 @@
-"""Checks of docs, API, style, releases and benchmarks: `pytest -m repository`."""
+"""Checks of docs, API, style, releases and benchmarks: `pytest -m repository`.
+
+Those that are slow, or need more than `dev` installs, are in the rings of their markers alone.
+"""
 
 from pathlib import Path
 
@@ -9,5 +12,6 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if HERE in item.path.parents:
+        others = any(item.get_closest_marker(n) for n in ("slow", "gpu", "vllm", "gpu_compiler"))
+        if HERE in item.path.parents and not others:
             item.add_marker(pytest.mark.repository)

@@ -272,8 +272,9 @@ def test_groups_are_scored_before_the_sampling_ends(overlaps):
     def finish(scores):
         try:
             wait_until(lambda: calls[0] // SAMPLES + len(window._scores._waiting) >= SIZE)
-        finally:
             first.set_result(scores)
+        except AssertionError as error:
+            first.set_exception(error)
 
     def start(rollouts, clock):
         scores = [Score(float(len(e.tokens)), {}, None) for e in rollouts.episodes]

@@ -15,16 +15,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from jaxrl_llm.config.errors import ConfigError
 from jaxrl_llm.config.functions import closest
 from jaxrl_llm.rollout.observation import BrokenTool, FailedTool
-from jaxrl_llm.rollout.tools.tool import (
-    TOOLS_KEY,
-    LoadedTool,
-    background_loop,
-    marked,
-    toolset_tool,
-)
+from jaxrl_llm.rollout.tools.tool import LoadedTool, background_loop, marked, toolset_tool
 from jaxrl_llm.workers.retries import wait_before_retry
 
 SHARE_OF_TIME = 0.8
@@ -72,34 +65,26 @@ def mcp_tools(
         The tools, in the server's order.
 
     Raises:
-        ConfigError: the server gives no tools, or a name is none of them.
+        ValueError: the server gives no tools, or a name is none of them.
     """
     if find_spec("mcp") is None:
-        raise ConfigError(
-            f"{TOOLS_KEY}: mcp_tools needs the package mcp; pip install 'jaxrl_llm[mcp]'"
-        )
+        raise ValueError("mcp_tools needs the package mcp; pip install 'jaxrl_llm[mcp]'")
     if (command is None) == (url is None) or isinstance(command, str) or command == []:
-        raise ConfigError(
-            f"{TOOLS_KEY}: mcp_tools: expected either command, a list such as [python, server.py], "
-            f"or url; got command {command!r} and url {url!r}"
+        raise ValueError(
+            "mcp_tools: expected either command, a list such as [python, server.py], or url; got "
+            f"command {command!r} and url {url!r}"
         )
     if session not in SESSIONS:
-        raise ConfigError(
-            f"{TOOLS_KEY}: mcp_tools: got session {session!r}; {closest(session, SESSIONS)}"
-        )
+        raise ValueError(f"mcp_tools: got session {session!r}; {closest(session, SESSIONS)}")
     address = url or tuple(command or ())
     server, listed = _shown(address), _listed(address)
     tools = {tool.name: tool for tool in listed}
     if not listed or len(tools) < len(listed):
         names = ", ".join(tool.name for tool in listed) or "none"
-        raise ConfigError(
-            f"{TOOLS_KEY}: mcp_tools: {server}: got the tools {names}, expected each once"
-        )
+        raise ValueError(f"mcp_tools: {server}: got the tools {names}, expected each once")
     for name in only or ():
         if name not in tools:
-            raise ConfigError(
-                f"{TOOLS_KEY}: mcp_tools: {server} has no tool {name!r}; {closest(name, tools)}"
-            )
+            raise ValueError(f"mcp_tools: {server} has no tool {name!r}; {closest(name, tools)}")
     return [
         toolset_tool(
             {"name": name, "description": tool.description or "", "parameters": tool.input_schema},
@@ -119,7 +104,7 @@ def _listed(address: ServerAddress) -> list[Any]:
         except ConnectionError as error:
             tries += 1
             if tries == TRIES or time.monotonic() - began > START_S:
-                raise ConfigError(f"{TOOLS_KEY}: mcp_tools: {error}") from error
+                raise ValueError(f"mcp_tools: {error}") from error
             time.sleep(wait_before_retry(error, tries) or 0.0)
         finally:
             connection.close()

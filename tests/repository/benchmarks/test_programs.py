@@ -328,6 +328,24 @@ def test_mutants(program):
     assert program("code.mutants", "list") == []
 
 
+@slow("benchmarks/code/")
+def test_mutants_are_caught(tmp_path, monkeypatch):
+    pytest.importorskip("pytest_cov")
+    monkeypatch.setattr(mutants, "CORE", {"algorithms/kl.py": 2})
+    monkeypatch.setattr(mutants, "FIRST_S", 30)
+    database, record, missed, again = (
+        tmp_path / name for name in ("cover.db", "a.json", "b.json", "c.json")
+    )
+    mutants.cover(ROOT, database, ["tests/algorithms/test_kl.py"])
+    mutants.run(ROOT, database, record, 1)
+    caught = json.loads(record.read_text())
+    assert len(caught) == 2 and all("test_kl" in test for test in caught.values())
+    missed.write_text(json.dumps(dict.fromkeys(caught) | dict([next(iter(caught.items()))])))
+    mutants.run(ROOT, database, again, 1, missed)
+    assert [*json.loads(again.read_text()).items()] == [*caught.items()][1:]
+    assert (mutants.compare(record, missed), mutants.compare(missed, record)) == (1, 0)
+
+
 @slow(*ENGINE)
 def test_kv_cache_dtype(program, tmp_path):
     workloads.make_model(tmp_path / "m", workloads.MODELS["tiny"], workloads.make_tokenizer())
